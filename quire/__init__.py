@@ -1,0 +1,27 @@
+"""Quire: LLM inference and serving. `from quire import LLM, SamplingParams`."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.entrypoints.llm import LLM
+    from quire.messages.sampling_params import SamplingParams
+
+_HOMES = {
+    "LLM": "quire.entrypoints.llm",
+    "SamplingParams": "quire.messages.sampling_params",
+    "RequestOutput": "quire.engine.outputs",
+    "CompletionOutput": "quire.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use so that `quire --help` pays for none of it.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

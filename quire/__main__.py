@@ -1,0 +1,5 @@
+import sys
+
+from quire.entrypoints.cli.main import main
+
+sys.exit(main())

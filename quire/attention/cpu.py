@@ -1,0 +1,125 @@
+"""Attention over pages in plain torch: the CPU's backend, and the reference on any device.
+
+Pages are gathered, then multiplied by batched matmuls with the query heads of a KV head side by side, so K and V are
+never repeated. On a CPU in bf16 this measured twice as fast as torch's scaled_dot_product_attention, both for decode
+rows and, in blocks of queries, for prompts. In float32 the latter is up to 1.4 times as fast for long prompts; one path
+serves both all the same.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.attention.base import StepInputs
+from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
+from quire.kernels.kv_write import cache_rows, kv_write
+
+
+@dataclass
+class Plan:
+    """What a step gathers and hides; the same for every layer of a group."""
+
+    write_rows: tuple[torch.Tensor, torch.Tensor]
+    decode: list[DecodeBatch]
+    prompts: list[PromptRow]
+    scratch: torch.Tensor  # [most pages gathered at once, block_size * D]: fresh memory for every layer would cost more
+
+
+@dataclass
+class TorchMetadata:
+    """Rows of the step, and the plan that the first layer to attend makes of them."""
+
+    step: StepInputs
+    block_table: torch.Tensor
+    block_size: int
+    plans: dict[tuple[int, int | None], Plan] = field(default_factory=dict)
+
+    def plan(self, kv_cache: torch.Tensor, window: int | None, slot_mapping: torch.Tensor) -> Plan:
+        num_kv_heads = kv_cache.shape[2]
+        key = (num_kv_heads, window)
+        if key not in self.plans:
+            rows = (self.step.query_start, self.step.seq_lens, self.block_table)
+            decode = plan_decode(*rows, self.block_size, num_kv_heads, window)
+            prompts = plan_prompts(*rows, self.block_size, num_kv_heads, window)
+            gathers = [batch.pages for batch in decode] + [row.pages for row in prompts]
+            most = max((len(pages) for pages in gathers), default=0)
+            scratch = kv_cache.new_empty(most, self.block_size * kv_cache.shape[-1])
+            write_rows = cache_rows(slot_mapping, num_kv_heads, self.block_size)
+            self.plans[key] = Plan(write_rows, decode, prompts, scratch)
+        return self.plans[key]
+
+
+class TorchBackend:
+    """The cache is [blocks, 2, KV, block_size, D]; see kernels/kv_write.py."""
+
+    name = "torch"
+    block_dim = 0
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+    def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> TorchMetadata:
+        return TorchMetadata(step, block_table, block_size)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        metadata: TorchMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_size = q.shape
+        num_kv_heads = k.shape[1]
+        plan = metadata.plan(kv_cache, sliding_window, slot_mapping)
+        kv_write(k, v, kv_cache, plan.write_rows)
+
+        pages = kv_cache.view(-1, metadata.block_size * head_size)
+        grouped = (q * scale).view(num_tokens, num_kv_heads, -1, head_size)
+        out = torch.zeros_like(grouped)  # padding tokens belong to no row; zeros keep them finite
+        for batch in plan.decode:
+            out[batch.tokens] = _attend_decode(grouped[batch.tokens], pages, batch, plan.scratch)
+        for row in plan.prompts:
+            _attend_prompt(grouped, pages, row, plan.scratch, out)
+        return out.view(num_tokens, num_heads, head_size)
+
+
+def _gather(
+    pages: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor, num_kv_heads: int, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages by index, keys before values, heads before rows before pages -> k, v [KV, tokens, D]."""
+    torch.index_select(pages, 0, index, out=scratch[: len(index)])
+    kv = scratch[: len(index)].view(2, num_kv_heads, -1, head_size)
+    return kv[0], kv[1]
+
+
+def _attend_decode(q: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor) -> torch.Tensor:
+    """q [B, KV, G, D] -> the same shape."""
+    rows, kv_heads, group, head_size = q.shape
+    k, v = _gather(pages, batch.pages, scratch, kv_heads, head_size)
+    flat_q = q.transpose(0, 1).reshape(kv_heads * rows, group, head_size)
+    scores = torch.bmm(flat_q, k.view(kv_heads * rows, -1, head_size).transpose(1, 2))
+    scores.view(kv_heads, rows, group, -1).masked_fill_(batch.hidden, -torch.inf)
+    out = torch.bmm(scores.softmax(-1), v.view(kv_heads * rows, -1, head_size))
+    return out.view(kv_heads, rows, group, head_size).transpose(0, 1)
+
+
+def _attend_prompt(
+    q: torch.Tensor, pages: torch.Tensor, row: PromptRow, scratch: torch.Tensor, out: torch.Tensor
+) -> None:
+    """q, out [N, KV, G, D]: fills out for the row's tokens."""
+    _, kv_heads, group, head_size = q.shape
+    k, v = _gather(pages, row.pages, scratch, kv_heads, head_size)
+    for block in row.blocks:
+        queries = slice(block.first_token, block.first_token + block.num_tokens)
+        keys = slice(block.first_key, block.last_key)
+        # [T, KV, G, D] -> [KV, G * T, D]: one matmul per KV head serves its whole group.
+        flat_q = q[queries].permute(1, 2, 0, 3).reshape(kv_heads, -1, head_size)
+        scores = torch.bmm(flat_q, k[:, keys].transpose(1, 2))
+        maskable = scores.view(kv_heads, group, block.num_tokens, -1)[..., block.hidden_from :]
+        maskable.masked_fill_(block.hidden, -torch.inf)
+        result = torch.bmm(scores.softmax(-1), v[:, keys])
+        out[queries] = result.view(kv_heads, group, block.num_tokens, head_size).permute(2, 0, 1, 3)

@@ -1,0 +1,96 @@
+"""GGUF blocks to float32, as torch operations on the bytes of the file.
+
+Each function takes blocks as uint8 [n, bytes per block] and gives float32 [n, numbers per block]. All products are
+exact in float32 (an 11-bit scale times a few bits), so the order of operations does not change a bit of the result.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+Dequantize = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The float16 at byte `start` of every block, as float32 [n, 1]."""
+    return blocks[:, start : start + 2].view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., k] -> float32 [..., 2, k]: the low halves of all bytes, then the high halves."""
+    values = torch.empty(*packed.shape[:-1], 2, packed.shape[-1])
+    values[..., 0, :] = packed & 0xF
+    values[..., 1, :] = packed >> 4
+    return values
+
+
+def dequantize_q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale, 16 bytes of nibbles with an offset of 8."""
+    return _nibbles(blocks[:, 2:]).flatten(1).sub_(8).mul_(_half(blocks, 0))
+
+
+def dequantize_q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale, float16 minimum, 16 bytes of nibbles."""
+    return _nibbles(blocks[:, 4:]).flatten(1).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def dequantize_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale, 32 signed bytes."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def dequantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """float16 scale and minimum, 12 bytes of 6-bit scales and minima, then 4 runs of 32 bytes of nibbles."""
+    packed = blocks[:, 4:16].unflatten(1, (3, 4))
+    low_scales, low_mins, rest = packed[:, 0], packed[:, 1], packed[:, 2]
+    # Sub-blocks 0..3 have their 6 bits in one byte; 4..7 have a nibble of `rest` and the two bits left in the byte of
+    # sub-block i-4.
+    scales = torch.cat((low_scales & 63, (rest & 15) | (low_scales >> 6 << 4)), dim=1)
+    mins = torch.cat((low_mins & 63, (rest >> 4) | (low_mins >> 6 << 4)), dim=1)
+    scale = (_half(blocks, 0) * scales).unsqueeze(2)
+    minimum = (_half(blocks, 2) * mins).unsqueeze(2)
+    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).view(-1, 8, 32)
+    return values.mul_(scale).sub_(minimum).flatten(1)
+
+
+def dequantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """128 bytes of low nibbles, 64 of high bit pairs, 16 signed sub-block scales, float16 scale; offset 32.
+
+    A half of 128 numbers takes 64 low and 32 high bytes; its 4 runs of 32 have their high bits at shifts 0, 2, 4, 6.
+    """
+    low = blocks[:, :128].unflatten(1, (2, 2, 32))
+    high = blocks[:, 128:192].unflatten(1, (2, 32))
+    values = torch.empty(len(blocks), 2, 4, 32)
+    for run in range(4):
+        nibble = low[:, :, run % 2] & 15 if run < 2 else low[:, :, run % 2] >> 4
+        values[:, :, run] = nibble | ((high >> 2 * run & 3) << 4)
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    return values.view(-1, 16, 16).sub_(32).mul_(scale.unsqueeze(2)).flatten(1)
+
+
+_OWN: dict[str, Dequantize] = {
+    "F32": lambda blocks: blocks.view(torch.float32),
+    "F16": lambda blocks: blocks.view(torch.float16),
+    "BF16": lambda blocks: blocks.view(torch.bfloat16),
+    "Q4_0": dequantize_q4_0,
+    "Q4_1": dequantize_q4_1,
+    "Q8_0": dequantize_q8_0,
+    "Q4_K": dequantize_q4_k,
+    "Q6_K": dequantize_q6_k,
+}
+
+
+def dequantizer(type_name: str, type_id: int) -> Dequantize | None:
+    """The function for a type: Quire's own, else the gguf package's (slower), else None."""
+    own = _OWN.get(type_name)
+    if own is not None:
+        return own
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(type_id)
+    probe = torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
+    try:
+        gguf.quants.dequantize(probe.numpy(), kind)
+    except NotImplementedError:
+        return None
+    return lambda blocks: torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))

@@ -1,0 +1,99 @@
+"""Tensors of a GGUF file, dequantized slice by slice straight into the model's memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quire.checkpoint.dequantize import Dequantize, dequantizer
+from quire.checkpoint.gguf_config import kv_heads, query_heads, require_supported
+from quire.checkpoint.gguf_header import GGUFHeader, TensorInfo, read_header
+from quire.checkpoint.gguf_names import ROPE_FREQS, hf_name
+from quire.checkpoint.mapped import check_shape, map_bytes
+
+# float32 numbers held at a time (2 MiB): measured, smaller is slower and larger only takes more memory per thread.
+SLICE_ELEMENTS = 512 * 1024
+
+
+class GGUFTensor:
+    """One tensor under its Hugging Face name; `type_name` and `raw` serve code that keeps weights quantized."""
+
+    def __init__(self, name: str, info: TensorInfo, data: torch.Tensor, dequantize: Dequantize, rope_heads: int = 0):
+        self.name = name
+        self.shape = info.shape
+        self.type_name = info.type.name
+        self._type = info.type
+        self._data = data[info.offset : info.offset + info.nbytes]
+        self._dequantize = dequantize
+        self._rope_heads = rope_heads  # > 0: rows are in interleaved-rope order, this many heads
+
+    def raw(self) -> torch.Tensor:
+        """The stored bytes, uint8 [rows, bytes per row], in the file's own row order."""
+        return self._data.view(-1, self.shape[-1] // self._type.elements * self._type.nbytes)
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """Copy into `out`, a view of this tensor's shape in any float type on any device."""
+        check_shape(self.name, self.shape, out)
+        if self._rope_heads:
+            self._read_heads_into(out)
+            return
+        rows, columns = self.raw(), self.shape[-1]
+        out = out.unsqueeze(0) if out.dim() == 1 else out.view(-1, columns)
+        step = max(1, SLICE_ELEMENTS // columns)
+        for start in range(0, len(rows), step):
+            part = self._values(rows[start : start + step])
+            out[start : start + step].copy_(part.view(-1, columns))
+
+    def _read_heads_into(self, out: torch.Tensor) -> None:
+        # GGUF "llama" keeps rotary pairs next to each other (rows 2i and 2i+1 of a head); rotate-half models want all
+        # first halves, then all second halves.
+        heads = self._rope_heads
+        pairs = self.shape[0] // heads // 2
+        blocks = self._data.view(heads, -1)
+        columns = self.shape[1:]
+        step = max(1, SLICE_ELEMENTS * heads // max(1, out.numel()))
+        target = out.unflatten(0, (heads, 2, pairs))
+        for start in range(0, heads, step):
+            part = self._values(blocks[start : start + step])
+            target[start : start + step].copy_(part.view(-1, pairs, 2, *columns).transpose(1, 2))
+
+    def _values(self, stored: torch.Tensor) -> torch.Tensor:
+        return self._dequantize(stored.reshape(-1, self._type.nbytes))
+
+
+def open_gguf(path: Path) -> Iterator[GGUFTensor]:
+    """All weights of a file in file order, which is also the fastest order to read them in."""
+    header = read_header(path)
+    require_supported(header)
+    data = map_bytes(path)
+    for info in header.tensors.values():
+        if info.name != ROPE_FREQS:
+            yield _open_tensor(header, info, data)
+
+
+def _open_tensor(header: GGUFHeader, info: TensorInfo, data: torch.Tensor) -> GGUFTensor:
+    name = hf_name(info.name)
+    if name is None:
+        raise ValueError(f"{header.path}: tensor {info.name} is not known for architecture {header.architecture!r}")
+    dequantize = dequantizer(info.type.name, info.type_id)
+    if dequantize is None:
+        raise ValueError(
+            f"{header.path}: tensor {info.name} has type {info.type.name}, which cannot be dequantized yet"
+        )
+    return GGUFTensor(name, info, data, dequantize, _rope_heads(header, info))
+
+
+def _rope_heads(header: GGUFHeader, info: TensorInfo) -> int:
+    if header.architecture != "llama":
+        return 0
+    if ".attn_q." in info.name:
+        heads = query_heads(header)
+    elif ".attn_k." in info.name:
+        heads = kv_heads(header)
+    else:
+        return 0
+    if info.shape[0] % (2 * heads):
+        raise ValueError(
+            f"{header.path}: tensor {info.name} has {info.shape[0]} rows, not an even number per {heads} heads"
+        )
+    return heads

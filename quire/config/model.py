@@ -1,0 +1,29 @@
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.fields import internal, option, validate
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and in what precision."""
+
+    model: str | None = option(None, "HF folder, .gguf file or hub id; without it the embedded SmolLM2-135M-Instruct")
+    tokenizer: str | None = option(None, "tokenizer folder, tokenizer.json or hub id, if not the model's own")
+    revision: str | None = option(None, "branch, tag or commit of a hub model")
+    dtype: str = option(
+        "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
+    )
+    max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's own", minimum=1)
+    max_logprobs: int = option(20, "most logprobs a request may ask for", minimum=-1)
+    skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
+    seed: int = option(0, "base seed for requests that bring none", minimum=0)
+
+    hf_config: dict[str, Any] = internal({})  # the model's config.json, or the same read out of a GGUF
+    eos_token_ids: tuple[int, ...] = internal(())
+    vocab_size: int = internal(0)
+
+    def __post_init__(self) -> None:
+        validate(self)

@@ -1,0 +1,27 @@
+from dataclasses import dataclass
+
+from quire.config.fields import option, validate
+
+
+@dataclass
+class SchedulerConfig:
+    """What runs in a step."""
+
+    max_num_batched_tokens: int | None = option(None, "most tokens in one step; default by platform", minimum=1)
+    max_num_seqs: int | None = option(None, "most requests in one step; default by platform", minimum=1)
+    scheduling_policy: str = option(
+        "fcfs", "order of requests: first come, or lowest priority value", choices=("fcfs", "priority")
+    )
+    enable_chunked_prefill: bool = option(True, "split prompts that exceed the step's token budget")
+    long_prefill_token_threshold: int = option(
+        0, "longest piece of a prompt in one step; 0: only the token budget limits it", minimum=0
+    )
+    async_scheduling: bool = option(True, "plan the next step while the device runs this one")
+    async_depth: int = option(1, "steps planned ahead with async scheduling", minimum=1, maximum=8)
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @property
+    def depth(self) -> int:
+        return self.async_depth if self.async_scheduling else 0

@@ -1,0 +1,125 @@
+"""The engine's heart: schedule, execute, take in results, with as many plans in flight as configured."""
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from quire.config import EngineConfig
+from quire.core.hashing import cache_root
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
+from quire.core.scheduler import Scheduler
+from quire.distributed.kv_connector import scheduler_connector
+from quire.executor.base import Executor
+from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
+
+logger = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the KV cache holds, for the start-up line."""
+
+    num_blocks: int
+    num_bytes: int
+    max_concurrency: float  # requests of full length at a time
+
+
+class EngineCore:
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.executor = executor
+        self.depth = config.scheduler.depth
+        assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
+        step_tokens = config.scheduler.max_num_batched_tokens
+        layout = self._lay_out_cache(config)
+        self.max_model_len = self._fit_model_len(config, layout, step_tokens)
+        if not config.scheduler.enable_chunked_prefill and step_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens is {step_tokens}, "
+                f"max_model_len {self.max_model_len}; raise the first (--max-num-batched-tokens) or lower the second"
+            )
+        executor.initialize_kv_cache(layout, self.max_model_len)
+        one = blocks_of_one_request(layout.groups, self.max_model_len, step_tokens)
+        self.capacity = Capacity(
+            layout.num_blocks, (layout.num_blocks + 1) * bytes_per_block(layout.groups), layout.num_blocks / one
+        )
+        kv = KVCacheManager(
+            layout,
+            enable_caching=config.cache.enable_prefix_caching,
+            root=cache_root(
+                config.model.model or "", config.model.revision or "", config.model.dtype, repr(layout.groups)
+            ),
+            hash_algorithm=config.cache.prefix_caching_hash_algo,
+        )
+        self.scheduler = Scheduler(
+            kv,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=step_tokens,
+            max_model_len=self.max_model_len,
+            policy=config.scheduler.scheduling_policy,
+            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            chunked_prefill=config.scheduler.enable_chunked_prefill,
+            connector=scheduler_connector(config.transfer.kv_connector),
+        )
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.scheduler.add_request(request)
+
+    def finish_requests(self, request_ids: list[str]) -> list[int]:
+        return self.scheduler.finish_requests(request_ids)
+
+    def has_unfinished(self) -> bool:
+        # Plans in flight are drained even if all their requests are gone: the scheduler's books close with them.
+        return self.scheduler.has_unfinished() or bool(self._in_flight)
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    def step(self) -> EngineCoreOutputs | None:
+        """Keep the pipeline full, then wait for its oldest plan."""
+        while len(self._in_flight) <= self.depth and (plan := self.scheduler.schedule()) is not None:
+            self.executor.execute_model(plan)
+            self._in_flight.append((plan, self.executor.sample_tokens()))
+            if not len(plan.rows):
+                break  # only a connector's news are awaited
+        if not self._in_flight:
+            return None
+        plan, future = self._in_flight.popleft()
+        try:
+            output = future.result()
+        except Exception as error:
+            logger.exception("step %d failed; its requests end with an error", plan.step)
+            return self.scheduler.fail_plan(plan, f"{type(error).__name__}: {error}")
+        if not len(plan.rows) and not (output.finished_recving or output.finished_sending):
+            time.sleep(0.001)  # nothing to compute and nothing arrived: leave the core to those who bring it
+        return self.scheduler.update_from_output(plan, output)
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    def _lay_out_cache(self, config: EngineConfig) -> KVCacheConfig:
+        specs = self.executor.kv_cache_specs()
+        if config.cache.num_gpu_blocks_override is not None:
+            return plan_kv_cache(specs, None, config.cache.num_gpu_blocks_override)
+        return plan_kv_cache(specs, config.cache.kv_cache_memory_bytes or self.executor.kv_cache_memory())
+
+    @staticmethod
+    def _fit_model_len(config: EngineConfig, layout: KVCacheConfig, step_tokens: int) -> int:
+        """A request of full length must fit alone, or it would wait for ever."""
+        asked = config.model.max_model_len
+        wanted = asked or int(config.model.hf_config.get("max_position_embeddings", 2048))
+        fits = longest_model_len(layout.groups, layout.num_blocks, wanted, step_tokens)
+        if fits >= wanted:
+            return wanted
+        if asked is not None or fits < 1:
+            raise ValueError(
+                f"a request of max_model_len {wanted} needs more KV cache than there is ({layout.num_blocks} blocks); "
+                f"the longest that fits is {fits} (--max-model-len), or allow more memory (--kv-cache-memory-bytes)"
+            )
+        logger.warning("max_model_len lowered from %d to %d: that is what the KV cache can hold", wanted, fits)
+        return fits

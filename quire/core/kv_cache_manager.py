@@ -1,0 +1,173 @@
+"""Gives requests their KV-cache blocks, in all groups at once, and finds blocks that hold their prefix already."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.core.block_pool import BlockPool, KVCacheBlock
+from quire.core.hashing import BlockHasher, make_digest
+from quire.core.kv_groups import cdiv, make_group
+from quire.core.request import Request
+from quire.messages.kv_cache import KVCacheConfig
+
+
+@dataclass(slots=True)
+class Hit:
+    """Leading tokens that need not be computed, and the blocks that hold them, per group."""
+
+    num_tokens: int = 0
+    blocks: list[list[KVCacheBlock]] = field(default_factory=list)
+
+
+class KVCacheManager:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        enable_caching: bool = True,
+        root: bytes = b"",
+        hash_algorithm: str = "sha256",
+    ) -> None:
+        self.pool = BlockPool(config.num_blocks)
+        sizes = [group.spec.block_size for group in config.groups]
+        hash_size = math.gcd(*sizes)
+        self.alignment = math.lcm(*sizes)
+        self.groups = [make_group(i, g.spec, self.pool, hash_size) for i, g in enumerate(config.groups)]
+        self.window_groups = [group for group in self.groups if group.window is not None]
+        self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if enable_caching else None
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    def find_hit(self, request: Request) -> Hit:
+        """The longest cached prefix, leaving at least one token to compute."""
+        num_tokens = len(request.token_ids)
+        if self.hasher is None:
+            return Hit(0, [[] for _ in self.groups])
+        self.hasher.extend(request.block_hashes, request.token_ids, num_tokens, request.extra_keys)
+        hashes, length, before = request.block_hashes, num_tokens - 1, -1
+        while length != before:
+            # What one group lacks shortens the prefix for all; repeat until they agree.
+            before = length
+            for group in self.groups:
+                length = group.longest_hit(hashes, length, self.alignment)
+        self.prefix_queries += num_tokens
+        self.prefix_hits += length
+        return Hit(length, [group.hit_blocks(hashes, length) for group in self.groups])
+
+    def allocate(self, request: Request, num_tokens: int, hit: Hit | None = None, next_query: int = 0) -> bool:
+        """Extend the request's blocks (after those of `hit`) to hold `num_tokens`; False if they do not suffice.
+
+        Blocks that no query from `next_query` on reads are left out.
+        """
+        held = [len(blocks) for blocks in request.blocks]
+        if hit is not None:
+            held = [n + len(blocks) for n, blocks in zip(held, hit.blocks, strict=True)]
+        missing = []
+        for group, have in zip(self.groups, held, strict=True):
+            skipped = max(0, group.first_needed(next_query) - have)
+            missing.append((skipped, max(0, cdiv(num_tokens, group.block_size) - have - skipped)))
+        needed = sum(count for _, count in missing)
+        free = self.pool.num_free
+        if hit is not None:
+            free = self.pool.num_free_after_touch([block for blocks in hit.blocks for block in blocks])
+        if needed > free:
+            return False
+        if hit is not None:
+            for blocks, found in zip(request.blocks, hit.blocks, strict=True):
+                self.pool.touch(found)
+                blocks.extend(found)
+        for blocks, (skipped, count) in zip(request.blocks, missing, strict=True):
+            blocks.extend([self.pool.null_block] * skipped)
+            blocks.extend(self.pool.allocate(count))
+        return True
+
+    def capacity(self, request: Request) -> int:
+        """Tokens that the request's blocks can hold."""
+        return min(len(b) * g.block_size for b, g in zip(request.blocks, self.groups, strict=True))
+
+    def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
+        """Share the parent's blocks of the prompt, but for its last token; returns the block copies to make.
+
+        None if blocks are short; a parent that has given up blocks of the prompt cannot be forked (`can_fork`).
+        """
+        num_tokens = child.num_prompt_tokens - 1
+        shared: list[list[KVCacheBlock]] = []
+        sources: list[KVCacheBlock | None] = []
+        for group, blocks in zip(self.groups, parent.blocks, strict=True):
+            full = num_tokens // group.block_size
+            shared.append(blocks[:full])
+            sources.append(blocks[full] if num_tokens % group.block_size else None)
+        # The copied block is a fresh one of the child's own: allocate() supplies it, as the block after the shared
+        # ones.
+        if not self.allocate(child, child.num_prompt_tokens, Hit(num_tokens, shared), num_tokens):
+            return None
+        return [
+            (source.id, blocks[len(kept)].id)
+            for source, blocks, kept in zip(sources, child.blocks, shared, strict=True)
+            if source is not None
+        ]
+
+    def can_fork(self, parent: Request, child: Request) -> bool:
+        num_tokens = child.num_prompt_tokens - 1
+        return all(
+            blocks[i] is not self.pool.null_block
+            for group, blocks in zip(self.groups, parent.blocks, strict=True)
+            for i in range(group.first_needed(num_tokens), cdiv(num_tokens, group.block_size))
+        )
+
+    def register(self, request: Request, token_ids: np.ndarray, start: int, stop: int) -> None:
+        """Make the blocks that became full between `start` and `stop` tokens findable. token_ids[:stop] are
+        confirmed."""
+        if self.hasher is None:
+            return
+        self.hasher.extend(request.block_hashes, token_ids, stop, request.extra_keys)
+        per_hash = self.hasher.block_size
+        for group, blocks in zip(self.groups, request.blocks, strict=True):
+            size = group.block_size
+            for i in range(start // size, stop // size):
+                if blocks[i] is not self.pool.null_block:
+                    self.pool.register(blocks[i], (request.block_hashes[(i + 1) * size // per_hash - 1], group.index))
+
+    def release_out_of_window(self, request: Request, next_query: int) -> None:
+        for group in self.window_groups:
+            blocks = request.blocks[group.index]
+            gone = []
+            for i in range(min(group.first_needed(next_query), len(blocks)) - 1, -1, -1):
+                if blocks[i] is self.pool.null_block:
+                    break  # all before it went earlier
+                gone.append(blocks[i])
+                blocks[i] = self.pool.null_block
+            self.pool.free(gone)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks back; the tail of the request goes first, since prefixes are shared and tails are not."""
+        for blocks in request.blocks:
+            self.pool.free(reversed(blocks))
+            blocks.clear()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all content. Requests that run keep their blocks."""
+        self.pool.unregister_all()
+
+    def common_prefix_blocks(self, requests: list[Request]) -> tuple[int, ...]:
+        """Per group, how many leading blocks all the requests share; 0 where a window gives up leading blocks."""
+        if len(requests) < 2:
+            return (0,) * len(self.groups)
+        return tuple(
+            0 if group.window is not None else _common_length([request.blocks[group.index] for request in requests])
+            for group in self.groups
+        )
+
+
+def _common_length(tables: list[list[KVCacheBlock]]) -> int:
+    first, *others = tables
+    count = len(first)
+    for blocks in others:
+        same = 0
+        while same < min(count, len(blocks)) and blocks[same] is first[same]:
+            same += 1
+        count = same
+        if count == 0:
+            break
+    return count

@@ -1,0 +1,73 @@
+"""From what the layers need and the memory there is to a KV-cache layout."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+from quire.core.block_pool import BlockPool
+from quire.core.kv_groups import make_group
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+
+
+def make_groups(specs: dict[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Group layers of equal kind so that one pool of equal pages serves all groups.
+
+    All groups have as many layers as the smallest kind (a kind with more is split, its last group possibly padded),
+    and a kind with smaller tokens gets larger blocks until pages have the same size.
+    """
+    kinds: dict[KVCacheSpec, list[int]] = defaultdict(list)
+    for layer, spec in sorted(specs.items()):
+        kinds[spec].append(layer)
+    page = max(spec.page_bytes for spec in kinds)
+    size = min(len(layers) for layers in kinds.values())
+    groups = []
+    for spec, layers in kinds.items():
+        if page % spec.page_bytes:
+            raise ValueError(
+                f"KV-cache pages of {spec.page_bytes} and {page} bytes cannot share a pool: one must divide the other"
+            )
+        spec = replace(spec, block_size=spec.block_size * (page // spec.page_bytes))
+        groups += [KVCacheGroup(tuple(layers[i : i + size]), spec) for i in range(0, len(layers), size)]
+    return tuple(groups)
+
+
+def bytes_per_block(groups: tuple[KVCacheGroup, ...]) -> int:
+    return groups[0].spec.page_bytes * max(len(group.layers) for group in groups)
+
+
+def blocks_of_one_request(groups: tuple[KVCacheGroup, ...], max_model_len: int, max_step_tokens: int) -> int:
+    pool = BlockPool(0)
+    hash_size = math.gcd(*(group.spec.block_size for group in groups))
+    return sum(
+        make_group(i, group.spec, pool, hash_size).most_blocks(max_model_len, max_step_tokens)
+        for i, group in enumerate(groups)
+    )
+
+
+def longest_model_len(
+    groups: tuple[KVCacheGroup, ...], num_blocks: int, max_model_len: int, max_step_tokens: int
+) -> int:
+    """The longest request, at most `max_model_len`, that fits the cache on its own."""
+    low, high = 0, max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_of_one_request(groups, middle, max_step_tokens) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def plan_kv_cache(specs: dict[int, KVCacheSpec], memory: int | None, num_blocks: int | None = None) -> KVCacheConfig:
+    """Lay the cache out in `memory` bytes, or with exactly `num_blocks`."""
+    groups = make_groups(specs)
+    if num_blocks is None:
+        assert memory is not None
+        num_blocks = memory // bytes_per_block(groups) - 1  # the null block
+    if num_blocks < 1:
+        raise ValueError(
+            f"{max(0, memory or 0) / 2**20:.0f} MiB are left for the KV cache, less than two blocks of "
+            f"{bytes_per_block(groups) / 2**20:.2f} MiB; allow more memory (--kv-cache-memory-bytes, "
+            "--gpu-memory-utilization, --cpu-memory-utilization) or use a smaller model"
+        )
+    return KVCacheConfig(num_blocks, groups)

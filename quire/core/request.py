@@ -1,0 +1,70 @@
+"""A request as the scheduler sees it."""
+
+import enum
+
+import msgspec
+import numpy as np
+
+from quire.core.block_pool import KVCacheBlock
+from quire.messages.requests import EngineCoreRequest
+
+
+class RequestState(enum.IntEnum):
+    WAITING = 0
+    WAITING_GRAMMAR = 1  # its grammar is being compiled
+    WAITING_REMOTE_KV = 2  # a connector is bringing its KV cache
+    WAITING_FORK = 3  # its first sibling has not computed the prompt yet
+    RUNNING = 4
+    FINISHED = 5
+
+
+class Request:
+    """While a request runs, its lengths and tokens live in RunningSet, by row; here is what it keeps in between."""
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "blocks",
+        "core",
+        "extra_keys",
+        "frames_to_discard",
+        "key",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "prompt_planned_step",
+        "request_id",
+        "row",
+        "state",
+        "token_ids",
+    )
+
+    def __init__(self, core: EngineCoreRequest, arrival: int, key: tuple[int, int], num_groups: int) -> None:
+        self.core = core
+        self.request_id = core.request_id
+        self.arrival = arrival
+        self.key = key  # sorts by who runs first
+        self.token_ids = np.ascontiguousarray(core.prompt_token_ids, np.int32)  # confirmed tokens while not in a row
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed = 0  # tokens whose KV its blocks hold while not in a row (remote KV)
+        self.num_cached = -1  # prompt tokens found in a cache when first scheduled
+        self.state = RequestState.WAITING if core.fork_of is None else RequestState.WAITING_FORK
+        self.row = -1
+        self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
+        self.block_hashes: list[bytes] = []
+        salted = core.cache_salt is not None or core.lora_id
+        self.extra_keys = msgspec.msgpack.encode([core.lora_id, core.cache_salt]) if salted else b""
+        self.frames_to_discard = 0  # plans in flight from before a preemption
+        self.num_preemptions = 0
+        self.prompt_planned_step = -1  # the plan that completed its prompt
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(self.blocks)
+
+    def block_ids(self) -> list[list[int]]:
+        return [[block.id for block in blocks] for blocks in self.blocks]
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.state.name}, row={self.row})"

@@ -1,0 +1,98 @@
+"""The running requests as arrays, one row each, so that a steady decode step is vector work."""
+
+import bisect
+
+import numpy as np
+
+from quire.core.request import Request
+
+
+class RunningSet:
+    """Rows are the worker's rows. A row's generation changes whenever a request leaves it, so results that arrive late
+    can be told from those of its next owner.
+
+    `num_tokens` counts confirmed tokens, `num_pending` those being sampled in plans in flight; `num_computed` is
+    optimistic: it counts what plans in flight will have computed.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_windows: int) -> None:
+        rows = max_num_seqs
+        self.token_ids = np.zeros((rows, max_model_len), np.int32)
+        self.num_tokens = np.zeros(rows, np.int64)
+        self.num_pending = np.zeros(rows, np.int64)
+        self.num_computed = np.zeros(rows, np.int64)
+        self.num_frames = np.zeros(rows, np.int64)  # plans in flight
+        self.token_limit = np.zeros(rows, np.int64)  # prompt + max_tokens, or max_model_len
+        self.capacity = np.zeros(rows, np.int64)  # tokens its blocks can hold
+        self.num_registered = np.zeros(rows, np.int64)  # tokens in blocks that others can find
+        self.window_floor = np.zeros((num_windows, rows), np.int64)  # blocks given up, per windowed group
+        self.generation = np.zeros(rows, np.int64)
+        self.index = np.zeros(rows, np.int64)  # the front end's number of the request
+        self.num_cached = np.zeros(rows, np.int32)
+        self.stop_ids = np.full((rows, 4), -1, np.int32)
+        self.requests = np.empty(rows, object)
+        self._free = list(range(rows - 1, -1, -1))
+        self._sorted: list[tuple[tuple[int, int], int]] = []
+        self._order: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    @property
+    def full(self) -> bool:
+        return not self._free
+
+    @property
+    def order(self) -> np.ndarray:
+        """Rows, the one to serve first in front."""
+        if self._order is None:
+            self._order = np.fromiter((row for _, row in self._sorted), np.int64, len(self._sorted))
+        return self._order
+
+    def last(self) -> Request:
+        """The one to serve last: the first to be preempted."""
+        request: Request = self.requests[self._sorted[-1][1]]
+        return request
+
+    def all(self) -> list[Request]:
+        return [self.requests[row] for _, row in self._sorted]
+
+    def add(self, request: Request, num_computed: int, token_limit: int, capacity: int) -> int:
+        row = self._free.pop()
+        request.row = row
+        bisect.insort(self._sorted, (request.key, row))
+        self._order = None
+        count = len(request.token_ids)
+        self.token_ids[row, :count] = request.token_ids
+        self.num_tokens[row] = count
+        self.num_pending[row] = self.num_frames[row] = self.num_registered[row] = 0
+        self.num_computed[row] = num_computed
+        self.token_limit[row] = token_limit
+        self.capacity[row] = capacity
+        self.window_floor[:, row] = 0
+        self.index[row] = request.core.index
+        self.num_cached[row] = request.num_cached
+        self.requests[row] = request
+        self._set_stop_ids(row, request)
+        return row
+
+    def remove(self, request: Request) -> None:
+        """The request takes its confirmed tokens along and leaves the row."""
+        row = request.row
+        request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        del self._sorted[bisect.bisect_left(self._sorted, (request.key, row))]
+        self._order = None
+        self.requests[row] = None
+        self.generation[row] += 1
+        self._free.append(row)
+        request.row = -1
+
+    def _set_stop_ids(self, row: int, request: Request) -> None:
+        params = request.core.params
+        ids = [*(() if params.ignore_eos else request.core.eos_token_ids), *params.stop_token_ids]
+        if len(ids) > self.stop_ids.shape[1]:
+            grown = np.full((len(self.stop_ids), len(ids)), -1, np.int32)
+            grown[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = grown
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(ids)] = ids

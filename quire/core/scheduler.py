@@ -1,0 +1,469 @@
+"""Decides what runs in each step.
+
+There are no prefill and decode phases: a request has tokens and has computed some of them; a plan advances some
+requests by some tokens within a budget. Plans may be made while earlier ones are in flight (asynchronous scheduling):
+each keeps a snapshot of who was in which row, and its results are read through that.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.core.kv_cache_manager import Hit, KVCacheManager
+from quire.core.request import Request, RequestState
+from quire.core.running_set import RunningSet
+from quire.core.waiting_queue import WaitingQueue
+from quire.messages.connector import SchedulerConnector
+from quire.messages.plan import BlockAppends, ModelRunnerOutput, NewRow, SchedulerOutput
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
+
+
+@dataclass(slots=True)
+class Frame:
+    """A plan in flight: who it advances, and which of them it gives a token."""
+
+    step: int
+    rows: np.ndarray
+    generations: np.ndarray
+    requests: np.ndarray
+    samples: np.ndarray
+
+
+class Scheduler:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0,
+        chunked_prefill: bool = True,
+        connector: SchedulerConnector | None = None,
+    ) -> None:
+        self.kv = kv
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.by_priority = policy == "priority"
+        self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.connector = connector
+        self.running = RunningSet(max_num_seqs, max_model_len, len(kv.window_groups))
+        self.waiting = WaitingQueue()
+        self.blocked: dict[str, Request] = {}  # waiting for something other than room
+        self.requests: dict[str, Request] = {}
+        self.sending: dict[str, Request] = {}  # finished, blocks kept until a connector has read them
+        self.num_preemptions = 0
+        self._step = 0
+        self._arrivals = 0
+        self._frames: deque[Frame] = deque()
+        self._released_rows: list[int] = []
+        self._siblings: dict[str, list[Request]] = {}  # first of `n` -> those that will fork from it
+        self._forkable: list[str] = []  # requests whose prompt the last plan completed
+        self._common_prefix: tuple[int, ...] | None = None
+
+    # Requests come and go
+
+    def add_request(self, core: EngineCoreRequest) -> None:
+        if core.request_id in self.requests:
+            raise ValueError(f"request id {core.request_id!r} is in use; ids must be unique among unfinished requests")
+        self._arrivals += 1
+        key = (core.priority if self.by_priority else 0, self._arrivals)
+        request = Request(core, self._arrivals, key, len(self.kv.groups))
+        self.requests[request.request_id] = request
+        first = self.requests.get(core.fork_of) if core.fork_of is not None else None
+        if first is not None and first.prompt_planned_step < 0:
+            self._siblings.setdefault(first.request_id, []).append(request)
+            self.blocked[request.request_id] = request
+        else:
+            request.state = RequestState.WAITING
+            self.waiting.push(request)
+
+    def block_for_grammar(self, request_id: str) -> None:
+        """Hold a waiting request back until its grammar is compiled."""
+        request = self.requests[request_id]
+        self.waiting.remove(request)
+        request.state = RequestState.WAITING_GRAMMAR
+        self.blocked[request_id] = request
+
+    def unblock(self, request_id: str) -> None:
+        request = self.blocked.pop(request_id, None)
+        if request is not None:
+            request.state = RequestState.WAITING
+            self.waiting.push(request)
+
+    def finish_requests(self, request_ids: list[str]) -> list[int]:
+        """End requests at the front end's wish (abort, stop string); unknown ids are ignored. Returns their indices."""
+        found = [self.requests[i] for i in request_ids if i in self.requests]
+        for request in found:
+            self._end(request)
+        return [request.core.index for request in found]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests or self.sending)
+
+    @property
+    def has_frames(self) -> bool:
+        return bool(self._frames)
+
+    def reset_prefix_cache(self) -> None:
+        self.kv.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting) + len(self.blocked),
+            kv_cache_usage=self.kv.pool.usage,
+            num_preemptions=self.num_preemptions,
+            prefix_cache_queries=self.kv.prefix_queries,
+            prefix_cache_hits=self.kv.prefix_hits,
+        )
+
+    # A plan
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next plan, or None if nothing can run now."""
+        self._step += 1
+        self._release_siblings()
+        run = self.running
+        self._give_up_window_blocks()
+        appended = BlockAppends()
+        rows, take, preempted = self._advance_running(appended)
+        used = int(take.sum())
+        new_rows: list[NewRow] = []
+        copies: list[tuple[int, int]] = []
+        if not preempted:
+            new_take = self._admit_waiting(self.max_num_batched_tokens - used, new_rows, copies)
+            if new_rows:
+                rows = np.concatenate([rows, np.fromiter((r.row for r in new_rows), np.int64, len(new_rows))])
+                take = np.concatenate([take, np.asarray(new_take, np.int64)])
+        if not len(rows) and not self._awaits_connector():
+            return None
+
+        known = run.num_tokens[rows] + run.num_pending[rows]
+        computed = run.num_computed[rows] + take
+        samples = computed == known
+        run.num_computed[rows] = computed
+        run.num_pending[rows] += samples
+        run.num_frames[rows] += 1
+        self._register_full_blocks(rows)
+        self._note_planned_prompts(rows, computed)
+        if new_rows or self._common_prefix is None:
+            self._common_prefix = self.kv.common_prefix_blocks(run.all())
+        plan = SchedulerOutput(
+            step=self._step,
+            rows=rows.astype(np.int32),
+            num_tokens=take.astype(np.int32),
+            finished_rows=self._released_rows,
+            new_rows=new_rows,
+            appended=appended,
+            block_copies=copies,
+            common_prefix_blocks=self._common_prefix,
+        )
+        if self.connector is not None:
+            plan.connector_meta = self.connector.build_connector_meta(plan)
+        self._released_rows = []
+        self._frames.append(Frame(self._step, rows, run.generation[rows], run.requests[rows], samples))
+        return plan
+
+    def _advance_running(self, appended: BlockAppends) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Rows that run on, how far each goes, and whether blocks ran out and someone had to leave."""
+        run = self.running
+        rows = run.order
+        known = run.num_tokens[rows] + run.num_pending[rows]
+        computed = run.num_computed[rows]
+        # Plans in flight may already sample a request's last token.
+        want = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
+        ahead = np.cumsum(want) - want
+        take = np.clip(self.max_num_batched_tokens - ahead, 0, want)
+        preempted = False
+        for i in np.flatnonzero(computed + take > run.capacity[rows]):
+            request = run.requests[rows[i]]
+            while request is not None and not self._grow(request, int(computed[i] + take[i]), appended):
+                victim = run.last()
+                take[rows == victim.row] = 0
+                preempted = True
+                self._preempt(victim)
+                if victim is request:
+                    request = None
+        chosen = take > 0
+        return rows[chosen], take[chosen], preempted
+
+    def _grow(self, request: Request, num_tokens: int, appended: BlockAppends) -> bool:
+        before = [len(blocks) for blocks in request.blocks]
+        if not self.kv.allocate(request, num_tokens):
+            return False
+        for group, (start, blocks) in enumerate(zip(before, request.blocks, strict=True)):
+            for position in range(start, len(blocks)):
+                appended.add(request.row, group, position, blocks[position].id)
+        self.running.capacity[request.row] = self.kv.capacity(request)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take the request's row and blocks; it computes them again later, from its confirmed tokens."""
+        row = request.row
+        request.frames_to_discard = int(self.running.num_frames[row])
+        request.prompt_planned_step = -1
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._leave_row(request)
+        self.kv.free(request)
+        request.state = RequestState.WAITING
+        if request.frames_to_discard:
+            self.blocked[request.request_id] = request
+        else:
+            self.waiting.push(request)
+
+    def _admit_waiting(self, budget: int, new_rows: list[NewRow], copies: list[tuple[int, int]]) -> list[int]:
+        take: list[int] = []
+        while budget > 0 and not self.running.full and (request := self.waiting.peek()) is not None:
+            count = self._admit(request, budget, new_rows, copies)
+            if count is None:
+                break  # no room for the first in line: nobody passes it
+            if count:
+                take.append(count)
+                budget -= count
+        return take
+
+    def _admit(
+        self, request: Request, budget: int, new_rows: list[NewRow], copies: list[tuple[int, int]]
+    ) -> int | None:
+        """Give the request a row and blocks. How far it advances; 0 if it must wait for its KV; None if there is no
+        room."""
+        known = len(request.token_ids)
+        forked = self._fork_source(request)
+        external, loads_async = 0, False
+        if request.has_blocks:  # a connector brought its KV
+            hit, computed = None, request.num_computed
+        elif forked is not None:
+            hit, computed = None, known - 1
+        else:
+            hit = self.kv.find_hit(request)
+            computed = hit.num_tokens
+            if self.connector is not None:
+                external, loads_async = self.connector.get_num_new_matched_tokens(request, computed)
+                external = min(external, known - 1 - computed)
+                computed += external
+        count = min(known - computed, self.chunk_limit, budget)
+        if not self.chunked_prefill and count < known - computed:
+            return None
+        target = computed if loads_async and external else computed + count
+        if not self._allocate_for(request, forked, hit, target, computed, copies):
+            return None
+        self.waiting.pop()
+        if self.connector is not None and hit is not None:
+            self.connector.update_state_after_alloc(request, request.block_ids(), external)
+        if request.num_cached < 0:
+            request.num_cached = min(computed, request.num_prompt_tokens)
+        if loads_async and external:
+            request.num_computed = computed
+            request.state = RequestState.WAITING_REMOTE_KV
+            self.blocked[request.request_id] = request
+            return 0
+        new_rows.append(self._enter_row(request, computed))
+        # At once, so that the next request of this very plan finds the blocks: layers write keys before they attend.
+        self._register(request, min(computed + count, known))
+        return count
+
+    def _allocate_for(
+        self,
+        request: Request,
+        forked: Request | None,
+        hit: Hit | None,
+        target: int,
+        computed: int,
+        copies: list[tuple[int, int]],
+    ) -> bool:
+        if forked is None:
+            return self.kv.allocate(request, target, hit, computed)
+        made = self.kv.fork(forked, request)
+        copies += made or []
+        return made is not None
+
+    def _enter_row(self, request: Request, computed: int) -> NewRow:
+        params = request.core.params
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
+        request.state = RequestState.RUNNING
+        row = self.running.add(request, computed, limit, self.kv.capacity(request))
+        return NewRow(
+            row=row,
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            num_computed=computed,
+            block_ids=request.block_ids(),
+            params=params,
+            seed=request.core.seed,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    # Forks
+
+    def _fork_source(self, request: Request) -> Request | None:
+        """The sibling whose blocks the request can share, if an earlier plan has computed them."""
+        if request.core.fork_of is None or len(request.token_ids) != request.num_prompt_tokens:
+            return None
+        first = self.requests.get(request.core.fork_of)
+        if first is None or not 0 <= first.prompt_planned_step < self._step or request.num_prompt_tokens < 2:
+            return None
+        return first if self.kv.can_fork(first, request) else None
+
+    def _note_planned_prompts(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        if not self._siblings:
+            return
+        for row, count in zip(rows, computed, strict=True):
+            request = self.running.requests[row]
+            if request.prompt_planned_step < 0 and count >= request.num_prompt_tokens:
+                request.prompt_planned_step = self._step
+                self._forkable.append(request.request_id)
+
+    def _release_siblings(self) -> None:
+        for first in self._forkable:
+            for request in self._siblings.pop(first, ()):
+                self.unblock(request.request_id)
+        self._forkable = []
+
+    # Blocks
+
+    def _give_up_window_blocks(self) -> None:
+        """Free blocks that no query from the confirmed position on can see."""
+        run = self.running
+        rows = run.order
+        if not self.kv.window_groups or not len(rows):
+            return
+        next_query = np.minimum(run.num_computed[rows], run.num_tokens[rows] - 1)
+        moved = np.zeros(len(rows), bool)
+        for floor, group in zip(run.window_floor, self.kv.window_groups, strict=True):
+            assert group.window is not None
+            first = np.maximum(next_query - group.window + 1, 0) // group.block_size
+            moved |= first > floor[rows]
+            floor[rows] = first
+        for i in np.flatnonzero(moved):
+            self.kv.release_out_of_window(run.requests[rows[i]], int(next_query[i]))
+
+    def _register_full_blocks(self, rows: np.ndarray) -> None:
+        """Blocks full of confirmed tokens whose KV is computed, or will be by plans made so far, can be found from now
+        on."""
+        run = self.running
+        if self.kv.hasher is None:
+            return
+        size = self.kv.hasher.block_size
+        ready = np.minimum(run.num_computed[rows], run.num_tokens[rows])
+        for i in np.flatnonzero(ready // size > run.num_registered[rows] // size):
+            self._register(run.requests[rows[i]], int(ready[i]))
+
+    def _register(self, request: Request, ready: int) -> None:
+        run, row = self.running, request.row
+        self.kv.register(request, run.token_ids[row], int(run.num_registered[row]), ready)
+        run.num_registered[row] = ready
+
+    # Results
+
+    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        """Take in a plan's results: append tokens, find who ended, free what they held."""
+        run = self.running
+        frame = self._frames.popleft()
+        assert frame.step == plan.step, "results must be taken in the order of their plans"
+        live = run.generation[frame.rows] == frame.generations
+        if not live.all():
+            self._discard_stale(frame, live)
+        run.num_frames[frame.rows[live]] -= 1
+        self._take_connector_news(output)
+
+        sampled = np.flatnonzero(live & frame.samples)
+        rows = frame.rows[sampled]
+        tokens = output.token_ids[sampled, 0]
+        at = run.num_tokens[rows]
+        run.token_ids[rows, at] = tokens
+        run.num_tokens[rows] = at + 1
+        run.num_pending[rows] -= 1
+
+        stopped = (run.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        finish = np.where(stopped, FinishReason.STOP, np.where(at + 1 >= run.token_limit[rows], FinishReason.LENGTH, 0))
+        outputs = EngineCoreOutputs(
+            index=run.index[rows],
+            token_ids=tokens,
+            offsets=np.arange(len(rows) + 1, dtype=np.int32),
+            finish=finish.astype(np.int8),
+            num_cached=run.num_cached[rows],
+            logprobs=_select_logprobs(output.logprobs, sampled),
+        )
+        for i in np.flatnonzero(finish):
+            request = run.requests[rows[i]]
+            if stopped[i] and (request.core.params.ignore_eos or tokens[i] not in request.core.eos_token_ids):
+                outputs.stop_reasons[int(i)] = int(tokens[i])
+            self._register(request, int(min(run.num_computed[rows[i]], run.num_tokens[rows[i]])))
+            self._end(request)
+        outputs.stats = self.stats()
+        return outputs
+
+    def fail_plan(self, plan: SchedulerOutput, cause: str) -> EngineCoreOutputs:
+        """The step raised. Its requests end with the cause; all others compute again, since blocks that the failed
+        step should have written may be shared with them."""
+        frame = self._frames.popleft()
+        assert frame.step == plan.step
+        live = self.running.generation[frame.rows] == frame.generations
+        self._discard_stale(frame, live)
+        failed = list(frame.requests[live])
+        for request in failed:
+            self._end(request)
+        for request in reversed(self.running.all()):
+            self._preempt(request)
+        self.kv.reset_prefix_cache()
+        return EngineCoreOutputs.ended([r.core.index for r in failed], FinishReason.ERROR, cause)
+
+    def _discard_stale(self, frame: Frame, live: np.ndarray) -> None:
+        for request in frame.requests[~live]:
+            request.frames_to_discard -= 1
+            if request.frames_to_discard == 0 and request.state == RequestState.WAITING:
+                self.unblock(request.request_id)
+
+    def _end(self, request: Request) -> None:
+        if request.state == RequestState.FINISHED:
+            return
+        if request.state == RequestState.RUNNING:
+            self._leave_row(request)
+        self.waiting.remove(request)
+        self.blocked.pop(request.request_id, None)
+        request.state = RequestState.FINISHED
+        request.prompt_planned_step = -1
+        del self.requests[request.request_id]
+        for sibling in self._siblings.pop(request.request_id, ()):
+            self.unblock(sibling.request_id)
+        if self.connector is not None and self.connector.request_finished(request, request.block_ids()):
+            self.sending[request.request_id] = request
+        else:
+            self.kv.free(request)
+
+    def _leave_row(self, request: Request) -> None:
+        self._released_rows.append(request.row)
+        self.running.remove(request)
+        self._common_prefix = None
+
+    def _awaits_connector(self) -> bool:
+        """Whether steps must go on, even empty ones, to hear of blocks being moved."""
+        if self.connector is None:
+            return False
+        remote = any(r.state == RequestState.WAITING_REMOTE_KV for r in self.blocked.values())
+        return bool(self.sending) or remote
+
+    def _take_connector_news(self, output: ModelRunnerOutput) -> None:
+        for request_id in output.finished_recving:
+            self.unblock(request_id)
+        for request_id in (*output.finished_sending, *output.finished_recving):
+            request = self.sending.pop(request_id, None)
+            if request is not None:
+                self.kv.free(request)
+
+
+def _select_logprobs(logprobs: Logprobs | None, sampled: np.ndarray) -> Logprobs | None:
+    """Logprobs by output row instead of plan row."""
+    if logprobs is None:
+        return None
+    place = np.searchsorted(sampled, logprobs.position)
+    place = np.minimum(place, max(0, len(sampled) - 1))
+    kept = sampled[place] == logprobs.position if len(sampled) else np.zeros(len(place), bool)
+    return Logprobs(place[kept], logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept])

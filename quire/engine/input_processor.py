@@ -1,0 +1,134 @@
+"""Prompts in any accepted form to validated, tokenized requests."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+
+from quire.config import ModelConfig
+from quire.messages.requests import EngineCoreRequest
+from quire.messages.sampling_params import SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+class PromptDict(TypedDict, total=False):
+    prompt: str
+    prompt_token_ids: list[int]
+    cache_salt: str
+
+
+Prompt = str | Sequence[int] | PromptDict
+_KEYS = set(PromptDict.__annotations__)
+
+
+@dataclass(slots=True)
+class ParsedPrompt:
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    def __init__(self, model: ModelConfig, max_model_len: int, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
+        self.max_logprobs = model.max_logprobs
+        self._seeds = random.Random(model.seed)
+        self._count = 0
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt | ParsedPrompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> tuple[ParsedPrompt, list[EngineCoreRequest]]:
+        """One request per completion asked for (`n`); the first computes the prompt, the others fork from it."""
+        parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt)
+        self._check(parsed.token_ids, params)
+        ids = np.asarray(parsed.token_ids, np.int32)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        requests = []
+        for i in range(params.n):
+            self._count += 1
+            requests.append(
+                EngineCoreRequest(
+                    request_id=request_id if i == 0 else f"{request_id}#{i}",
+                    index=self._count,
+                    prompt_token_ids=ids,
+                    params=params,
+                    eos_token_ids=self.eos_token_ids,
+                    seed=seed if i == 0 else child_seed(seed, i),
+                    arrival_time=time.time() if arrival_time is None else arrival_time,
+                    priority=priority,
+                    cache_salt=parsed.cache_salt,
+                    fork_of=request_id if i else None,
+                )
+            )
+        return parsed, requests
+
+    def parse(self, prompt: Prompt) -> ParsedPrompt:
+        return self.parse_many([prompt])[0]
+
+    def parse_many(self, prompts: Sequence[Prompt]) -> list[ParsedPrompt]:
+        """Texts are tokenized together: the tokenizer uses all cores for a batch."""
+        parsed = [_parse(prompt) for prompt in prompts]
+        texts = [p for p in parsed if p.text is not None and not p.token_ids]
+        if texts:
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer: pass prompt_token_ids, or drop skip_tokenizer_init")
+            encoded = self.tokenizer.encode_batch([p.text or "" for p in texts])
+            for p, ids in zip(texts, encoded, strict=True):
+                p.token_ids = ids
+        return parsed
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.max_model_len} it may have at most "
+                f"{self.max_model_len - 1}, so that one can be generated"
+            )
+        for name, ids in (("the prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+                raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
+        if params.logprobs is not None and 0 <= self.max_logprobs < params.logprobs:
+            raise ValueError(f"logprobs is {params.logprobs}; at most {self.max_logprobs} are allowed (--max-logprobs)")
+
+
+def _parse(prompt: Any) -> ParsedPrompt:
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, [])
+    if isinstance(prompt, dict):
+        unknown = prompt.keys() - _KEYS
+        if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            wrong = f"has unknown keys {sorted(unknown)}" if unknown else "lacks prompt and prompt_token_ids"
+            raise ValueError(f"the prompt {wrong}; allowed: {', '.join(sorted(_KEYS))}")
+        ids = _parse(prompt["prompt_token_ids"]).token_ids if "prompt_token_ids" in prompt else []
+        return ParsedPrompt(prompt.get("prompt"), ids, prompt.get("cache_salt"))
+    try:
+        array = np.asarray(prompt)
+    except ValueError:  # ragged
+        array = np.asarray(None)
+    if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)):
+        return ParsedPrompt(None, array.tolist())
+    raise ValueError(
+        "a prompt is a text, a list of token ids, or a dict with prompt or prompt_token_ids; "
+        f"got {type(prompt).__name__}"
+    )
+
+
+def child_seed(seed: int, child: int) -> int:
+    """hash(seed, i): well-spread seeds for the completions of one request (the finaliser of SplitMix64)."""
+    x = (seed + child * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) >> 1

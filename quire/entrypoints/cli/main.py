@@ -1,0 +1,80 @@
+"""The `quire` command: finds the subcommand and imports that one alone, so that `quire --help` answers at once."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire import __version__
+
+
+@dataclass(frozen=True)
+class Command:
+    """A module with `parser() -> FlagParser` and `run(args) -> int` (the exit code)."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command("quire.entrypoints.cli.generate", "continue prompts from flags, a file or standard input"),
+    "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),
+    "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),
+    "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    for length in (2, 1):
+        command = COMMANDS.get(" ".join(words[:length]))
+        if command is not None:
+            return _run(command, words[length:])
+    return _without_command(words)
+
+
+def _run(command: Command, argv: list[str]) -> int:
+    module = importlib.import_module(command.module)
+    parser = module.parser()
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse(argv)
+    try:
+        return module.run(args)
+    except (ValueError, FileNotFoundError) as error:
+        if args.debug:
+            raise
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _without_command(words: list[str]) -> int:
+    """`quire`, `quire --help`, `quire --version`, `quire bench [--help]`, or a mistake."""
+    if words == ["--version"]:
+        print(f"quire {__version__}")
+        return 0
+    asks_help = bool({"-h", "--help"} & set(words))
+    named = [word for word in words if word not in ("-h", "--help")]
+    if not named or named == ["bench"]:
+        print(_help(" ".join(named)))
+        return 0 if asks_help else 2
+    given = " ".join(named[:2]) if named[0] == "bench" else named[0]
+    near = difflib.get_close_matches(given, [*COMMANDS, "bench", "--version", "--help"], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(COMMANDS)}"
+    print(f"quire: error: unknown command {given!r}; {hint}\nsee quire --help", file=sys.stderr)
+    return 2
+
+
+def _help(prefix: str) -> str:
+    shown = {name: command.summary for name, command in COMMANDS.items() if name.startswith(prefix)}
+    return "\n".join(
+        [
+            f"usage: quire {prefix or 'COMMAND'} ...".replace("bench ...", "bench COMMAND ..."),
+            "",
+            *(f"  {name:<18}{summary}" for name, summary in shown.items()),
+            "",
+            "  quire COMMAND --help lists the flags of a command; quire --version prints the version.",
+        ]
+    )

@@ -1,0 +1,129 @@
+"""Offline use: `LLM(...)`, `generate`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.input_processor import ParsedPrompt, Prompt
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.outputs import RequestOutput
+from quire.entrypoints.logs import set_up_logging
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model and its engine in this process. Arguments are vLLM's engine arguments; without `model` the embedded
+    SmolLM2 is used.
+
+    llm = LLM()
+    outputs = llm.generate("The sky is", SamplingParams(temperature=0, max_tokens=20))
+    print(outputs[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        set_up_logging()
+        self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args))
+        self._counter = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (a text, token ids, or a dict with either); outputs come in the order of the prompts.
+
+        All prompts are checked before any runs: an error leaves the engine as it was.
+        """
+        many = _as_prompts(prompts)
+        params = _per_prompt(sampling_params, len(many))
+        priorities = list(priority) if priority is not None else [0] * len(many)
+        if len(priorities) != len(many):
+            raise ValueError(f"{len(many)} prompts but {len(priorities)} priorities; give one for each")
+        ids = self._add_all(self.llm_engine.input_processor.parse_many(many), params, priorities)
+        return self._run(ids, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("there is no tokenizer: the engine was made with skip_tokenizer_init")
+        return self.llm_engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _add_all(self, prompts: list[ParsedPrompt], params: list[SamplingParams], priorities: list[int]) -> list[str]:
+        ids: list[str] = []
+        try:
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                self._counter += 1
+                one = one.replace(output_kind=RequestOutputKind.FINAL_ONLY)
+                self.llm_engine.add_request(str(self._counter), prompt, one, priority=priority)
+                ids.append(str(self._counter))
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
+        return ids
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        progress = _Progress(len(ids)) if use_tqdm else None
+        try:
+            while len(done) < len(ids):
+                for output in self.llm_engine.step():
+                    done[output.request_id] = output
+                    if progress is not None:
+                        progress.update(output)
+        except BaseException:
+            self.llm_engine.abort_request(ids)  # interrupted: the engine stays usable
+            raise
+        finally:
+            if progress is not None:
+                progress.close()
+        return [done[i] for i in ids]
+
+
+class _Progress:
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True)
+        self.tokens = 0
+
+    def update(self, output: RequestOutput) -> None:
+        self.tokens += sum(len(c.token_ids) for c in output.outputs)
+        rate = self.tokens / max(1e-9, self.bar.format_dict["elapsed"])
+        self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+        self.bar.update()
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several? A text, a dict and a list of numbers are one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one for each")
+    return list(params)

@@ -1,0 +1,26 @@
+"""Writing keys and values into pages.
+
+A cache is [blocks, 2, KV, block_size, D]: keys then values, one head's tokens side by side, so that a page of one head
+is a contiguous piece both to gather and to multiply with.
+"""
+
+import torch
+
+
+def cache_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """slots [N] (block * block_size + offset) -> rows of keys and of values, each [N * KV], of the cache as [-1, D].
+
+    The same for every layer of a group, so worth computing once a step.
+    """
+    block, offset = slots // block_size, slots % block_size
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    keys = (block[:, None] * 2 * num_kv_heads + heads) * block_size + offset[:, None]
+    return keys.view(-1), (keys + num_kv_heads * block_size).view(-1)
+
+
+def kv_write(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """k, v [N, KV, D] -> the rows of kv_cache that cache_rows named."""
+    head_size = k.shape[-1]
+    flat = kv_cache.view(-1, head_size)
+    flat.index_copy_(0, rows[0], k.reshape(-1, head_size))
+    flat.index_copy_(0, rows[1], v.reshape(-1, head_size))

@@ -1,0 +1,158 @@
+"""Linear layers. Quantization, LoRA and tensor parallelism meet here and nowhere else."""
+
+import torch
+from torch import nn
+
+from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
+from quire.layers.parallel import SINGLE, TensorParallel
+from quire.quantization.base import LinearMethod
+from quire.quantization.unquantized import UnquantizedLinearMethod
+
+
+class ParallelLinear(nn.Module):
+    """What the parallel linears share: a weight and bias made of output partitions, and the method that multiplies."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_partition_sizes: list[int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: LinearMethod | None = None,
+    ) -> None:
+        super().__init__()
+        self.method = method or UnquantizedLinearMethod()
+        self.out_partition_sizes = out_partition_sizes
+        self.method.create_weights(self, in_features, out_partition_sizes, dtype, device)
+        self.bias = new_parameter(sum(out_partition_sizes), dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x, self.bias)
+
+    def process_after_loading(self) -> None:
+        self.method.process_after_loading(self)
+
+    def _output_slots(self, shards: list[tuple[ShardId, int, int]]) -> dict[tuple[str, ShardId], LoadSlot]:
+        """Slots of partitions given as (shard, outputs of all workers, this worker's first)."""
+        slots: dict[tuple[str, ShardId], LoadSlot] = {}
+        offset = 0
+        for (shard, total, start), size in zip(shards, self.out_partition_sizes, strict=True):
+            view = self.weight.data.narrow(0, offset, size)
+            slots["weight", shard] = LoadSlot(view, (total, view.shape[1]), 0, start)
+            if self.bias is not None:
+                slots["bias", shard] = LoadSlot(self.bias.data.narrow(0, offset, size), (total,), 0, start, "zeros")
+            offset += size
+        return slots
+
+
+class MergedColumnParallelLinear(ParallelLinear):
+    """Several linears of the same input as one; outputs of each are split among workers."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: list[int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        method: LinearMethod | None = None,
+    ) -> None:
+        sizes = [tp.share(n, "output features") for n in out_features]
+        super().__init__(in_features, sizes, bias, dtype, device, method)
+        self.shards: list[tuple[ShardId, int, int]] = [
+            (i, total, size * tp.rank) for i, (total, size) in enumerate(zip(out_features, sizes, strict=True))
+        ]
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        return self._output_slots(self.shards)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """Outputs split among workers."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        method: LinearMethod | None = None,
+    ) -> None:
+        super().__init__(in_features, [out_features], bias, dtype, device, tp, method)
+        _, total, start = self.shards[0]
+        self.shards = [(None, total, start)]
+
+
+class QKVParallelLinear(ParallelLinear):
+    """Query, key and value projections as one; heads split among workers, KV heads repeated if there are too few."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        method: LinearMethod | None = None,
+    ) -> None:
+        self.num_heads = tp.share(num_heads, "attention heads")
+        if num_kv_heads >= tp.size:
+            self.num_kv_heads = tp.share(num_kv_heads, "KV heads")
+            first_kv_head = self.num_kv_heads * tp.rank
+        else:
+            self.num_kv_heads = 1
+            first_kv_head = tp.rank * num_kv_heads // tp.size
+        sizes = [n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        super().__init__(hidden_size, sizes, bias, dtype, device, method)
+        kv_total, kv_start = num_kv_heads * head_size, first_kv_head * head_size
+        self.shards: list[tuple[ShardId, int, int]] = [
+            ("q", num_heads * head_size, sizes[0] * tp.rank),
+            ("k", kv_total, kv_start),
+            ("v", kv_total, kv_start),
+        ]
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        return self._output_slots(self.shards)
+
+
+class RowParallelLinear(ParallelLinear):
+    """Inputs split among workers, outputs summed over them."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        method: LinearMethod | None = None,
+    ) -> None:
+        self.local_in = tp.share(in_features, "input features")
+        super().__init__(self.local_in, [out_features], bias, dtype, device, method)
+        self.tp = tp
+        self.full_shape = (out_features, in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # One worker adds the bias, or the sum would hold it once per worker.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(self.method.apply(self, x, bias))
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        start = self.local_in * self.tp.rank
+        slots: dict[tuple[str, ShardId], LoadSlot] = {
+            ("weight", None): LoadSlot(self.weight.data, self.full_shape, 1, start)
+        }
+        if self.bias is not None:
+            slots["bias", None] = LoadSlot(self.bias.data, self.full_shape[:1], dummy="zeros")
+        return slots

@@ -1,0 +1,50 @@
+"""Where a checkpoint tensor goes: a view into a parameter, and the part of the tensor this worker holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+ShardId = str | int | None  # "q", "k", "v"; 0, 1 of gate and up; None for a parameter that is one tensor
+
+
+@dataclass(frozen=True)
+class LoadSlot:
+    view: torch.Tensor
+    full_shape: tuple[int, ...]  # of the tensor in the checkpoint, all workers together
+    dim: int = 0  # split among workers along this dimension,
+    start: int = 0  # this worker's part beginning here
+    dummy: Literal["normal", "ones", "zeros"] = "normal"  # what stands in for it when there is no checkpoint
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.view.shape) == self.full_shape
+
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
+        return full.narrow(self.dim, self.start, self.view.shape[self.dim])
+
+
+@runtime_checkable
+class HasLoadSlots(Protocol):
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        """(parameter name, shard) -> slot, for the module's own parameters."""
+        ...
+
+
+def all_load_slots(model: nn.Module) -> dict[tuple[str, ShardId], LoadSlot]:
+    """The slots of every module under `model`, by full parameter name."""
+    return dict(_walk(model))
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[tuple[str, ShardId], LoadSlot]]:
+    for path, module in model.named_modules():
+        if isinstance(module, HasLoadSlots):
+            for (name, shard), slot in module.load_slots().items():
+                yield (f"{path}.{name}", shard), slot
+
+
+def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Uninitialised, for inference."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

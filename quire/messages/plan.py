@@ -1,0 +1,77 @@
+"""The scheduler's plan for one step, and what the runner answers.
+
+The worker keeps a row of state per request, so a plan holds only what changed since the last one, and how many tokens
+each row advances.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.messages.requests import Logprobs
+from quire.messages.sampling_params import SamplingParams
+
+NO_ROWS = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A request enters a row: for the first time, or again after preemption."""
+
+    row: int
+    request_id: str
+    token_ids: np.ndarray  # int32: prompt, and what was generated before a preemption
+    num_computed: int
+    block_ids: list[list[int]]  # per group
+    params: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class BlockAppends:
+    """Blocks added to rows that run already: four columns of equal length."""
+
+    rows: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # index in the row's block table
+    block_ids: list[int] = field(default_factory=list)
+
+    def add(self, row: int, group: int, position: int, block_id: int) -> None:
+        self.rows.append(row)
+        self.groups.append(group)
+        self.positions.append(position)
+        self.block_ids.append(block_id)
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    step: int
+    rows: np.ndarray  # [n] int32
+    num_tokens: np.ndarray  # [n] int32: how far each row advances
+    finished_rows: list[int]  # rows to forget, before new ones are made
+    new_rows: list[NewRow]
+    appended: BlockAppends
+    block_copies: list[tuple[int, int]]  # (source, destination), before anything is written
+    common_prefix_blocks: tuple[int, ...]  # per group, leading blocks that all rows share
+    connector_meta: Any = None
+    # Slots for what comes later, so that no boundary changes when it does.
+    drafts: Any = None
+    encoder_inputs: Any = None
+    lora_ids: Any = None
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """One result per plan row. Rows that have not reached their last known token sampled nothing of worth."""
+
+    token_ids: np.ndarray  # [n, 1 + k] int32
+    num_sampled: np.ndarray  # [n] int32
+    logprobs: Logprobs | None = None
+    finished_sending: tuple[str, ...] = ()  # KV connector: request ids
+    finished_recving: tuple[str, ...] = ()

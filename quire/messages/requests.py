@@ -1,0 +1,80 @@
+"""Front end to core and back. Outputs are columns, so that a step of 256 requests is a few arrays."""
+
+import enum
+
+import msgspec
+import numpy as np
+
+from quire.messages.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct):
+    """A tokenized, validated request. `index` is the front end's own number for it and names it in outputs."""
+
+    request_id: str
+    index: int
+    prompt_token_ids: np.ndarray  # int32
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+    lora_id: int = 0
+    fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
+
+
+class Logprobs(msgspec.Struct):
+    """Rows that asked for logprobs: the sampled token first, then the top ones, best first."""
+
+    position: np.ndarray  # [m] which output row
+    token_ids: np.ndarray  # [m, 1 + k]
+    logprobs: np.ndarray  # [m, 1 + k] float32
+    ranks: np.ndarray  # [m] rank of the sampled token, 1 is the best
+
+
+class SchedulerStats(msgspec.Struct):
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+
+
+class EngineCoreOutputs(msgspec.Struct):
+    """One step's news, one row per request that got tokens or ended."""
+
+    index: np.ndarray  # [n] int64
+    token_ids: np.ndarray  # [m] int32, the rows' new tokens one after the other
+    offsets: np.ndarray  # [n + 1] int32
+    finish: np.ndarray  # [n] int8, FinishReason
+    num_cached: np.ndarray  # [n] int32, prompt tokens that came from the prefix cache
+    stop_reasons: dict[int, int] = {}  # row -> the stop token that ended it, if not an EOS
+    errors: dict[int, str] = {}  # row -> cause, where finish is ERROR
+    logprobs: Logprobs | None = None
+    stats: SchedulerStats | None = None
+
+    @classmethod
+    def ended(cls, index: list[int], reason: FinishReason, cause: str | None = None) -> "EngineCoreOutputs":
+        """Requests that end without a new token."""
+        n = len(index)
+        return cls(
+            index=np.asarray(index, np.int64),
+            token_ids=np.empty(0, np.int32),
+            offsets=np.zeros(n + 1, np.int32),
+            finish=np.full(n, reason, np.int8),
+            num_cached=np.zeros(n, np.int32),
+            errors=dict.fromkeys(range(n), cause) if cause else {},
+        )

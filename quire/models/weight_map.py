@@ -1,0 +1,81 @@
+"""From names in a checkpoint to parameters, as data.
+
+A pattern holds placeholders: `{i}` stands for a layer number, `{p}` for the last part of a name (weight, bias ...).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from quire.layers.load_slot import ShardId
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+_PLACEHOLDERS = {"i": r"\d+", "p": r"\w+"}
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"\{(\w+)\}", pattern)
+    regex = "".join(f"(?P<{p}>{_PLACEHOLDERS[p]})" if n % 2 else re.escape(p) for n, p in enumerate(parts))
+    return re.compile(regex)
+
+
+@dataclass(frozen=True)
+class Rule:
+    checkpoint: str
+    parameter: str
+    shard: ShardId = None
+    transform: Transform | None = None
+
+    @cached_property
+    def _checkpoint_regex(self) -> re.Pattern[str]:
+        return _compile(self.checkpoint)
+
+    @cached_property
+    def _parameter_regex(self) -> re.Pattern[str]:
+        return _compile(self.parameter)
+
+    def parameter_of(self, checkpoint_name: str) -> str | None:
+        match = self._checkpoint_regex.fullmatch(checkpoint_name)
+        return self.parameter.format(**match.groupdict()) if match else None
+
+    def checkpoint_name_of(self, parameter: str) -> str | None:
+        match = self._parameter_regex.fullmatch(parameter)
+        return self.checkpoint.format(**match.groupdict()) if match else None
+
+
+@dataclass(frozen=True)
+class Target:
+    parameter: str
+    shard: ShardId
+    transform: Transform | None
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()  # patterns of tensors a checkpoint may hold and the model does not need
+
+    def target(self, checkpoint_name: str) -> Target | None:
+        for rule in self.rules:
+            parameter = rule.parameter_of(checkpoint_name)
+            if parameter is not None:
+                return Target(parameter, rule.shard, rule.transform)
+        return None
+
+    def is_ignored(self, checkpoint_name: str) -> bool:
+        return any(_compile(pattern).fullmatch(checkpoint_name) for pattern in self.ignored)
+
+    def checkpoint_name(self, parameter: str, shard: ShardId) -> str:
+        """The name a missing parameter would have had, for error messages."""
+        for rule in self.rules:
+            name = rule.checkpoint_name_of(parameter)
+            if rule.shard == shard and name is not None:
+                return name
+        return parameter
+
+    def ignoring(self, *patterns: str) -> "WeightMap":
+        return WeightMap(self.rules, self.ignored + patterns)

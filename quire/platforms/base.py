@@ -1,0 +1,34 @@
+"""What the rest of Quire asks of the hardware it runs on."""
+
+from typing import Protocol
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Platform(Protocol):
+    name: str
+    device: torch.device
+    default_max_num_seqs: int
+    default_max_num_batched_tokens: int
+
+    def prepare(self) -> list[str]:
+        """Set the process up, before the first tensor operation. Returns notes to log."""
+        ...
+
+    def default_dtype(self, model_dtype: str | None) -> torch.dtype:
+        """The precision to compute in for a checkpoint stored in `model_dtype` (None: quantized or unknown)."""
+        ...
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """ValueError if the platform cannot compute in `dtype`."""
+        ...
+
+    def available_memory(self) -> int:
+        """Bytes that could be allocated on the device now."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything it was given."""
+        ...

@@ -1,0 +1,38 @@
+import torch
+
+from quire.platforms.base import DTYPES
+
+
+class CudaPlatform:
+    name = "cuda"
+    default_max_num_seqs = 1024
+    default_max_num_batched_tokens = 8192
+
+    def __init__(self, device: str = "cuda") -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use 'cpu' or 'auto'")
+        self.device = torch.device(device)
+
+    def prepare(self) -> list[str]:
+        torch.cuda.set_device(self.device)
+        return []
+
+    def default_dtype(self, model_dtype: str | None) -> torch.dtype:
+        dtype = DTYPES.get(model_dtype or "", torch.bfloat16)
+        return torch.float16 if dtype is torch.bfloat16 and not self._has_bf16() else dtype
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES.values():
+            raise ValueError(f"dtype {dtype} is not supported on CUDA; allowed: {', '.join(DTYPES)}")
+        if dtype is torch.bfloat16 and not self._has_bf16():
+            name = torch.cuda.get_device_name(self.device)
+            raise ValueError(f"{name} has no bfloat16; allowed: float16, float32")
+
+    def _has_bf16(self) -> bool:
+        return torch.cuda.get_device_capability(self.device)[0] >= 8
+
+    def available_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)

@@ -1,0 +1,117 @@
+"""Tokens to text while they are generated."""
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+
+from quire.tokenizer.tokenizer import Tokenizer, TokenPieces
+
+# Tokens of context for decoders that need it: enough that the first token decoded is not taken for the start of a text.
+CONTEXT_TOKENS = 6
+# The longest UTF-8 character is four bytes, hence four tokens; after that a U+FFFD is no half character but meant.
+MAX_HELD_TOKENS = 4
+
+
+class IncrementalDetokenizer:
+    """The text of one generation, growing by whole characters.
+
+    Joined together, what `add` and `flush` return is what a decode of all generated tokens after the prompt gives. A
+    character still incomplete at `flush` is dropped; bytes that can never become a character are U+FFFD at once.
+    `spaces_between_special_tokens` has no effect, as in transformers' fast tokenizers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ):
+        self._parts: list[str] = []
+        pieces = tokenizer.pieces(skip_special_tokens)
+        self._stream: _ByteStream | _WindowStream
+        if pieces is not None:
+            self._stream = _ByteStream(pieces, prompt_token_ids, tokenizer.drops_first_space)
+        else:
+            self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def add(self, new_token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete, possibly empty."""
+        text = self._stream.add(new_token_ids)
+        if text:
+            self._parts.append(text)
+        return text
+
+    def flush(self) -> str:
+        """What was held back and is text after all; call once, after the last token."""
+        text = self._stream.flush()
+        if text:
+            self._parts.append(text)
+        return text
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+
+class _ByteStream:
+    """For decoders that join tokens: join their bytes and give out whole characters."""
+
+    def __init__(self, pieces: TokenPieces, prompt: Sequence[int], drops_first_space: bool):
+        self._pieces = pieces
+        # The prompt may end within a character, which generation completes. A window of bytes that begins within a
+        # character is no problem: only its end matters.
+        tail = b"".join([pieces[token] for token in prompt[-2 * MAX_HELD_TOKENS :]])
+        self._held = tail[utf_8_decode(tail, "replace", False)[1] :]
+        self._drop_space = drops_first_space and not any(pieces[token] for token in prompt)
+
+    def add(self, tokens: Sequence[int]) -> str:
+        pieces = self._pieces
+        data = self._held + b"".join([pieces[token] for token in tokens])
+        text, used = utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        if self._drop_space and text:
+            self._drop_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        self._held = b""
+        return ""
+
+
+class _WindowStream:
+    """For any decoder: decode the last few tokens with and without the new ones; the difference is the new text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._context = list(prompt[-CONTEXT_TOKENS:])
+        self._before = self._decode(self._context)
+        self._held: list[int] = []
+
+    def add(self, tokens: Sequence[int]) -> str:
+        # One at a time: a decode of many tokens would withhold all of them for the last one's half character.
+        return "".join([self._add_one(token) for token in tokens])
+
+    def _add_one(self, token: int) -> str:
+        self._held.append(token)
+        after = self._decode(self._context + self._held)
+        if after.endswith("\ufffd") and len(self._held) < MAX_HELD_TOKENS:
+            return ""
+        return self._release(after)
+
+    def flush(self) -> str:
+        return self._release(self._decode(self._context + self._held)).rstrip("\ufffd") if self._held else ""
+
+    def _release(self, after: str) -> str:
+        new = after[len(self._before) :]
+        self._context = (self._context + self._held)[-CONTEXT_TOKENS:]
+        self._before = self._decode(self._context)
+        self._held = []
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)

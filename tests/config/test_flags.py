@@ -1,0 +1,109 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.config.fields import flag, option, options
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    parser = FlagParser(prog="quire test")
+    add_model_argument(parser)
+    add_engine_flags(parser)
+    return engine_kwargs(parser.parse(argv))
+
+
+def test_only_what_was_given_is_passed_on() -> None:
+    assert parse() == {}
+    assert parse("--block-size", "32", "--seed", "0") == {"block_size": 32, "seed": 0}
+
+
+def test_every_engine_option_has_a_flag_that_reaches_the_config() -> None:
+    for config in EngineConfig.parts().values():
+        defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        for name, info in options(config).items():
+            if isinstance(defaults[name], bool):
+                given = parse(flag(name))
+            else:
+                given = parse(flag(name), str(info.choices[-1]) if info.choices else "1")
+            assert list(given) == [name]
+            EngineConfig.from_kwargs(**given)
+
+
+def test_types_follow_the_annotations() -> None:
+    given = parse("--max-model-len", "512", "--gpu-memory-utilization", "0.5", "--revision", "1")
+    assert given == {"max_model_len": 512, "gpu_memory_utilization": 0.5, "revision": "1"}
+
+
+def test_booleans_come_in_pairs() -> None:
+    assert parse("--enable-prefix-caching") == {"enable_prefix_caching": True}
+    assert parse("--no-enable-prefix-caching") == {"enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000", 1000), ("4G", 4 << 30), ("512m", 512 << 20), ("1.5K", 1536), ("1T", 1 << 40)],
+)
+def test_sizes_take_a_unit(text: str, size: int) -> None:
+    assert parse("--kv-cache-memory-bytes", text) == {"kv_cache_memory_bytes": size}
+
+
+@pytest.mark.parametrize("argv", [["tiny", "--seed", "1"], ["--seed", "1", "tiny"], ["--seed", "1", "--model", "tiny"]])
+def test_the_model_may_stand_anywhere(argv: list[str]) -> None:
+    assert parse(*argv) == {"seed": 1, "model": "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
+        (["--max_model_len=5"], "unknown flag --max_model_len; did you mean --max-model-len?"),
+        (["--max-model", "5"], "unknown flag --max-model"),
+        (["--zzz"], "unknown flag --zzz\n"),
+        (["one", "two"], "unexpected argument 'two'"),
+        (["--block-size", "many"], "--block-size: 'many' is not a whole number"),
+        (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization: 'x' is not a number"),
+        (["--kv-cache-memory-bytes", "4X"], "'4X' is not a size; write a number, or one with K, M, G or T"),
+        (["--kv-cache-memory-bytes", "G"], "'G' is not a size"),
+        (["--dtype", "int8"], "--dtype: invalid choice: 'int8' (choose from"),
+    ],
+)
+def test_mistakes_are_explained(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*argv)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("quire: error: ")
+    assert message in error
+
+
+def test_help_groups_the_flags_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The paged KV cache:" in text
+    assert "--block-size N tokens in a KV-cache block (default: 16)" in text
+    assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
+    assert "(default: on)" in text
+    assert "--kv-cache-memory-bytes SIZE" in text
+
+
+def test_flags_of_another_command_can_be_left_out() -> None:
+    parser = FlagParser(prog="quire test")
+    add_engine_flags(parser, leave_out=("seed",))
+    parser.add_argument("--seed", type=int)
+    assert engine_kwargs(parser.parse(["--seed", "3", "--block-size", "8"]), leave_out=("seed",)) == {"block_size": 8}
+
+
+def test_a_number_or_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass
+    class Either:
+        """Either."""
+
+        threads: int | str = option("auto", "a number or auto")
+
+    monkeypatch.setattr(EngineConfig, "parts", staticmethod(lambda: {"either": Either}))
+    assert parse("--threads", "4") == {"threads": 4}
+    assert parse("--threads", "auto") == {"threads": "auto"}

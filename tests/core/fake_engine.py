@@ -1,0 +1,220 @@
+"""A worker without a model, for scheduler tests.
+
+It keeps what a real one keeps (rows, block tables) and a KV cache whose slots hold (token, position). The next token
+is a function of the whole context as read back through the block table, so any wrong block, lost write or mixed-up row
+changes the output or trips an assertion.
+"""
+
+import zlib
+from collections import deque
+
+import numpy as np
+
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.scheduler import Scheduler
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.requests import EngineCoreRequest, FinishReason
+from quire.messages.sampling_params import SamplingParams
+
+VOCAB = 50
+
+
+def next_token(context: np.ndarray, seed: int) -> int:
+    return zlib.crc32(context.astype(np.int32).tobytes(), seed & 0xFFFF) % VOCAB
+
+
+def expected_tokens(prompt, max_tokens, seed=0, stop_ids=(), max_model_len=10**9) -> list[int]:
+    context, out = list(prompt), []
+    while len(out) < max_tokens and len(context) < max_model_len:
+        token = next_token(np.asarray(context), seed)
+        context.append(token)
+        out.append(token)
+        if token in stop_ids:
+            break
+    return out
+
+
+def spec(block_size=4, window=None) -> KVCacheSpec:
+    return KVCacheSpec(block_size, num_kv_heads=1, head_size=1, dtype_bytes=4, sliding_window=window)
+
+
+class FakeWorker:
+    def __init__(self, config: KVCacheConfig, kv: KVCacheManager) -> None:
+        self.groups = config.groups
+        self.kv = kv
+        self.page = max(g.spec.block_size for g in config.groups)  # slots a page has room for, whatever the group
+        self.cache = np.full(((config.num_blocks + 1) * self.page, 2), -1, np.int64)
+        self.rows: dict[int, dict] = {}
+        self.max_tokens_seen = 0
+        self.shared: set[int] = set()  # blocks with several owners when the plan was made
+
+    def _slots(self, row: dict, group: int, positions: np.ndarray) -> np.ndarray:
+        size = self.groups[group].spec.block_size
+        blocks = np.asarray(row["blocks"][group])[positions // size]
+        return blocks * self.page + positions % size
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.max_tokens_seen = max(self.max_tokens_seen, plan.total_tokens)
+        for row in plan.finished_rows:
+            self.rows.pop(row, None)
+        for new in plan.new_rows:
+            assert new.row not in self.rows, "a row was given away twice"
+            self.rows[new.row] = {
+                "tokens": list(new.token_ids),
+                "computed": new.num_computed,
+                "blocks": [list(ids) for ids in new.block_ids],
+                "seed": new.seed,
+            }
+        appended = plan.appended
+        for row, group, position, block in zip(
+            appended.rows, appended.groups, appended.positions, appended.block_ids, strict=True
+        ):
+            blocks = self.rows[row]["blocks"][group]
+            assert position == len(blocks)
+            blocks.append(block)
+        for source, target in plan.block_copies:
+            page = self.page
+            self.cache[target * page : (target + 1) * page] = self.cache[source * page : (source + 1) * page]
+        self._write(plan)
+        tokens = np.zeros((len(plan.rows), 1), np.int32)
+        for i, (r, n) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
+            row = self.rows[int(r)]
+            row["computed"] += int(n)
+            if row["computed"] == len(row["tokens"]):
+                self._check_context(row)
+                tokens[i, 0] = next_token(np.asarray(row["tokens"]), row["seed"])
+                row["tokens"].append(int(tokens[i, 0]))
+        return ModelRunnerOutput(tokens, np.ones(len(plan.rows), np.int32))
+
+    def _write(self, plan: SchedulerOutput) -> None:
+        written: set[int] = set()
+        for r, n in zip(plan.rows, plan.num_tokens, strict=True):
+            row = self.rows[int(r)]
+            assert n > 0
+            positions = np.arange(row["computed"], row["computed"] + n)
+            assert positions[-1] < len(row["tokens"]), "advanced past the known tokens"
+            for group in range(len(self.groups)):
+                slots = self._slots(row, group, positions)
+                assert (slots >= self.page).all(), "wrote to the null block"
+                assert not written & set(slots.tolist()), "two rows write one slot"
+                written |= set(slots.tolist())
+                # A block may get a second owner in the plan that fills it, but once shared it stays as it is.
+                for block in set((slots // self.page).tolist()) & self.shared:
+                    assert self.kv.pool.blocks[block].ref < 2, "wrote to a shared block"
+                self.cache[slots] = np.stack([np.asarray(row["tokens"])[positions], positions], 1)
+
+    def _check_context(self, row: dict) -> None:
+        """What attention would read is what the row has been told, in every group."""
+        length = row["computed"]
+        for group, layout in enumerate(self.groups):
+            window = layout.spec.sliding_window
+            first = max(0, length - window) if window else 0
+            positions = np.arange(first, length)
+            read = self.cache[self._slots(row, group, positions)]
+            assert (read[:, 1] == positions).all(), "a block holds other positions"
+            assert (read[:, 0] == np.asarray(row["tokens"])[positions]).all(), "a block holds other tokens"
+
+
+class FakeEngine:
+    """Scheduler and fake worker with `depth` plans in flight, results collected per request."""
+
+    def __init__(
+        self, num_blocks=64, specs=None, depth=0, max_model_len=256, caching=True, connector=None, **kwargs
+    ) -> None:
+        specs = specs or [spec()]
+        config = KVCacheConfig(num_blocks, tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs)))
+        self.kv = KVCacheManager(config, enable_caching=caching)
+        kwargs = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **kwargs}
+        self.scheduler = Scheduler(self.kv, max_model_len=max_model_len, connector=connector, **kwargs)
+        self.worker = FakeWorker(config, self.kv)
+        self.depth = depth
+        self.in_flight: deque = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, FinishReason] = {}
+        self.order: list[str] = []
+        self.names: dict[int, str] = {}
+        self.steps = 0
+
+    def add(
+        self, name, prompt, max_tokens=8, seed=0, priority=0, fork_of=None, salt=None, stop=(), eos=(), **params
+    ) -> None:
+        index = len(self.names)
+        self.names[index] = name
+        self.tokens[name] = []
+        self.scheduler.add_request(
+            EngineCoreRequest(
+                request_id=name,
+                index=index,
+                prompt_token_ids=np.asarray(prompt, np.int32),
+                params=SamplingParams(temperature=1.0, max_tokens=max_tokens, stop_token_ids=list(stop), **params),
+                eos_token_ids=tuple(eos),
+                seed=seed,
+                arrival_time=0.0,
+                priority=priority,
+                fork_of=fork_of,
+                cache_salt=salt,
+            )
+        )
+
+    def abort(self, name) -> None:
+        if self.scheduler.finish_requests([name]):
+            self.finish[name] = FinishReason.ABORT
+
+    def plan(self) -> SchedulerOutput | None:
+        """Make one plan and run it; its results wait."""
+        self.worker.shared = {block.id for block in self.kv.pool.blocks if block.ref > 1}
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.in_flight.append((plan, self.worker.run(plan)))
+        return plan
+
+    def land(self) -> None:
+        """Take in the oldest results."""
+        plan, output = self.in_flight.popleft()
+        outputs = self.scheduler.update_from_output(plan, output)
+        for i, index in enumerate(outputs.index):
+            name = self.names[int(index)]
+            self.tokens[name] += outputs.token_ids[outputs.offsets[i] : outputs.offsets[i + 1]].tolist()
+            if outputs.finish[i]:
+                self.finish[name] = FinishReason(outputs.finish[i])
+                self.order.append(name)
+
+    def step(self) -> None:
+        self.steps += 1
+        while len(self.in_flight) <= self.depth and self.plan() is not None:
+            pass
+        if self.in_flight:
+            self.land()
+
+    def run(self, limit=5000) -> None:
+        while self.scheduler.has_unfinished() or self.in_flight:
+            self.step()
+            assert self.steps < limit, "no end in sight"
+
+    def check_books(self) -> None:
+        """Reference counts equal owners; free and held blocks are all blocks; only confirmed content can be found."""
+        owners: dict[int, int] = {}
+        holders = [*self.scheduler.requests.values(), *self.scheduler.sending.values()]
+        for request in holders:
+            for blocks in request.blocks:
+                for block in blocks:
+                    if block.id:
+                        owners[block.id] = owners.get(block.id, 0) + 1
+        pool = self.kv.pool
+        for block in pool.blocks[1:]:
+            assert block.ref == owners.get(block.id, 0), f"{block} has {owners.get(block.id, 0)} owners"
+        free, node = [], pool._head.next
+        while node is not pool._tail:
+            free.append(node.id)
+            node = node.next
+        assert len(free) == len(set(free)) == pool.num_free
+        assert pool.num_free + len(owners) == pool.num_blocks
+        for key, block in pool._cached.items():
+            assert block.key == key
+        for request in self.scheduler.running.all():
+            confirmed = int(self.scheduler.running.num_tokens[request.row])
+            for group, blocks in zip(self.kv.groups, request.blocks, strict=True):
+                for i, block in enumerate(blocks):
+                    if block.key is not None:
+                        assert (i + 1) * group.block_size <= confirmed, "unconfirmed tokens can be found"

@@ -1,0 +1,96 @@
+"""Prefix hits with full and sliding-window groups, and blocks of different sizes."""
+
+import numpy as np
+
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.request import Request
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
+from quire.messages.requests import EngineCoreRequest
+from quire.messages.sampling_params import SamplingParams
+from tests.core.fake_engine import spec
+
+
+def manager(*specs, num_blocks=64):
+    return KVCacheManager(KVCacheConfig(num_blocks, tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs))))
+
+
+def request(name, num_tokens, groups, start=0):
+    ids = np.arange(start, start + num_tokens, dtype=np.int32)
+    core = EngineCoreRequest(name, 0, ids, SamplingParams(), (), 0, 0.0)
+    return Request(core, 0, (0, 0), groups)
+
+
+def computed(kv, name, num_tokens):
+    """A request that has computed and registered all its tokens."""
+    r = request(name, num_tokens, len(kv.groups))
+    assert kv.allocate(r, num_tokens)
+    kv.register(r, r.token_ids, 0, num_tokens)
+    return r
+
+
+def test_a_hit_leaves_at_least_one_token_to_compute():
+    kv = manager(spec(4))
+    computed(kv, "a", 16)
+    assert kv.find_hit(request("b", 16, 1)).num_tokens == 12
+    assert kv.find_hit(request("c", 17, 1)).num_tokens == 16
+
+
+def test_a_window_hits_its_last_blocks_and_the_rest_is_null():
+    kv = manager(spec(4), spec(4, window=6))
+    a = computed(kv, "a", 32)
+    kv.release_out_of_window(a, 32)  # the window keeps blocks 6 and 7 (positions 27 and later)
+    assert [block.id > 0 for block in a.blocks[1]] == [False] * 6 + [True] * 2
+    hit = kv.find_hit(request("b", 40, 2))
+    assert hit.num_tokens == 32
+    assert [block.id > 0 for block in hit.blocks[1]] == [False] * 6 + [True] * 2
+    assert all(block.id for block in hit.blocks[0])
+
+
+def test_a_missing_window_block_shortens_the_hit_for_all_groups():
+    kv = manager(spec(4), spec(4, window=6))
+    a = computed(kv, "a", 32)
+    kv.pool.unregister(a.blocks[1][6])
+    # Ending at 32 needs window blocks 6 and 7, at 28 blocks 5 and 6: the longest prefix without block 6 ends at 24.
+    assert kv.find_hit(request("b", 40, 2)).num_tokens == 24
+    kv.pool.unregister(a.blocks[0][2])
+    assert kv.find_hit(request("c", 40, 2)).num_tokens == 8
+
+
+def test_groups_with_different_block_sizes_hit_at_common_multiples():
+    kv = manager(spec(4), spec(6))
+    computed(kv, "a", 40)
+    assert kv.alignment == 12 and kv.hasher is not None and kv.hasher.block_size == 2
+    hit = kv.find_hit(request("b", 64, 2))
+    assert hit.num_tokens == 36
+    assert [len(blocks) for blocks in hit.blocks] == [9, 6]
+
+
+def test_sliding_windows_free_the_blocks_outside():
+    kv = manager(spec(16), spec(16, window=32), num_blocks=200)
+    r = request("a", 1000, 2)
+    for done in range(0, 1000, 100):
+        kv.release_out_of_window(r, done)
+        assert kv.allocate(r, done + 100)
+    kv.release_out_of_window(r, 999)
+    held = [sum(block.id > 0 for block in blocks) for blocks in r.blocks]
+    assert held == [63, 3]  # positions 968..999 lie in blocks 60, 61 and 62
+    assert kv.pool.num_free == 200 - 66
+
+
+def test_allocation_is_all_or_nothing_over_groups():
+    kv = manager(spec(4), spec(4), num_blocks=7)
+    r = request("a", 16, 2)
+    assert not kv.allocate(r, 16)
+    assert kv.pool.num_free == 7 and not r.has_blocks
+    assert kv.allocate(r, 12)
+
+
+def test_common_prefix_counts_shared_leading_blocks():
+    kv = manager(spec(4))
+    a = computed(kv, "a", 16)
+    b = request("b", 20, 1)
+    assert kv.allocate(b, 20, kv.find_hit(b))
+    assert kv.common_prefix_blocks([a, b]) == (4,)
+    c = request("c", 8, 1, start=50)
+    assert kv.allocate(c, 8, kv.find_hit(c))
+    assert kv.common_prefix_blocks([a, b, c]) == (0,)

@@ -1,0 +1,81 @@
+"""Whatever arrives, whenever, with however little memory: the books balance and outputs depend on the request alone."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.messages.requests import FinishReason
+from tests.core.fake_engine import FakeEngine, expected_tokens, spec
+
+MAX_LEN = 40
+
+
+@st.composite
+def workloads(draw):
+    specs = draw(
+        st.sampled_from([[spec(4)], [spec(1)], [spec(4), spec(4, 6)], [spec(4, 5)], [spec(2), spec(4, 9), spec(4, 3)]])
+    )
+    smallest = sum(-(-MAX_LEN // s.block_size) + 1 for s in specs)
+    prefix = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+    requests = []
+    for _ in range(draw(st.integers(1, 9))):
+        own = draw(st.lists(st.integers(0, 9), max_size=14))
+        prompt = (prefix if draw(st.booleans()) else []) + own or [3]
+        requests.append(
+            {
+                "prompt": prompt,
+                "max_tokens": draw(st.integers(1, 14)),
+                "seed": draw(st.integers(0, 3)),
+                "priority": draw(st.integers(0, 2)),
+                "forks": draw(st.sampled_from([0, 0, 0, 1, 2])),
+                "arrives": draw(st.integers(0, 12)),
+                "aborts": draw(st.one_of(st.none(), st.none(), st.integers(1, 15))),
+                "stop": draw(st.sampled_from([(), (), tuple(range(0, 50, 7))])),
+                "salt": draw(st.sampled_from([None, None, "s"])),
+            }
+        )
+    engine = {
+        "specs": specs,
+        "num_blocks": smallest + draw(st.integers(0, 12)),
+        "depth": draw(st.integers(0, 2)),
+        "max_model_len": MAX_LEN,
+        "caching": draw(st.booleans()),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.integers(1, 24)),
+        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
+    }
+    return engine, requests
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(workloads())
+def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
+    options, requests = workload
+    engine = FakeEngine(**options)
+    names = {}
+    for i, r in enumerate(requests):
+        for fork in range(r["forks"] + 1):
+            names[f"{i}.{fork}"] = (r, r["seed"] + fork)
+    clock = 0
+    while clock <= 12 or engine.scheduler.has_unfinished() or engine.in_flight:
+        for i, r in enumerate(requests):
+            for fork in range(r["forks"] + 1):
+                name = f"{i}.{fork}"
+                if r["arrives"] == clock:
+                    engine.add(
+                        name, r["prompt"], r["max_tokens"], r["seed"] + fork, r["priority"],
+                        fork_of=f"{i}.0" if fork else None, salt=r["salt"], stop=r["stop"],
+                    )  # fmt: skip
+                if r["aborts"] is not None and r["arrives"] + r["aborts"] == clock and fork == 0:
+                    engine.abort(name)
+        engine.step()
+        engine.check_books()
+        clock += 1
+        assert clock < 3000, "a request starves"
+    for name, (r, seed) in names.items():
+        expected = expected_tokens(r["prompt"], r["max_tokens"], seed, r["stop"], MAX_LEN)
+        if engine.finish[name] == FinishReason.ABORT:
+            expected = expected[: len(engine.tokens[name])]
+        assert engine.tokens[name] == expected
+    assert engine.worker.max_tokens_seen <= options["max_num_batched_tokens"]
+    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks

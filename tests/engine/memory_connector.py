@@ -1,0 +1,83 @@
+"""A KV connector that keeps finished requests' prompt blocks in memory, for other engines of this process to load."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Meta:
+    loads: list[tuple[int, bytes]] = field(default_factory=list)  # (block id, hash)
+    saves: list[tuple[int, bytes]] = field(default_factory=list)
+    receives: list[str] = field(default_factory=list)  # requests that wait for their loads
+    sends: list[str] = field(default_factory=list)  # requests whose blocks are kept until saved
+
+
+class MemoryConnector:
+    """Both sides. Blocks are of one group; saving takes a step, so blocks of finished requests are kept until then."""
+
+    store: dict[bytes, list[torch.Tensor]] = {}  # noqa: RUF012 - shared on purpose: it stands for the network
+    block_size = 16
+    loads_async = False
+    layer_calls: list[tuple[str, int]] = []  # noqa: RUF012
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.meta = Meta()
+        self.caches: list[torch.Tensor] = []
+        self.done: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def get_num_new_matched_tokens(self, request, num_computed):
+        first = count = num_computed // self.block_size
+        while count < len(request.block_hashes) and request.block_hashes[count] in self.store:
+            count += 1
+        return (count - first) * self.block_size, self.loads_async
+
+    def update_state_after_alloc(self, request, block_ids, num_external):
+        if not num_external:
+            return
+        held = [i for i in range(len(block_ids[0])) if i < len(request.block_hashes)]
+        stop = min(len(held), -(-request.num_prompt_tokens // self.block_size))
+        for i in range(stop):
+            if request.block_hashes[i] in self.store:
+                self.meta.loads.append((block_ids[0][i], request.block_hashes[i]))
+        if self.loads_async:
+            self.meta.receives.append(request.request_id)
+
+    def build_connector_meta(self, plan):
+        meta, self.meta = self.meta, Meta()
+        return meta
+
+    def request_finished(self, request, block_ids):
+        full = min(request.num_prompt_tokens // self.block_size, len(block_ids[0]))
+        self.meta.saves += [(block_ids[0][i], request.block_hashes[i]) for i in range(full)]
+        self.meta.sends.append(request.request_id)
+        return True
+
+    def bind(self, kv_caches):
+        self.caches = list(kv_caches)
+
+    def start_load_kv(self, meta):
+        for block, key in meta.loads:
+            for cache, page in zip(self.caches, self.store[key], strict=True):
+                cache[block] = page
+        self.meta = meta
+
+    def wait_for_layer_load(self, layer):
+        self.layer_calls.append(("load", layer))
+
+    def save_kv_layer(self, layer, kv_cache):
+        self.layer_calls.append(("save", layer))
+
+    def wait_for_save(self):
+        for block, key in self.meta.saves:
+            self.store[key] = [cache[block].clone() for cache in self.caches]
+        self.done = (tuple(self.meta.sends), tuple(self.meta.receives))
+
+    def get_finished(self):
+        done, self.done = self.done, ((), ())
+        return done
+
+
+class AsyncMemoryConnector(MemoryConnector):
+    loads_async = True

@@ -1,0 +1,54 @@
+"""The real SmolLM2, read from its GGUF by us and, independently, by transformers."""
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.checkpoint.resolve import resolve_model
+from tests.tiny_models import greedy
+
+QUESTIONS = [
+    "What is the capital of Italy?",
+    "Write one sentence about the sea.",
+    "List three prime numbers.",
+    "Why is the sky blue? Answer briefly.",
+    "Translate 'good morning' to French.",
+    "What is 12 plus 30?",
+    "Name a famous physicist and what they are known for.",
+    "Give me a short poem about rain, with a title.",
+]
+PROMPTS = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in QUESTIONS]
+NUM_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def reference_model():
+    import transformers
+
+    path = resolve_model(None).path
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(dtype="float32", max_model_len=512, kv_cache_memory_bytes=1 << 28) as llm:
+        yield llm
+
+
+def test_chat_prompts_equal_transformers(llm, reference_model):
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        expected, logprobs = greedy(reference_model, output.prompt_token_ids, NUM_TOKENS)
+        completion = output.outputs[0]
+        assert completion.token_ids == expected, output.prompt
+        assert completion.cumulative_logprob == pytest.approx(sum(logprobs), abs=1e-2)
+
+
+def test_it_answers_and_stops_at_the_end_of_its_turn(llm):
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    completion = output.outputs[0]
+    assert completion.text == "The capital of Italy is Rome."
+    assert completion.finish_reason == "stop" and completion.stop_reason is None
+    assert llm.get_tokenizer().decode(completion.token_ids, skip_special_tokens=False).endswith("<|im_end|>")

@@ -1,0 +1,191 @@
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.messages.sampling_params import RequestOutputKind
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(max_model_len=256, kv_cache_memory_bytes=1 << 27, scheduling_policy="priority") as llm:
+        yield llm
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_prompts_of_every_form(llm):
+    text = "The capital of Italy is"
+    ids = llm.get_tokenizer().encode(text)
+    outputs = llm.generate([text, ids, {"prompt": text}, {"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
+    assert len(set(texts(outputs))) == 1 and "Rome" in texts(outputs)[0]
+    assert [o.prompt for o in outputs] == [text, None, text, None]
+    assert all(o.prompt_token_ids == ids and o.finished for o in outputs)
+    assert texts(llm.generate(text, GREEDY, use_tqdm=False)) == texts(llm.generate(ids, GREEDY, use_tqdm=False))
+
+
+def test_outputs_come_in_order_with_each_prompts_own_parameters(llm):
+    lengths = [9, 1, 5]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate(["a b c", "1 2 3", "x y z"], params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    assert [o.prompt for o in outputs] == ["a b c", "1 2 3", "x y z"]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_seeds_repeat_and_n_differs(llm):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=12, n=4, ignore_eos=True)
+    first, second = (llm.generate("Once upon a time", params, use_tqdm=False)[0] for _ in range(2))
+    assert [c.index for c in first.outputs] == [0, 1, 2, 3]
+    assert [c.text for c in first.outputs] == [c.text for c in second.outputs]
+    assert len({c.text for c in first.outputs}) == 4
+    unseeded = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    assert len(set(texts(llm.generate(["Once upon a time"] * 3, unseeded, use_tqdm=False)))) == 3
+
+
+def test_logprobs(llm):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
+    completion = llm.generate("The capital of Italy is", params, use_tqdm=False)[0].outputs[0]
+    assert len(completion.logprobs) == 5
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token].rank == 1 and len(entry) == 2
+        assert sorted((e.logprob for e in entry.values()), reverse=True) == [e.logprob for e in entry.values()]
+    assert completion.logprobs[0][completion.token_ids[0]].decoded_token == " Rome"
+    chosen = sum(e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(chosen)
+
+
+def test_metrics_and_cached_tokens(llm):
+    llm.reset_prefix_cache()
+    prompt = "word " * 40
+    cold, warm = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == (len(warm.prompt_token_ids) - 1) // 16 * 16
+    m = warm.metrics
+    assert m.arrival_time <= m.first_token_time <= m.finished_time
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_the_engine_streams_as_asked(llm, kind):
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, output_kind=kind)
+    engine, got = llm.llm_engine, []
+    engine.add_request("stream", "Rain is", params)
+    while engine.has_unfinished_requests():
+        got += engine.step()
+    final = llm.generate("Rain is", params, use_tqdm=False)[0].outputs[0]
+    assert [o.finished for o in got] == [False] * (len(got) - 1) + [True]
+    parts = [o.outputs[0] for o in got]
+    if kind == RequestOutputKind.DELTA:
+        assert (
+            "".join(p.text for p in parts) == final.text and [t for p in parts for t in p.token_ids] == final.token_ids
+        )
+    else:
+        assert parts[-1].text == final.text and parts[-1].token_ids == final.token_ids
+        assert len(parts) == (1 if kind == RequestOutputKind.FINAL_ONLY else 10)
+
+
+def test_priorities_and_aborts(llm):
+    engine = llm.llm_engine
+    engine.add_request("a", "one", GREEDY)
+    engine.add_request("b", "two", GREEDY, priority=-1)
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request("a", "one", GREEDY)
+    engine.step()
+    engine.abort_request(["a", "never there"])
+    done = set()
+    while engine.has_unfinished_requests():
+        done |= {o.request_id for o in engine.step() if o.finished}
+    assert done == {"b"}
+
+
+WRONG_PROMPTS = {
+    "the prompt is empty": "",
+    "the prompt is empty; it must": [],
+    "at most 255": [5] * 256,
+    "token id 49152": [1, 49152],
+    "token id -1": {"prompt_token_ids": [-1]},
+    "unknown keys": {"promt": "x"},
+    "lacks prompt": {"cache_salt": "x"},
+    "a prompt is a text": 3.5,
+}
+
+
+@pytest.mark.parametrize("message", WRONG_PROMPTS)
+def test_a_wrong_prompt_is_named_and_disturbs_nobody(llm, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["fine", WRONG_PROMPTS[message]], GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert "Rome" in texts(llm.generate(["The capital of Italy is"], GREEDY, use_tqdm=False))[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "values"),
+    [
+        ("temperature is -1", {"temperature": -1}),
+        ("temperature must be a finite number", {"temperature": float("nan")}),
+        ("top_p is 2", {"top_p": 2}),
+        ("top_p is 0", {"top_p": 0}),
+        ("top_k is -2", {"top_k": -2}),
+        ("top_k is 1.5", {"top_k": 1.5}),
+        ("min_p is 1.1", {"min_p": 1.1}),
+        ("max_tokens is 0", {"max_tokens": 0}),
+        ("n is 0", {"n": 0}),
+        ("n is 2 with temperature 0", {"n": 2, "temperature": 0}),
+        ("logprobs is -1", {"logprobs": -1}),
+        ("stop_token_ids", {"stop_token_ids": [-5]}),
+        ("stop_token_ids has 300", {"stop_token_ids": list(range(300))}),
+    ],
+)
+def test_wrong_parameters_say_what_is_allowed(message, values):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**values)
+
+
+def test_limits_of_the_engine(llm):
+    with pytest.raises(ValueError, match="at most 20 are allowed"):
+        llm.generate("x", SamplingParams(logprobs=21))
+    with pytest.raises(ValueError, match="stop_token_ids has token id 49152"):
+        llm.generate("x", SamplingParams(stop_token_ids=[49152]))
+    with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
+        llm.generate(["x", "y"], [GREEDY])
+    with pytest.raises(TypeError, match="tempreture"):
+        SamplingParams(tempreture=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("did you mean 'max_model_len'", {"max_modellen": 5}),
+        ("dtype is 'int3'; allowed", {"dtype": "int3"}),
+        ("has positions for 8192", {"max_model_len": 10_000}),
+        ("the longest that fits is 32", {"num_gpu_blocks_override": 2, "max_model_len": 100}),
+        ("without chunked prefill", {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}),
+        ("unknown attention backend", {"attention_backend": "magic"}),
+        ("less than two blocks", {"kv_cache_memory_bytes": 1000}),
+        ("no/such/model", {"model": "no/such/model"}),
+    ],
+)
+def test_wrong_engine_arguments(message, arguments):
+    with pytest.raises(ValueError, match=message):
+        LLM(**{"kv_cache_memory_bytes": 1 << 26, **arguments})
+
+
+def test_a_smaller_cache_lowers_the_default_length(caplog):
+    with LLM(num_gpu_blocks_override=10) as llm:
+        assert llm.llm_engine.max_model_len == 160
+    assert "lowered from 8192 to 160" in caplog.text
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(llm, monkeypatch):
+    runner = llm.llm_engine.client.core.executor.worker.runner
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "compute_logits", broken)
+        outputs = llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
+    assert all("out of memory" in o.error for o in outputs)
+    assert "Rome" in texts(llm.generate("The capital of Italy is", GREEDY, use_tqdm=False))[0]

@@ -1,0 +1,88 @@
+"""A checkpoint in memory, and a tiny runner: rows with block tables, stepped by hand."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.attention.base import ForwardContext, StepInputs
+from quire.attention.cpu import TorchBackend
+from quire.models.decoder import DecoderModel
+from quire.models.loader import fill_from
+from quire.models.registry import model_class
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class MemoryTensor:
+    name: str
+    data: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def read_into(self, out: torch.Tensor) -> None:
+        out.copy_(self.data)
+
+
+def tensors_of(reference: Any) -> list[MemoryTensor]:
+    return [MemoryTensor(name, data) for name, data in reference.state_dict().items()]
+
+
+def ours_from(reference: Any, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    """Our model with the weights of a transformers model."""
+    hf = reference.config.to_dict()
+    hf["architectures"] = [type(reference).__name__]
+    model = model_class(hf)(hf, dtype, CPU)
+    fill_from(model, tensors_of(reference))
+    model.process_after_loading()
+    return model.eval()
+
+
+@dataclass
+class Row:
+    tokens: list[int] = field(default_factory=list)  # in the cache
+    blocks: list[int] = field(default_factory=list)
+
+
+class TinyRunner:
+    """One KV-cache group per distinct window, each with its own block ids, as the real runner does."""
+
+    def __init__(self, model: DecoderModel, num_rows: int, block_size: int = 4, max_blocks: int = 16) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.backend = TorchBackend()
+        num_blocks = num_rows * max_blocks + 1
+        attentions = model.attention_layers()
+        windows = list(dict.fromkeys(a.sliding_window for a in attentions))
+        for a in attentions:
+            shape = self.backend.kv_cache_shape(num_blocks, block_size, a.num_kv_heads, a.head_size)
+            dtype = next(model.parameters()).dtype
+            a.bind(torch.zeros(shape, dtype=dtype), windows.index(a.sliding_window), self.backend)
+        # Blocks in no order, different in every group.
+        self.tables = [(torch.randperm(num_blocks - 1) + 1).view(num_rows, max_blocks).int() for _ in windows]
+        self.lens = [0] * num_rows
+
+    def step(self, batch: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+        """(row, new tokens) of this step -> logits [tokens, vocab] of each."""
+        rows = [row for row, _ in batch]
+        counts = [len(tokens) for _, tokens in batch]
+        positions = [p for row, new in batch for p in range(self.lens[row], self.lens[row] + len(new))]
+        for row, new in batch:
+            self.lens[row] += len(new)
+        seq_lens = [self.lens[row] for row in rows]
+        query_start = torch.tensor([0, *counts]).cumsum(0).int()
+        step = StepInputs(len(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), max(counts), max(seq_lens))
+        slots, metadata = [], []
+        row_of_token = torch.tensor(rows).repeat_interleave(torch.tensor(counts))
+        at = torch.tensor(positions)
+        for table in self.tables:
+            blocks = table[row_of_token, at // self.block_size].long()
+            slots.append(blocks * self.block_size + at % self.block_size)
+            metadata.append(self.backend.build(step, table[rows], self.block_size))
+        ids = torch.tensor([t for _, new in batch for t in new])
+        with torch.inference_mode():
+            hidden = self.model(ids, at, ForwardContext(step, metadata, slots))
+            return list(self.model.compute_logits(hidden).split(counts))

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.messages.sampling_params import SamplingParams
+from quire.sample.processors import SampleBatch, keep_threshold
+from quire.sample.sampler import Sampler
+
+CPU = torch.device("cpu")
+VOCAB = 300
+
+
+def batch(rows, position=0):
+    return SampleBatch(torch.tensor(rows), list(rows), torch.full((len(rows),), position))
+
+
+def sampler(*params: SamplingParams, processors=()) -> Sampler:
+    made = Sampler(8, CPU, processors)
+    for row, one in enumerate(params):
+        made.add_row(row, one, one.seed or 0)
+    return made
+
+
+def logits(rows=1, vocab=VOCAB, seed=0, spread=3.0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def possible(params: SamplingParams, one: torch.Tensor, draws=400) -> set[int]:
+    """Tokens that were drawn at many positions."""
+    s = sampler(params)
+    return {int(s.sample(one.clone(), batch([0], p)).token_ids[0]) for p in range(draws)}
+
+
+def transformers_warped(one: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The same parameters through transformers' warpers, in our order."""
+    from transformers.generation import logits_process as lp
+
+    warpers = [lp.TemperatureLogitsWarper(params.temperature)]
+    if params.min_p:
+        warpers.append(lp.MinPLogitsWarper(params.min_p))
+    if params.top_k > 0:
+        warpers.append(lp.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(lp.TopPLogitsWarper(params.top_p))
+    for warper in warpers:
+        one = warper(torch.zeros(1, 1, dtype=torch.long), one)
+    return one
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    temperature=st.floats(0.1, 3.0),
+    top_k=st.sampled_from([0, -1, 1, 5, 299, 300, 1000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_what_can_be_drawn_equals_transformers(temperature, top_k, top_p, min_p, seed):
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    one = logits(seed=seed)
+    s = sampler(params)
+    ours = one.clone()
+    for processor in s.processors:
+        if processor.active:
+            ours = processor.apply(ours, batch([0]))
+    expected = transformers_warped(one.clone(), params)
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+    assert torch.allclose(ours.softmax(-1), expected.softmax(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_threshold_over_a_large_vocabulary_equals_a_full_sort(vocab):
+    """More tokens than candidates: rows whose nucleus is wider are sorted in full."""
+    one = torch.cat([logits(1, vocab, 1, 0.01), logits(1, vocab, 2, 5.0), logits(1, vocab, 3, 1.0)])
+    top_k, top_p = torch.tensor([0, 0, 2000]), torch.tensor([0.9, 0.9, 0.99])
+    least = keep_threshold(one, top_k, top_p)
+    for row in range(3):
+        expected = transformers_warped(
+            one[row : row + 1], SamplingParams(top_k=int(top_k[row]), top_p=float(top_p[row]))
+        )
+        assert torch.equal(one[row] >= least[row], expected[0].isfinite())
+
+
+def test_greedy_rows_take_the_argmax_beside_random_ones():
+    one = logits(3)
+    s = sampler(SamplingParams(temperature=0), SamplingParams(temperature=2.0, seed=5), SamplingParams(temperature=0))
+    tokens = s.sample(one.clone(), batch([0, 1, 2])).token_ids
+    assert tokens[0] == one[0].argmax() and tokens[2] == one[2].argmax()
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    one = logits(1)
+    params = [SamplingParams(temperature=1.5, seed=i) for i in range(4)]
+    s = sampler(*params)
+    together = [s.sample(one.repeat(4, 1), batch([0, 1, 2, 3], p)).token_ids.tolist() for p in range(20)]
+    for row in range(4):
+        alone = sampler(params[row])
+        assert [int(alone.sample(one.clone(), batch([0], p)).token_ids[0]) for p in range(20)] == [
+            t[row] for t in together
+        ]
+    assert len({tuple(t[row] for t in together) for row in range(4)}) == 4
+
+
+def test_draws_follow_the_distribution():
+    one = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2]]))
+    s = sampler(SamplingParams(temperature=1.0, seed=3))
+    tokens = torch.cat([s.sample(one.clone(), batch([0], p)).token_ids for p in range(4000)])
+    shares = torch.bincount(tokens, minlength=4) / 4000
+    assert shares[1] == 0 and torch.allclose(shares, one.exp()[0], atol=0.03)
+
+
+def test_a_removed_row_leaves_no_parameters_behind():
+    s = sampler(SamplingParams(temperature=5.0, top_k=2, min_p=0.5, logprobs=3))
+    s.remove_row(0)
+    s.add_row(0, SamplingParams(temperature=1.0, seed=1), 1)
+    fresh = sampler(SamplingParams(temperature=1.0, seed=1))
+    for p in range(50):
+        got, expected = (x.sample(logits(seed=p), batch([0], p)) for x in (s, fresh))
+        assert got.token_ids.tolist() == expected.token_ids.tolist() and got.logprobs is None
+
+
+def test_logprobs_are_of_the_raw_logits_with_the_sampled_token_first():
+    one = logits(2)
+    s = sampler(SamplingParams(temperature=3.0, logprobs=4, seed=9), SamplingParams(temperature=0))
+    sampled = s.sample(one.clone(), batch([0, 1]))
+    assert sampled.logprobs is not None and sampled.logprobs.places == [0]
+    raw = one[0].log_softmax(-1)
+    ids, values = sampled.logprobs.token_ids[0], sampled.logprobs.logprobs[0]
+    assert ids[0] == sampled.token_ids[0] and torch.allclose(values, raw[ids])
+    assert ids[1:].tolist() == raw.topk(4).indices.tolist()
+    assert sampled.logprobs.ranks[0] == (raw > raw[ids[0]]).sum() + 1
+
+
+class OnlyEven:
+    """A user's processor."""
+
+    changes_argmax = True
+    active = True
+
+    def add_row(self, row, params): ...
+
+    def remove_row(self, row): ...
+
+    def apply(self, logits, batch):
+        logits[:, 1::2] = -torch.inf
+        return logits
+
+
+def test_users_processors_see_all_rows_greedy_or_not():
+    s = sampler(SamplingParams(temperature=0), SamplingParams(temperature=2.0), processors=[OnlyEven()])
+    for p in range(50):
+        assert not (s.sample(logits(2, seed=p), batch([0, 1], p)).token_ids % 2).any()
+
+
+def test_top_k_one_is_greedy():
+    assert possible(SamplingParams(temperature=2.0, top_k=1), logits()) == {int(logits().argmax())}

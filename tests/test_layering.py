@@ -1,0 +1,135 @@
+"""Which package may import which: the architecture, kept true by a test.
+
+Every import counts, also one inside a function or under TYPE_CHECKING: a dependency is a dependency.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "quire"
+
+# Top to bottom. A package may import its own row and every row below it, never one above.
+LAYERS: list[set[str]] = [
+    {"entrypoints", "bench"},  # users meet us here
+    {"engine"},  # text <-> tokens
+    {"core"},  # decides: scheduler, KV-cache manager
+    {"executor"},  # distributes
+    {"worker"},  # executes: model runner, persistent batch
+    {"models"},
+    {"lora", "quantization", "layers"},
+    {"attention", "sample", "spec_decode"},
+    {"kernels"},
+    {"distributed", "platforms"},
+]
+
+# Beside the stack. Only the packages named here may import them.
+BESIDE: dict[str, set[str]] = {
+    "tokenizer": {"entrypoints", "bench", "engine"},
+    "checkpoint": {"engine", "worker", "models", "tokenizer"},
+}
+
+# What the packages outside the stack may import; everyone in the stack may import `messages` and `config`.
+FOUNDATION: dict[str, set[str]] = {
+    "tokenizer": {"checkpoint", "messages", "config"},
+    "checkpoint": {"messages", "config"},
+    "messages": {"config"},
+    "config": set(),
+}
+
+# Stricter than the stack says: the scheduler reasons about blocks and tokens, and must not need a device to be tested.
+FORBIDDEN: dict[str, set[str]] = {
+    "core": {"models", "torch"},
+}
+
+# The package's front door re-exports the public names, and __main__ is the command line's.
+EXEMPT = {ROOT / "__init__.py", ROOT / "__main__.py"}
+
+
+def allowed_for(package: str) -> set[str]:
+    """The packages of Quire that `package` may import."""
+    beside = {name for name, importers in BESIDE.items() if package in importers}
+    if package in FOUNDATION:
+        return {package} | FOUNDATION[package] | beside
+    row = next(i for i, names in enumerate(LAYERS) if package in names)
+    return set().union(*LAYERS[row:]) | beside | {"messages", "config"}
+
+
+def imported_modules(tree: ast.AST, package_of_file: list[str]) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import in a file; `from quire import x` gives `quire.x`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package_of_file[: len(package_of_file) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def violations(source: str, path: Path) -> list[str]:
+    """One line per import in `source` that its place in the tree does not allow."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    package = parts[1]
+    allowed, forbidden = allowed_for(package), FORBIDDEN.get(package, set())
+    found = []
+    for line, module in imported_modules(ast.parse(source), list(parts[:-1])):
+        top, _, rest = module.partition(".")
+        target = rest.partition(".")[0] if top == "quire" else top
+        # `from quire import LLM` names no package; the front door may be used from the top row only.
+        public_name = top == "quire" and not (ROOT / target).exists() and target not in KNOWN
+        if public_name and package in LAYERS[0]:
+            continue
+        if target in forbidden or (top == "quire" and target not in allowed):
+            found.append(f"{'/'.join(parts)}.py:{line}: {package} may not import {module}")
+    return found
+
+
+KNOWN = set().union(*LAYERS) | set(FOUNDATION)
+FILES = sorted(set(ROOT.rglob("*.py")) - EXEMPT)
+
+
+def test_every_package_has_its_place() -> None:
+    packages = {path.relative_to(ROOT).parts[0] for path in FILES}
+    assert packages <= KNOWN, f"add {sorted(packages - KNOWN)} to the table in {Path(__file__).name}"
+
+
+def test_imports_go_down() -> None:
+    found = [line for path in FILES for line in violations(path.read_text(encoding="utf-8"), path)]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("models/llama.py", "from quire.core.scheduler import Scheduler"),
+        ("kernels/rope.py", "def f():\n    import quire.layers.rope"),
+        ("core/scheduler.py", "import torch.nn"),
+        ("core/scheduler.py", "from torch import Tensor"),
+        ("core/scheduler.py", "from quire.models import registry"),
+        ("core/scheduler.py", "from quire.tokenizer import Tokenizer"),
+        ("worker/runner.py", "from ..engine import outputs"),
+        ("worker/runner.py", "from quire import LLM"),
+        ("messages/plan.py", "from quire import core"),
+        ("config/model.py", "from quire.messages import plan"),
+    ],
+)
+def test_a_wrong_import_is_seen(place: str, source: str) -> None:
+    assert violations(source, ROOT / place)
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("entrypoints/llm.py", "from quire.engine import outputs"),
+        ("entrypoints/cli/generate.py", "from quire import LLM, SamplingParams"),
+        ("core/scheduler.py", "from .block_pool import BlockPool\nimport numpy"),
+        ("layers/linear.py", "from quire.quantization.base import LinearMethod"),
+        ("quantization/gguf.py", "from quire.layers.linear import Linear"),
+        ("tokenizer/gguf.py", "from quire.checkpoint.gguf_file import read"),
+        ("kernels/rope.py", "from quire.messages.plan import Plan\nfrom quire.config import EngineConfig"),
+    ],
+)
+def test_a_right_import_passes(place: str, source: str) -> None:
+    assert not violations(source, ROOT / place)
