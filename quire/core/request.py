@@ -33,7 +33,7 @@ class Request:
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
-        "prompt_planned_step",
+        "prompt_planned",
         "request_id",
         "row",
         "state",
@@ -57,7 +57,7 @@ class Request:
         self.extra_keys = msgspec.msgpack.encode([core.lora_id, core.cache_salt]) if salted else b""
         self.frames_to_discard = 0  # plans in flight from before a preemption
         self.num_preemptions = 0
-        self.prompt_planned_step = -1  # the plan that completed its prompt
+        self.prompt_planned = False  # an earlier plan computes the whole prompt, so siblings may share it
 
     @property
     def has_blocks(self) -> bool:

@@ -74,7 +74,7 @@ class Scheduler:
         request = Request(core, self._arrivals, key, len(self.kv.groups))
         self.requests[request.request_id] = request
         first = self.requests.get(core.fork_of) if core.fork_of is not None else None
-        if first is not None and first.prompt_planned_step < 0:
+        if first is not None and not first.prompt_planned:
             self._siblings.setdefault(first.request_id, []).append(request)
             self.blocked[request.request_id] = request
         else:
@@ -205,7 +205,7 @@ class Scheduler:
         """Take the request's row and blocks; it computes them again later, from its confirmed tokens."""
         row = request.row
         request.frames_to_discard = int(self.running.num_frames[row])
-        request.prompt_planned_step = -1
+        request.prompt_planned = False
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._leave_row(request)
@@ -307,7 +307,7 @@ class Scheduler:
         if request.core.fork_of is None or len(request.token_ids) != request.num_prompt_tokens:
             return None
         first = self.requests.get(request.core.fork_of)
-        if first is None or not 0 <= first.prompt_planned_step < self._step or request.num_prompt_tokens < 2:
+        if first is None or not first.prompt_planned or request.num_prompt_tokens < 2:
             return None
         return first if self.kv.can_fork(first, request) else None
 
@@ -316,8 +316,8 @@ class Scheduler:
             return
         for row, count in zip(rows, computed, strict=True):
             request = self.running.requests[row]
-            if request.prompt_planned_step < 0 and count >= request.num_prompt_tokens:
-                request.prompt_planned_step = self._step
+            if not request.prompt_planned and count >= request.num_prompt_tokens:
+                request.prompt_planned = True
                 self._forkable.append(request.request_id)
 
     def _release_siblings(self) -> None:
@@ -429,7 +429,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.blocked.pop(request.request_id, None)
         request.state = RequestState.FINISHED
-        request.prompt_planned_step = -1
+        request.prompt_planned = False
         del self.requests[request.request_id]
         for sibling in self._siblings.pop(request.request_id, ()):
             self.unblock(sibling.request_id)

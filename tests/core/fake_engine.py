@@ -40,9 +40,10 @@ def spec(block_size=4, window=None) -> KVCacheSpec:
 
 
 class FakeWorker:
-    def __init__(self, config: KVCacheConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: KVCacheConfig, kv: KVCacheManager, max_model_len: int) -> None:
         self.groups = config.groups
         self.kv = kv
+        self.max_model_len = max_model_len
         self.page = max(g.spec.block_size for g in config.groups)  # slots a page has room for, whatever the group
         self.cache = np.full(((config.num_blocks + 1) * self.page, 2), -1, np.int64)
         self.rows: dict[int, dict] = {}
@@ -65,6 +66,7 @@ class FakeWorker:
                 "computed": new.num_computed,
                 "blocks": [list(ids) for ids in new.block_ids],
                 "seed": new.seed,
+                "limit": min(self.max_model_len, new.num_prompt_tokens + new.params.max_tokens),
             }
         appended = plan.appended
         for row, group, position, block in zip(
@@ -85,6 +87,7 @@ class FakeWorker:
                 self._check_context(row)
                 tokens[i, 0] = next_token(np.asarray(row["tokens"]), row["seed"])
                 row["tokens"].append(int(tokens[i, 0]))
+                assert len(row["tokens"]) <= row["limit"], "planned past the request's limit"
         return ModelRunnerOutput(tokens, np.ones(len(plan.rows), np.int32))
 
     def _write(self, plan: SchedulerOutput) -> None:
@@ -127,7 +130,7 @@ class FakeEngine:
         self.kv = KVCacheManager(config, enable_caching=caching)
         kwargs = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **kwargs}
         self.scheduler = Scheduler(self.kv, max_model_len=max_model_len, connector=connector, **kwargs)
-        self.worker = FakeWorker(config, self.kv)
+        self.worker = FakeWorker(config, self.kv, max_model_len)
         self.depth = depth
         self.in_flight: deque = deque()
         self.tokens: dict[str, list[int]] = {}

@@ -76,6 +76,24 @@ def test_preempted_requests_come_back_with_the_same_tokens(depth):
     assert engine.order[0] == "r0"
 
 
+def test_a_preempted_request_waits_for_its_plans_in_flight():
+    engine = FakeEngine(num_blocks=6, depth=2, max_model_len=24)
+    engine.add("old", range(8), max_tokens=16)
+    engine.add("new", range(20, 30), max_tokens=12)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+        assert engine.scheduler.has_unfinished()
+    new = engine.scheduler.requests["new"]
+    assert new.frames_to_discard > 0 and new.request_id in engine.scheduler.blocked
+    while new.frames_to_discard:
+        assert new.row < 0
+        engine.land()
+    assert new.request_id not in engine.scheduler.blocked
+    engine.run()
+    assert_expected(engine, {"old": range(8)}, 16)
+    assert_expected(engine, {"new": range(20, 30)}, 12)
+
+
 @DEPTHS
 def test_requests_end_at_their_limits(depth):
     engine = FakeEngine(depth=depth, max_model_len=20)
