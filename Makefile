@@ -32,9 +32,10 @@ format: $(INSTALLED)  ## rewrite the code in the project's format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: $(INSTALLED)  ## measure throughput, latency and start-up of the embedded model
+bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with the embedded model
 	@$(BIN)/quire bench throughput
 	@$(BIN)/quire bench latency
 	@$(BIN)/quire bench startup
+	@$(BIN)/quire bench core
 
 .PHONY: help install test lint format bench

@@ -56,6 +56,7 @@ class EngineConfig:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
         """Build from flat vLLM-style arguments; an unknown one is an error that suggests the nearest."""
+        kwargs = {name: value for name, value in kwargs.items() if not _comes_later(name, value)}
         known = {name: part for part, config in cls.parts().items() for name in options(config)}
         for name in kwargs:
             if name not in known:
@@ -70,3 +71,33 @@ class EngineConfig:
 
     def replace(self, **parts: Any) -> "EngineConfig":
         return dataclasses.replace(self, **parts)
+
+
+# vLLM's arguments for what Quire does not do yet: the value that asks for nothing, and what it would ask for.
+LATER: dict[str, tuple[Any, str]] = {
+    "speculative_config": (None, "speculative decoding"),
+    "spec_method": (None, "speculative decoding"),
+    "spec_model": (None, "speculative decoding"),
+    "spec_tokens": (None, "speculative decoding"),
+    "kv_transfer_config": (None, "KV transfer between engines (kv_connector takes your own connector)"),
+    "tensor_parallel_size": (1, "tensor parallelism"),
+    "pipeline_parallel_size": (1, "pipeline parallelism"),
+    "data_parallel_size": (1, "data parallelism"),
+    "quantization": (None, "quantized kernels (a GGUF is dequantized while loading)"),
+    "kv_cache_dtype": ("auto", "a quantized KV cache"),
+    "enable_lora": (False, "LoRA"),
+    "trust_remote_code": (False, "running code from a checkpoint"),
+    "runner": ("generate", "pooling models"),
+    "structured_outputs_config": (None, "structured output"),
+    "compilation_config": (None, "compilation"),
+}
+
+
+def _comes_later(name: str, value: Any) -> bool:
+    """Whether the argument can be left out; an error if it asks for something that is still to come."""
+    if name not in LATER:
+        return False
+    neutral, feature = LATER[name]
+    if value != neutral:
+        raise ValueError(f"{name}={value!r}: {feature} is not available yet; leave it out or pass {neutral!r}")
+    return True

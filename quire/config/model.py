@@ -3,6 +3,7 @@ from typing import Any
 
 from quire.config.fields import internal, option, validate
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -12,12 +13,18 @@ class ModelConfig:
 
     model: str | None = option(None, "HF folder, .gguf file or hub id; without it the embedded SmolLM2-135M-Instruct")
     tokenizer: str | None = option(None, "tokenizer folder, tokenizer.json or hub id, if not the model's own")
+    chat_template: str | None = option(None, "Jinja file or text for chats, if not the tokenizer's own template")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     dtype: str = option(
         "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
     )
-    max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's own", minimum=1)
+    max_model_len: int | None = option(
+        None, "longest prompt + output in tokens; default, -1 or auto: the model's own, or what fits memory", minimum=1
+    )
     max_logprobs: int = option(20, "most logprobs a request may ask for", minimum=-1)
+    logprobs_mode: str = option(
+        "raw_logprobs", "logprobs or logits, before or after penalties, masks and temperature", choices=LOGPROBS_MODES
+    )
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)
 
@@ -26,4 +33,6 @@ class ModelConfig:
     vocab_size: int = internal(0)
 
     def __post_init__(self) -> None:
+        if self.max_model_len in ("auto", -1):
+            self.max_model_len = None
         validate(self)

@@ -89,12 +89,14 @@ class EngineCore:
                 break  # only a connector's news are awaited
         if not self._in_flight:
             return None
-        plan, future = self._in_flight.popleft()
+        plan, future = self._in_flight[0]
         try:
             output = future.result()
         except Exception as error:
+            self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step)
             return self.scheduler.fail_plan(plan, f"{type(error).__name__}: {error}")
+        self._in_flight.popleft()  # only now: an interrupted wait can be taken up again
         if not len(plan.rows) and not (output.finished_recving or output.finished_sending):
             time.sleep(0.001)  # nothing to compute and nothing arrived: leave the core to those who bring it
         return self.scheduler.update_from_output(plan, output)

@@ -39,11 +39,14 @@ class KVCacheManager:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
+    def no_hit(self) -> Hit:
+        return Hit(0, [[] for _ in self.groups])
+
     def find_hit(self, request: Request) -> Hit:
         """The longest cached prefix, leaving at least one token to compute."""
         num_tokens = len(request.token_ids)
         if self.hasher is None:
-            return Hit(0, [[] for _ in self.groups])
+            return self.no_hit()
         self.hasher.extend(request.block_hashes, request.token_ids, num_tokens, request.extra_keys)
         hashes, length, before = request.block_hashes, num_tokens - 1, -1
         while length != before:
@@ -121,13 +124,13 @@ class KVCacheManager:
         confirmed."""
         if self.hasher is None:
             return
-        self.hasher.extend(request.block_hashes, token_ids, stop, request.extra_keys)
-        per_hash = self.hasher.block_size
-        for group, blocks in zip(self.groups, request.blocks, strict=True):
-            size = group.block_size
+        hashes, pool, per_hash = request.block_hashes, self.pool, self.hasher.block_size
+        self.hasher.extend(hashes, token_ids, stop, request.extra_keys)
+        for group in self.groups:
+            size, blocks = group.block_size, request.blocks[group.index]
             for i in range(start // size, stop // size):
-                if blocks[i] is not self.pool.null_block:
-                    self.pool.register(blocks[i], (request.block_hashes[(i + 1) * size // per_hash - 1], group.index))
+                if blocks[i] is not pool.null_block:
+                    pool.register(blocks[i], (hashes[(i + 1) * size // per_hash - 1], group.index))
 
     def release_out_of_window(self, request: Request, next_query: int) -> None:
         for group in self.window_groups:

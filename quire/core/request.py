@@ -60,6 +60,12 @@ class Request:
         self.prompt_planned = False  # an earlier plan computes the whole prompt, so siblings may share it
 
     @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end it."""
+        params = self.core.params
+        return [*(() if params.ignore_eos else self.core.eos_token_ids), *params.stop_token_ids]
+
+    @property
     def has_blocks(self) -> bool:
         return any(self.blocks)
 

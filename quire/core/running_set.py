@@ -29,7 +29,7 @@ class RunningSet:
         self.generation = np.zeros(rows, np.int64)
         self.index = np.zeros(rows, np.int64)  # the front end's number of the request
         self.num_cached = np.zeros(rows, np.int32)
-        self.stop_ids = np.full((rows, 4), -1, np.int32)
+        self.stop_ids = np.full((4, rows), -1, np.int32)  # a column per row: comparing goes along rows
         self.requests = np.empty(rows, object)
         self._free = list(range(rows - 1, -1, -1))
         self._sorted: list[tuple[tuple[int, int], int]] = []
@@ -88,11 +88,10 @@ class RunningSet:
         request.row = -1
 
     def _set_stop_ids(self, row: int, request: Request) -> None:
-        params = request.core.params
-        ids = [*(() if params.ignore_eos else request.core.eos_token_ids), *params.stop_token_ids]
-        if len(ids) > self.stop_ids.shape[1]:
-            grown = np.full((len(self.stop_ids), len(ids)), -1, np.int32)
-            grown[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = grown
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(ids)] = ids
+        ids = request.stop_ids
+        have = len(self.stop_ids)
+        if len(ids) > have:
+            more = np.full((len(ids) - have, self.stop_ids.shape[1]), -1, np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, more])
+        self.stop_ids[:, row] = -1
+        self.stop_ids[: len(ids), row] = ids

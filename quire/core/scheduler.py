@@ -8,6 +8,7 @@ each keeps a snapshot of who was in which row, and its results are read through 
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from quire.core.kv_cache_manager import Hit, KVCacheManager
@@ -17,6 +18,8 @@ from quire.core.waiting_queue import WaitingQueue
 from quire.messages.connector import SchedulerConnector
 from quire.messages.plan import BlockAppends, ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
+
+NOT_FINISHED, STOP, LENGTH = (np.int8(r) for r in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH))
 
 
 @dataclass(slots=True)
@@ -177,19 +180,44 @@ class Scheduler:
         # Plans in flight may already sample a request's last token.
         want = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
         ahead = np.cumsum(want) - want
-        take = np.clip(self.max_num_batched_tokens - ahead, 0, want)
+        take = np.maximum(np.minimum(self.max_num_batched_tokens - ahead, want), 0)
+        missing = computed + take - run.capacity[rows]
+        short = np.flatnonzero(missing > 0)
         preempted = False
-        for i in np.flatnonzero(computed + take > run.capacity[rows]):
+        if len(short) and not self._grow_by_one(rows[short], int(missing.max()), appended):
+            preempted = self._grow_or_preempt(rows, short, computed + take, take, appended)
+        chosen = take > 0
+        return (rows, take, preempted) if chosen.all() else (rows[chosen], take[chosen], preempted)
+
+    def _grow_by_one(self, rows: np.ndarray, most_missing: int, appended: BlockAppends) -> bool:
+        """The usual case, done at once: every row needs one more block of the only group, and there are enough."""
+        size = self.kv.groups[0].block_size
+        if len(self.kv.groups) > 1 or most_missing > size or len(rows) > self.kv.pool.num_free:
+            return False
+        requests = self.running.requests
+        for row, block in zip(rows.tolist(), self.kv.pool.allocate(len(rows)), strict=True):
+            table = requests[row].blocks[0]
+            appended.add(row, 0, len(table), block.id)
+            table.append(block)
+        self.running.capacity[rows] += size
+        return True
+
+    def _grow_or_preempt(
+        self, rows: np.ndarray, short: np.ndarray, target: np.ndarray, take: np.ndarray, appended: BlockAppends
+    ) -> bool:
+        """Blocks for one row after the other; who is to be served last leaves if they run out. True if someone did."""
+        run = self.running
+        preempted = False
+        for i in short:
             request = run.requests[rows[i]]
-            while request is not None and not self._grow(request, int(computed[i] + take[i]), appended):
+            while request is not None and not self._grow(request, int(target[i]), appended):
                 victim = run.last()
                 take[rows == victim.row] = 0
                 preempted = True
                 self._preempt(victim)
                 if victim is request:
                     request = None
-        chosen = take > 0
-        return rows[chosen], take[chosen], preempted
+        return preempted
 
     def _grow(self, request: Request, num_tokens: int, appended: BlockAppends) -> bool:
         before = [len(blocks) for blocks in request.blocks]
@@ -240,9 +268,11 @@ class Scheduler:
         elif forked is not None:
             hit, computed = None, known - 1
         else:
-            hit = self.kv.find_hit(request)
+            # Logprobs of the prompt need all of it computed here.
+            cacheable = request.core.params.prompt_logprobs is None
+            hit = self.kv.find_hit(request) if cacheable else self.kv.no_hit()
             computed = hit.num_tokens
-            if self.connector is not None:
+            if self.connector is not None and cacheable:
                 external, loads_async = self.connector.get_num_new_matched_tokens(request, computed)
                 external = min(external, known - 1 - computed)
                 computed += external
@@ -298,6 +328,7 @@ class Scheduler:
             params=params,
             seed=request.core.seed,
             num_prompt_tokens=request.num_prompt_tokens,
+            stop_ids=request.stop_ids,
         )
 
     # Forks
@@ -352,8 +383,14 @@ class Scheduler:
             return
         size = self.kv.hasher.block_size
         ready = np.minimum(run.num_computed[rows], run.num_tokens[rows])
-        for i in np.flatnonzero(ready // size > run.num_registered[rows] // size):
-            self._register(run.requests[rows[i]], int(ready[i]))
+        done = run.num_registered[rows]
+        full = np.flatnonzero(ready // size > done // size)
+        if not len(full):
+            return
+        rows, ready, done = rows[full], ready[full], done[full]
+        run.num_registered[rows] = ready
+        for row, start, stop in zip(rows.tolist(), done.tolist(), ready.tolist(), strict=True):
+            self.kv.register(run.requests[row], run.token_ids[row], start, stop)
 
     def _register(self, request: Request, ready: int) -> None:
         run, row = self.running, request.row
@@ -371,7 +408,8 @@ class Scheduler:
         if not live.all():
             self._discard_stale(frame, live)
         run.num_frames[frame.rows[live]] -= 1
-        self._take_connector_news(output)
+        if self.connector is not None:
+            self._take_connector_news(output)
 
         sampled = np.flatnonzero(live & frame.samples)
         rows = frame.rows[sampled]
@@ -381,15 +419,20 @@ class Scheduler:
         run.num_tokens[rows] = at + 1
         run.num_pending[rows] -= 1
 
-        stopped = (run.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        finish = np.where(stopped, FinishReason.STOP, np.where(at + 1 >= run.token_limit[rows], FinishReason.LENGTH, 0))
+        stopped = (run.stop_ids[:, rows] == tokens).any(axis=0)
+        finish = np.where(stopped, STOP, np.where(at + 1 >= run.token_limit[rows], LENGTH, NOT_FINISHED))
         outputs = EngineCoreOutputs(
             index=run.index[rows],
             token_ids=tokens,
             offsets=np.arange(len(rows) + 1, dtype=np.int32),
-            finish=finish.astype(np.int8),
+            finish=finish,
             num_cached=run.num_cached[rows],
             logprobs=_select_logprobs(output.logprobs, sampled),
+            prompt_logprobs=[
+                msgspec.structs.replace(part, owner=int(run.index[frame.rows[part.owner]]))
+                for part in output.prompt_logprobs
+                if live[part.owner]
+            ],
         )
         for i in np.flatnonzero(finish):
             request = run.requests[rows[i]]

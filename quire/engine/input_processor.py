@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.config import ModelConfig
 from quire.messages.requests import EngineCoreRequest
-from quire.messages.sampling_params import SamplingParams
+from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 
@@ -51,7 +51,11 @@ class InputProcessor:
     ) -> tuple[ParsedPrompt, list[EngineCoreRequest]]:
         """One request per completion asked for (`n`); the first computes the prompt, the others fork from it."""
         parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt)
+        parsed.token_ids = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
         self._check(parsed.token_ids, params)
+        if params.bad_words:
+            params = params.replace(bad_words_token_ids=self._bad_words(params.bad_words))
+        forked = params.replace(prompt_logprobs=None) if params.n > 1 else params  # the first one scores the prompt
         ids = np.asarray(parsed.token_ids, np.int32)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         requests = []
@@ -62,7 +66,7 @@ class InputProcessor:
                     request_id=request_id if i == 0 else f"{request_id}#{i}",
                     index=self._count,
                     prompt_token_ids=ids,
-                    params=params,
+                    params=forked if i else params,
                     eos_token_ids=self.eos_token_ids,
                     seed=seed if i == 0 else child_seed(seed, i),
                     arrival_time=time.time() if arrival_time is None else arrival_time,
@@ -96,12 +100,45 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens; with max_model_len {self.max_model_len} it may have at most "
                 f"{self.max_model_len - 1}, so that one can be generated"
             )
-        for name, ids in (("the prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+        named = {
+            "the prompt": token_ids,
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids,
+            "logit_bias": params.logit_bias,
+        }
+        for name, ids in named.items():
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
                 raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
-        if params.logprobs is not None and 0 <= self.max_logprobs < params.logprobs:
-            raise ValueError(f"logprobs is {params.logprobs}; at most {self.max_logprobs} are allowed (--max-logprobs)")
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            everything = self.max_logprobs == ALL_LOGPROBS
+            if count is not None and not everything and (count == ALL_LOGPROBS or count > self.max_logprobs):
+                asked = "all logprobs are asked for" if count == ALL_LOGPROBS else f"{name} is {count}"
+                raise ValueError(f"{asked}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")
+
+    def _truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
+        """The end of a prompt matters most: that is what stays."""
+        if keep is None:
+            return token_ids
+        longest = self.max_model_len - 1
+        if keep > longest:
+            raise ValueError(
+                f"truncate_prompt_tokens is {keep}; with max_model_len {self.max_model_len} at most {longest}"
+            )
+        return token_ids[-(longest if keep == -1 else keep) :]
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Token sequences of each word, at the start of a text and after a space."""
+        if self.tokenizer is None:
+            raise ValueError("bad_words needs a tokenizer: drop skip_tokenizer_init")
+        sequences = []
+        for word in words:
+            plain, spaced = word.lstrip(), " " + word.lstrip()
+            for text in (plain, spaced) if plain else (word,):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
 
 
 def _parse(prompt: Any) -> ParsedPrompt:

@@ -2,11 +2,13 @@
 
 import logging
 import time
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
 from quire.engine.core_client import InprocClient
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
+from quire.engine.metrics import Metric
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.engine.setup import resolve_config
@@ -19,29 +21,24 @@ logger = logging.getLogger("quire")
 
 
 class LLMEngine:
-    def __init__(self, config: EngineConfig) -> None:
-        began = time.perf_counter()
+    def __init__(self, config: EngineConfig, import_seconds: float | None = None) -> None:
+        """`import_seconds` is the time a command took to get here, for the start-up lines."""
+        times = [time.perf_counter()]
         self.config, checkpoint = resolve_config(config)
+        self.model_name = checkpoint.name
         model = self.config.model
         self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
         executor = UniProcExecutor(self.config)
+        times.append(time.perf_counter())
         core = EngineCore(self.config, executor)
+        times.append(time.perf_counter())
         self.client = InprocClient(core)
         self.max_model_len = core.max_model_len
         self.input_processor = InputProcessor(model, core.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
-        capacity = core.capacity
-        logger.info("%s · %s · %s", checkpoint.name, model.dtype, executor.describe())
-        logger.info(
-            "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f requests of %d tokens at a time · ready in %.1f s",
-            capacity.num_blocks,
-            self.config.cache.block_size,
-            capacity.num_bytes / 2**30,
-            capacity.max_concurrency,
-            core.max_model_len,
-            time.perf_counter() - began,
-        )
+        for line in _summary(checkpoint.name, self.config, executor, core, times, import_seconds):
+            logger.info(line)
 
     def add_request(
         self,
@@ -56,14 +53,7 @@ class LLMEngine:
         if priority and self.config.scheduler.scheduling_policy != "priority":
             raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         parsed, requests = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
-        self.output_processor.add(
-            request_id,
-            [(r.index, r.request_id) for r in requests],
-            parsed.text,
-            parsed.token_ids,
-            params,
-            requests[0].arrival_time,
-        )
+        self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
         for request in requests:
             self.client.add_request(request)
 
@@ -77,7 +67,13 @@ class LLMEngine:
             return []
         if outputs.stats is not None:
             self.stats = outputs.stats
-        return self.output_processor.process(outputs)
+        ready, ended = self.output_processor.process(outputs)
+        if ended:
+            self.client.finish_requests(ended)
+        return ready
+
+    def get_metrics(self) -> list[Metric]:
+        return self.output_processor.metrics.snapshot(self.stats, self.model_name)
 
     def has_unfinished_requests(self) -> bool:
         return len(self.output_processor) > 0
@@ -91,3 +87,32 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         self.client.shutdown()
+
+
+def _summary(
+    name: str,
+    config: EngineConfig,
+    executor: UniProcExecutor,
+    core: EngineCore,
+    times: list[float],
+    import_seconds: float | None,
+) -> list[str]:
+    """What was started, what fits, and where the time went."""
+    size = _num_parameters(executor.worker.model)
+    shown = f"{size / 1e9:.2f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
+    capacity = core.capacity
+    phases = {"import": import_seconds, "model load": times[1] - times[0], "cache": times[2] - times[1]}
+    measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
+    return [
+        f"{name} · {shown} parameters · {config.model.dtype} · {executor.describe()}",
+        f"KV cache: {capacity.num_blocks} blocks of {config.cache.block_size} tokens "
+        f"({capacity.num_bytes / 2**30:.2f} GiB), {capacity.max_concurrency:.1f} requests of {core.max_model_len} "
+        "tokens at a time",
+        f"ready in {sum(measured.values()):.1f} s: "
+        + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in measured.items()),
+    ]
+
+
+def _num_parameters(model: Any) -> int:
+    packed = [layer.packed_weight for layer in model.modules() if hasattr(layer, "packed_weight")]
+    return sum(weight.numel() for weight in (*model.parameters(), *packed))

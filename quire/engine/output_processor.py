@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.messages.requests import EngineCoreOutputs, FinishReason, Logprobs
-from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine.completion import Completion
+from quire.engine.metrics import EngineMetrics
+from quire.engine.outputs import Logprob, RequestMetrics, RequestOutput
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, PromptLogprobs
+from quire.messages.sampling_params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -23,30 +25,16 @@ class UserRequest:
     metrics: RequestMetrics
     num_running: int
     num_cached: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
-    completions: list["Completion"] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Completion:
-    request: UserRequest
-    core_id: str
-    index: int
-    detokenizer: IncrementalDetokenizer | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_sent: int = 0  # tokens in outputs so far
-    num_decoded: int = 0
-    text_sent: int = 0
+    completions: list[Completion] = field(default_factory=list)
 
 
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self._completions: dict[int, Completion] = {}
+        self.metrics = EngineMetrics()
+        self._running: dict[int, tuple[UserRequest, Completion]] = {}  # by the index the core knows
         self._requests: dict[str, UserRequest] = {}
 
     def __len__(self) -> int:
@@ -56,130 +44,128 @@ class OutputProcessor:
         return request_id in self._requests
 
     def add(
-        self,
-        request_id: str,
-        core_requests: list[tuple[int, str]],  # (index, id) of each completion
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        arrival_time: float,
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], requests: list[EngineCoreRequest]
     ) -> None:
-        request = UserRequest(
-            request_id, prompt, prompt_token_ids, params, RequestMetrics(arrival_time), num_running=len(core_requests)
+        """`requests` are the core's, one for each completion."""
+        params = requests[0].params
+        user = UserRequest(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            params,
+            RequestMetrics(requests[0].arrival_time),
+            num_running=len(requests),
+            prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
-        self._requests[request_id] = request
-        for i, (index, core_id) in enumerate(core_requests):
-            completion = Completion(request, core_id, i, self._detokenizer(prompt_token_ids, params))
-            if params.logprobs is not None:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
-            request.completions.append(completion)
-            self._completions[index] = completion
+        self._requests[request_id] = user
+        self.metrics.added(len(prompt_token_ids))
+        for i, request in enumerate(requests):
+            completion = Completion(request.request_id, i, params, self._detokenizer(prompt_token_ids, params))
+            user.completions.append(completion)
+            self._running[request.index] = user, completion
 
     def drop(self, request_ids: list[str]) -> list[str]:
         """Forget requests; returns the core's ids of their unfinished completions."""
         dropped = [self._requests.pop(i) for i in request_ids if i in self._requests]
         gone = {c.core_id for request in dropped for c in request.completions if c.finish_reason is None}
-        self._completions = {i: c for i, c in self._completions.items() if c.request.request_id in self._requests}
+        if dropped:
+            self._running = {i: one for i, one in self._running.items() if one[0].request_id in self._requests}
+            for _ in gone:
+                self.metrics.finished(str(FinishReason.ABORT))
         return sorted(gone)
 
-    def process(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
-        """Take in one step; an output for each request that has news its user wants now."""
+    def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
+        """Take in one step. An output for each request that has news its user wants now, and the core's ids of those
+        that end here, at a stop string or in a circle."""
         now = time.time()
-        tokens, offsets = outputs.token_ids.tolist(), outputs.offsets.tolist()
-        finish = outputs.finish.tolist()
-        logprobs = _by_row(outputs.logprobs)
-        ready = []
+        for part in outputs.prompt_logprobs:
+            self._add_prompt_logprobs(part)
+        tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
+        logprobs_at = {} if outputs.logprobs is None else {int(p): i for i, p in enumerate(outputs.logprobs.position)}
+        self.metrics.generated(len(tokens))
+        ready: list[RequestOutput] = []
+        ended: list[str] = []
         for i, index in enumerate(outputs.index.tolist()):
-            completion = self._completions.get(index)
-            if completion is None:
-                continue  # dropped while the step ran
-            request = completion.request
-            if request.metrics.first_token_time is None:
+            if index not in self._running:
+                continue  # it ended here while the core went on
+            request, completion = self._running[index]
+            if request.metrics.first_token_time is None and offsets[i] < offsets[i + 1]:
                 request.metrics.first_token_time = now
                 request.num_cached = int(outputs.num_cached[i])
-            completion.token_ids += tokens[offsets[i] : offsets[i + 1]]
-            if i in logprobs and outputs.logprobs is not None:
-                self._add_logprobs(completion, outputs.logprobs, logprobs[i])
+                self.metrics.first_token(now - request.metrics.arrival_time)
+            completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
+            if i in logprobs_at and outputs.logprobs is not None:
+                at = logprobs_at[i]
+                found = outputs.logprobs
+                self._add_logprobs(completion, found.token_ids[at], found.logprobs[at], int(found.ranks[at]))
             if finish[i]:
-                completion.finish_reason = str(FinishReason(finish[i]))
-                completion.stop_reason = outputs.stop_reasons.get(i)
+                completion.finish(str(FinishReason(finish[i])), outputs.stop_reasons.get(i))
                 request.error = outputs.errors.get(i, request.error)
-                request.num_running -= 1
-                del self._completions[index]
-                if request.num_running == 0:
-                    request.metrics.finished_time = now
-                    del self._requests[request.request_id]
-            output = self._output(request, completion)
-            if output is not None:
-                ready.append(output)
-        return ready
+            elif completion.finish_reason is not None:
+                ended.append(completion.core_id)
+            if completion.finish_reason is not None:
+                self._end(index, request, completion, now)
+            if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
+                ready.append(_output(request, [completion]))
+            elif request.num_running == 0:
+                ready.append(_output(request, request.completions))
+        return ready, ended
 
-    def _output(self, request: UserRequest, completion: Completion) -> RequestOutput | None:
-        if request.params.output_kind == RequestOutputKind.FINAL_ONLY:
-            if request.num_running:
-                return None
-            parts = [self._completion_output(c) for c in request.completions]
-        else:
-            parts = [self._completion_output(completion)]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=parts,
-            finished=request.num_running == 0,
-            num_cached_tokens=request.num_cached,
-            metrics=request.metrics,
-            error=request.error,
-        )
-
-    def _completion_output(self, completion: Completion) -> CompletionOutput:
-        # Decoded when someone looks: a final-only request is decoded in one go.
-        text = self._decode(completion)
-        start, text_start = 0, 0
-        if completion.request.params.output_kind == RequestOutputKind.DELTA:
-            start, text_start = completion.num_sent, completion.text_sent
-        completion.num_sent, completion.text_sent = len(completion.token_ids), len(text)
-        return CompletionOutput(
-            index=completion.index,
-            text=text[text_start:],
-            token_ids=completion.token_ids[start:],
-            cumulative_logprob=completion.cumulative_logprob,
-            logprobs=completion.logprobs[start:] if completion.logprobs is not None else None,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
-
-    def _decode(self, completion: Completion) -> str:
-        detokenizer = completion.detokenizer
-        if detokenizer is None:
-            return ""
-        detokenizer.add(completion.token_ids[completion.num_decoded :])
-        completion.num_decoded = len(completion.token_ids)
-        if completion.finish_reason is not None:
-            detokenizer.flush()
-        return detokenizer.text
+    def _end(self, index: int, request: UserRequest, completion: Completion, now: float) -> None:
+        del self._running[index]
+        request.num_running -= 1
+        self.metrics.finished(completion.finish_reason or "")
+        if request.num_running == 0:
+            request.metrics.finished_time = now
+            self.metrics.ended(request.metrics, sum(len(c.token_ids) for c in request.completions))
+            del self._requests[request.request_id]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if self.tokenizer is None or not params.detokenize:
             return None
-        return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, params.skip_special_tokens)
+        return IncrementalDetokenizer(
+            self.tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+        )
 
-    def _add_logprobs(self, completion: Completion, logprobs: Logprobs, at: int) -> None:
-        asked = completion.request.params.logprobs
-        assert asked is not None and completion.logprobs is not None and completion.cumulative_logprob is not None
-        values = logprobs.logprobs[at, : 1 + asked].tolist()
-        ids = logprobs.token_ids[at, : 1 + asked].tolist()
+    def _add_logprobs(self, completion: Completion, ids: np.ndarray, values: np.ndarray, rank: int) -> None:
+        assert completion.logprobs is not None and completion.cumulative_logprob is not None
+        if len(completion.logprobs) < len(completion.token_ids):
+            completion.logprobs.append(self._entry(ids, values, rank, completion.params.logprobs))
+            completion.cumulative_logprob += float(values[0])
+
+    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        if part.owner not in self._running:
+            return
+        request, _ = self._running[part.owner]
+        scores = request.prompt_logprobs
+        assert scores is not None
+        # After a preemption the prompt is computed again: what is known already is not taken twice.
+        for i in range(len(scores) - part.start, len(part.ranks)):
+            asked = request.params.prompt_logprobs
+            scores.append(self._entry(part.token_ids[i], part.logprobs[i], int(part.ranks[i]), asked))
+
+    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, asked: int | None) -> dict[int, Logprob]:
+        """The token itself first, then the likeliest; it may be among those."""
+        stop = None if asked in (None, ALL_LOGPROBS) else 1 + (asked or 0)
         entry: dict[int, Logprob] = {}
-        for place, (token, value) in enumerate(zip(ids, values, strict=True)):
-            if token not in entry:  # the sampled token comes first and may be among the top ones
-                rank = place if place else int(logprobs.ranks[at])
-                entry[token] = Logprob(value, rank, self._token_text(token))
-        completion.logprobs.append(entry)
-        completion.cumulative_logprob += values[0]
+        for place, (token, value) in enumerate(zip(ids[:stop].tolist(), values[:stop].tolist(), strict=True)):
+            if token not in entry:
+                entry[token] = Logprob(value, place or rank, self._token_text(token))
+        return entry
 
     def _token_text(self, token: int) -> str | None:
         return self.tokenizer.token_text(token) if self.tokenizer is not None else None
 
 
-def _by_row(logprobs: Logprobs | None) -> dict[int, int]:
-    return {} if logprobs is None else {int(row): at for at, row in enumerate(np.asarray(logprobs.position))}
+def _output(request: UserRequest, completions: list[Completion]) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=[completion.output() for completion in completions],
+        finished=request.num_running == 0,
+        num_cached_tokens=request.num_cached,
+        prompt_logprobs=request.prompt_logprobs,
+        metrics=request.metrics,
+        error=request.error,
+    )

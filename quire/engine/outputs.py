@@ -17,8 +17,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"
-    stop_reason: int | str | None = None  # the stop token, if not an EOS
+    finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"
+    stop_reason: int | str | None = None  # the stop string, or the stop token if not an EOS
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -39,5 +39,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     metrics: RequestMetrics | None = None
     error: str | None = field(default=None)  # the cause, where a finish_reason is "error"

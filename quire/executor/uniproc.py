@@ -17,7 +17,8 @@ class UniProcExecutor:
     computes; without, calls run in place.
 
     That thread makes every tensor operation, loading included: OpenMP keeps a pool of threads for each thread that ever
-    computed, and with more pools than cores its waits turn from spinning to sleeping, which made steps 1.4 times longer.
+    computed, and with more pools than cores its waits turn from spinning to sleeping, which made steps 1.4 times
+    longer.
     """
 
     def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Any] = Worker) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.messages.requests import Logprobs
+from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.messages.sampling_params import SamplingParams
 
 NO_ROWS = np.empty(0, np.int32)
@@ -27,6 +27,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
+    stop_ids: list[int]  # tokens that end it
 
 
 @dataclass(slots=True)
@@ -73,5 +74,6 @@ class ModelRunnerOutput:
     token_ids: np.ndarray  # [n, 1 + k] int32
     num_sampled: np.ndarray  # [n] int32
     logprobs: Logprobs | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finished_sending: tuple[str, ...] = ()  # KV connector: request ids
     finished_recving: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    REPETITION = 5
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -44,6 +45,16 @@ class Logprobs(msgspec.Struct):
     ranks: np.ndarray  # [m] rank of the sampled token, 1 is the best
 
 
+class PromptLogprobs(msgspec.Struct):
+    """Logprobs of prompt tokens start, start + 1, ... of one request: the token itself first, then the top ones."""
+
+    owner: int  # in a runner's output the plan row, in the core's output the request's index
+    start: int
+    token_ids: np.ndarray  # [m, 1 + k]
+    logprobs: np.ndarray  # [m, 1 + k] float32
+    ranks: np.ndarray  # [m]
+
+
 class SchedulerStats(msgspec.Struct):
     num_running: int = 0
     num_waiting: int = 0
@@ -64,6 +75,7 @@ class EngineCoreOutputs(msgspec.Struct):
     stop_reasons: dict[int, int] = {}  # row -> the stop token that ended it, if not an EOS
     errors: dict[int, str] = {}  # row -> cause, where finish is ERROR
     logprobs: Logprobs | None = None
+    prompt_logprobs: list[PromptLogprobs] = []
     stats: SchedulerStats | None = None
 
     @classmethod

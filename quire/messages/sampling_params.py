@@ -7,8 +7,15 @@ from typing import Any
 import msgspec
 
 GREEDY_EPSILON = 1e-5  # below this a temperature means greedy, as in vLLM
-MAX_STOP_TOKEN_IDS = 256
+ALL_LOGPROBS = -1  # of the whole vocabulary
 MAX_N = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_PATTERN = 512
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -17,46 +24,124 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2  # one output, at the end
 
 
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    """End a request whose last tokens repeat one pattern of min_pattern_size to max_pattern_size tokens min_count
+    times."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        check_int("min_pattern_size", self.min_pattern_size, 1, MAX_PATTERN)
+        check_int("max_pattern_size", self.max_pattern_size, self.min_pattern_size, MAX_PATTERN)
+        check_int("min_count", self.min_count, 2, None)
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Names, defaults and meaning follow vLLM. Every value is checked here, with its range in the error."""
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16  # None: until the model's limit
-    ignore_eos: bool = False
+    stop: list[str] = []
     stop_token_ids: list[int] = []
-    logprobs: int | None = None
+    bad_words: list[str] = []
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: until the model's limit
+    min_tokens: int = 0
+    logprobs: int | None = None  # -1: all
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the model takes
+    include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetection | None = None
+
+    structured_outputs: Any = None  # not available yet; vLLM's present and former name
+    guided_decoding: Any = None
+
+    bad_words_token_ids: list[list[int]] = []  # filled in by the input processor, which has the tokenizer
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, got {value!r}")
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            setattr(self, name, list(getattr(self, name) or []))
+        if isinstance(self.repetition_detection, dict):
+            self.repetition_detection = RepetitionDetection(**self.repetition_detection)
+        if self.logit_bias is not None:
+            self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None or self.guided_decoding is not None:
+            raise ValueError("structured output (structured_outputs, guided_decoding) is not available yet")
+        self._check_numbers()
+        self._check_tokens()
+        self._check_stops()
+        if self.n > 1 and self.greedy:
+            raise ValueError(f"n is {self.n} with temperature 0: greedy outputs would all be equal; use n=1")
+
+    def _check_numbers(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            check_finite(name, getattr(self, name))
         check_int("n", self.n, 1, MAX_N)
         check(self.temperature >= 0, "temperature", self.temperature, "0 or more (0 is greedy)")
         check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         check(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
+        check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0 (1 is none)")
         check_int("top_k", self.top_k, -1, None, "-1 or 0 (all tokens), or 1 and more")
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, None)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, None)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}")
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), ALL_LOGPROBS, None, "0 or more, or -1 for all")
+        if self.truncate_prompt_tokens is not None:
+            ok = self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
+            check(ok, "truncate_prompt_tokens", self.truncate_prompt_tokens, "1 or more, or -1 for the model's limit")
+
+    def _check_tokens(self) -> None:
+        check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, 2**31 - 1, "token ids of 0 or more")
-        if self.n > 1 and self.greedy:
-            raise ValueError(f"n is {self.n} with temperature 0: greedy outputs would all be equal; use n=1")
+        if self.allowed_token_ids is not None:
+            check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "None or a list of at least one token id")
+            for token in self.allowed_token_ids:
+                check_int("allowed_token_ids", token, 0, 2**31 - 1, "token ids of 0 or more")
+        if self.logit_bias:
+            check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
+            for token, bias in self.logit_bias.items():
+                check_int("logit_bias", token, 0, 2**31 - 1, "token ids of 0 or more")
+                check_finite("logit_bias", bias)
+                check(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
+
+    def _check_stops(self) -> None:
+        for name, most, longest in (
+            ("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+            ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        ):
+            texts = getattr(self, name)
+            check_count(name, texts, most)
+            for text in texts:
+                if not isinstance(text, str) or not text:
+                    raise ValueError(f"{name} has {text!r}; its entries must be texts that are not empty")
+                if len(text) > longest:
+                    raise ValueError(f"{name} has an entry of {len(text)} characters; at most {longest} are allowed")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings are found in the text: they need detokenize=True")
 
     @property
     def greedy(self) -> bool:
@@ -64,6 +149,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def replace(self, **changes: Any) -> "SamplingParams":
         return msgspec.structs.replace(self, **changes)
+
+
+def check_finite(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def check_count(name: str, values: Any, most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"{name} has {len(values)} entries; at most {most} are allowed")
 
 
 def check(ok: bool, name: str, value: Any, allowed: str) -> None:

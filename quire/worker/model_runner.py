@@ -1,7 +1,7 @@
 """Runs the model over the rows a plan names."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ from quire.kernels.prepare_inputs import prepare_inputs
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
-from quire.messages.requests import Logprobs
+from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.sample.processors import SampleBatch
-from quire.sample.sampler import SampledLogprobs, Sampler
+from quire.sample.sampler import Sampled, Sampler
+from quire.worker.prompt_scores import PromptScores
 from quire.worker.rows import RowState
 
 
@@ -24,23 +25,33 @@ class PendingStep:
 
     plan: SchedulerOutput
     rows: torch.Tensor
-    logits: torch.Tensor | None
+    logits: torch.Tensor | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class ModelRunner:
     def __init__(
-        self, model: Any, backend: AttentionBackend, device: torch.device, connector: WorkerConnector | None
+        self,
+        model: Any,
+        backend: AttentionBackend,
+        device: torch.device,
+        vocab_size: int,
+        logprobs_mode: str = "raw_logprobs",
+        connector: WorkerConnector | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.device = device
+        self.vocab_size = vocab_size
+        self.logprobs_mode = logprobs_mode
         self.connector = connector
         self._pending: PendingStep | None = None
 
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
         """Allocate rows and cache; hand every attention layer its part."""
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device)
-        self.sampler = Sampler(max_num_seqs, self.device)
+        self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode)
+        self.prompt_scores = PromptScores(self.model.compute_logits, self.logprobs_mode)
         layers = {layer.layer_index: layer for layer in self.model.attention_layers()}
         # Tensor i backs layer i of every group: all have pages of equal bytes, so one allocation is viewed in each
         # group's shape.
@@ -62,11 +73,12 @@ class ModelRunner:
         self._apply_changes(plan)
         if self.connector is not None:
             self.connector.start_load_kv(plan.connector_meta)
-        rows = torch.from_numpy(plan.rows).to(self.device).long()
-        logits = self._forward(plan, rows) if len(plan.rows) else None
+        step = PendingStep(plan, torch.from_numpy(plan.rows).to(self.device).long())
+        if len(plan.rows):
+            self._forward(step)
         if self.connector is not None:
             self.connector.wait_for_save()
-        self._pending = PendingStep(plan, rows, logits)
+        self._pending = step
 
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput:
@@ -74,21 +86,38 @@ class ModelRunner:
         step, self._pending = self._pending, None
         sending, recving = self.connector.get_finished() if self.connector is not None else ((), ())
         if step.logits is None:
-            return ModelRunnerOutput(np.empty((0, 1), np.int32), np.empty(0, np.int32), None, sending, recving)
-        batch = SampleBatch(step.rows, step.plan.rows.tolist(), self.rows.num_tokens[step.rows])
+            return ModelRunnerOutput(
+                np.empty((0, 1), np.int32), np.empty(0, np.int32), finished_sending=sending, finished_recving=recving
+            )
+        state = self.rows
+        positions = state.num_tokens[step.rows]
+        batch = SampleBatch(
+            rows=step.rows,
+            row_list=step.plan.rows.tolist(),
+            positions=positions,
+            done=state.num_computed[step.rows] == positions,
+            token_ids=state.token_ids,
+        )
         sampled = self.sampler.sample(step.logits, batch)
-        self.rows.append_tokens(step.rows, sampled.token_ids)
+        state.append_tokens(batch.rows, sampled.token_ids, batch.done)
         token_ids = sampled.token_ids.int().cpu().numpy()[:, None]
         return ModelRunnerOutput(
-            token_ids, np.ones(len(token_ids), np.int32), _to_host(sampled.logprobs), sending, recving
+            token_ids=token_ids,
+            num_sampled=np.ones(len(token_ids), np.int32),
+            logprobs=_to_host(sampled),
+            prompt_logprobs=step.prompt_logprobs,
+            finished_sending=sending,
+            finished_recving=recving,
         )
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         for row in plan.finished_rows:
             self.sampler.remove_row(row)
+            self.prompt_scores.remove_row(row)
         for new in plan.new_rows:
             self.rows.add(new)
-            self.sampler.add_row(new.row, new.params, new.seed)
+            self.sampler.add_row(new)
+            self.prompt_scores.add_row(new)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
             source, target = torch.tensor(plan.block_copies, device=self.device).T
@@ -96,8 +125,8 @@ class ModelRunner:
                 dim = self.backend.block_dim
                 tensor.index_copy_(dim, target, tensor.index_select(dim, source))
 
-    def _forward(self, plan: SchedulerOutput, rows: torch.Tensor) -> torch.Tensor:
-        state = self.rows
+    def _forward(self, pending: PendingStep) -> None:
+        state, plan, rows = self.rows, pending.plan, pending.rows
         num_new = torch.from_numpy(plan.num_tokens).to(self.device).long()
         inputs = prepare_inputs(
             rows, num_new, plan.total_tokens, state.token_ids, state.num_computed, state.block_tables, state.block_sizes
@@ -118,8 +147,8 @@ class ModelRunner:
         ctx = ForwardContext(step, metadata, inputs.slot_mapping, self.connector)
         hidden = self.model(inputs.input_ids, inputs.positions, ctx)
         state.advance(rows, num_new)
-        logits: torch.Tensor = self.model.compute_logits(hidden[inputs.last_token])
-        return logits
+        pending.logits = self.model.compute_logits(hidden[inputs.last_token])
+        pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -131,12 +160,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(flat).view(dtype).view(shape)
 
 
-def _to_host(logprobs: SampledLogprobs | None) -> Logprobs | None:
-    if logprobs is None:
+def _to_host(sampled: Sampled) -> Logprobs | None:
+    found = sampled.logprobs
+    if found is None:
         return None
     return Logprobs(
-        np.asarray(logprobs.places),
-        logprobs.token_ids.cpu().numpy(),
-        logprobs.logprobs.cpu().numpy(),
-        logprobs.ranks.cpu().numpy(),
+        np.asarray(sampled.places),
+        found.token_ids.cpu().numpy(),
+        found.logprobs.cpu().numpy(),
+        found.ranks.cpu().numpy(),
     )

@@ -37,10 +37,9 @@ class RowState:
     def advance(self, rows: torch.Tensor, num_new: torch.Tensor) -> None:
         self.num_computed[rows] += num_new
 
-    def append_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Rows that have computed all they know get their sampled token; the others drop it."""
+    def append_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor, done: torch.Tensor) -> None:
+        """Rows that are `done` with all they know get their sampled token; the others drop it."""
         known = self.num_tokens[rows]
-        done = self.num_computed[rows] == known
         at = known.clamp(max=self.token_ids.shape[1] - 1)
         self.token_ids[rows, at] = torch.where(done, token_ids.int(), self.token_ids[rows, at])
         self.num_tokens[rows] = known + done

@@ -42,7 +42,9 @@ class Worker:
         backend, why = choose_backend(self.platform, self.dtype, head_size, config.device.attention_backend)
         logger.debug(why)
         connector = worker_connector(config.transfer.kv_connector)
-        self.runner = ModelRunner(self.model, backend, self.platform.device, connector)
+        self.runner = ModelRunner(
+            self.model, backend, self.platform.device, config.model.vocab_size, config.model.logprobs_mode, connector
+        )
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size

@@ -132,7 +132,7 @@ def test_a_wrong_prompt_is_named_and_disturbs_nobody(llm, message):
         ("max_tokens is 0", {"max_tokens": 0}),
         ("n is 0", {"n": 0}),
         ("n is 2 with temperature 0", {"n": 2, "temperature": 0}),
-        ("logprobs is -1", {"logprobs": -1}),
+        ("logprobs is -2", {"logprobs": -2}),
         ("stop_token_ids", {"stop_token_ids": [-5]}),
         ("stop_token_ids has 300", {"stop_token_ids": list(range(300))}),
     ],

@@ -4,21 +4,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.messages.sampling_params import SamplingParams
-from quire.sample.processors import SampleBatch, keep_threshold
 from quire.sample.sampler import Sampler
+from quire.sample.warpers import keep_threshold
+from tests.sample.rows import batch, new_row
 
 CPU = torch.device("cpu")
 VOCAB = 300
 
 
-def batch(rows, position=0):
-    return SampleBatch(torch.tensor(rows), list(rows), torch.full((len(rows),), position))
-
-
 def sampler(*params: SamplingParams, processors=()) -> Sampler:
-    made = Sampler(8, CPU, processors)
+    made = Sampler(8, VOCAB, CPU, processors=processors)
     for row, one in enumerate(params):
-        made.add_row(row, one, one.seed or 0)
+        made.add_row(new_row(row, one))
     return made
 
 
@@ -111,9 +108,11 @@ def test_draws_follow_the_distribution():
 
 
 def test_a_removed_row_leaves_no_parameters_behind():
-    s = sampler(SamplingParams(temperature=5.0, top_k=2, min_p=0.5, logprobs=3))
+    s = sampler(
+        SamplingParams(temperature=5.0, top_k=2, min_p=0.5, logprobs=3, frequency_penalty=2, allowed_token_ids=[5])
+    )
     s.remove_row(0)
-    s.add_row(0, SamplingParams(temperature=1.0, seed=1), 1)
+    s.add_row(new_row(0, SamplingParams(temperature=1.0, seed=1)))
     fresh = sampler(SamplingParams(temperature=1.0, seed=1))
     for p in range(50):
         got, expected = (x.sample(logits(seed=p), batch([0], p)) for x in (s, fresh))
@@ -124,7 +123,7 @@ def test_logprobs_are_of_the_raw_logits_with_the_sampled_token_first():
     one = logits(2)
     s = sampler(SamplingParams(temperature=3.0, logprobs=4, seed=9), SamplingParams(temperature=0))
     sampled = s.sample(one.clone(), batch([0, 1]))
-    assert sampled.logprobs is not None and sampled.logprobs.places == [0]
+    assert sampled.logprobs is not None and sampled.places == [0]
     raw = one[0].log_softmax(-1)
     ids, values = sampled.logprobs.token_ids[0], sampled.logprobs.logprobs[0]
     assert ids[0] == sampled.token_ids[0] and torch.allclose(values, raw[ids])
@@ -138,9 +137,11 @@ class OnlyEven:
     changes_argmax = True
     active = True
 
-    def add_row(self, row, params): ...
+    def add_row(self, new): ...
 
     def remove_row(self, row): ...
+
+    def sampled(self, token_ids, batch): ...
 
     def apply(self, logits, batch):
         logits[:, 1::2] = -torch.inf

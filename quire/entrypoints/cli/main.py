@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ class Command:
 
 COMMANDS = {
     "generate": Command("quire.entrypoints.cli.generate", "continue prompts from flags, a file or standard input"),
+    "chat": Command("quire.entrypoints.cli.chat", "talk with a model in the terminal"),
     "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),
     "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),
     "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
+    "bench core": Command("quire.bench.core_step", "host time of a decode step, without the model"),
 }
 
 
@@ -41,7 +44,11 @@ def _run(command: Command, argv: list[str]) -> int:
     args = parser.parse(argv)
     try:
         return module.run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. Python would complain once more when it flushes standard output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
         if args.debug:
             raise
         print(f"quire: error: {error}", file=sys.stderr)

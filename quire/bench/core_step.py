@@ -1,0 +1,282 @@
+"""`quire bench core`: what the host spends on a steady decode step, with the model left out.
+
+Measured apart: the core (`schedule` and `update_from_output`, with a stand-in that answers every plan with random token
+ids) and the front end (`OutputProcessor.process`, detokenization included).
+"""
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.bench.common import positive
+from quire.bench.machine import describe_machine
+from quire.bench.report import Metric, Report
+from quire.bench.workloads import CPU_TOKEN_ID_LIMIT, FIRST_TOKEN_ID
+from quire.config import EngineConfig
+from quire.config.flags import FlagParser
+from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.scheduler import Scheduler
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.setup import resolve_config
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.tokenizer.load import load_tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
+
+BLOCK_SIZE = 16
+PROMPT_LENS = (64, 128)
+MAX_MODEL_LEN = 4096
+WARM_UP_STEPS = 32  # the prompts, and two rounds of every request crossing a block boundary
+COLD_MIB = 64
+
+
+def parser() -> FlagParser:
+    description = "Measure the host's time for a steady decode step, without the model: core and front end."
+    parser = FlagParser(prog="quire bench core", description=description)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="whose tokenizer the front end uses")
+    parser.add_argument(
+        "--requests",
+        type=counts,
+        default=[64, 256],
+        metavar="N,N",
+        help="running requests (default: 64,256)",
+    )
+    parser.add_argument("--depth", type=counts, default=[1, 2], metavar="N,N", help="plans ahead (default: 1,2)")
+    parser.add_argument("--steps", type=positive, default=600, metavar="N", help="steps to measure (default: 600)")
+    parser.add_argument(
+        "--cold", action="store_true", help=f"read {COLD_MIB} MiB between steps, as a model would, to empty the caches"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="measure the machine's read bandwidth and GEMM rate too; nothing here depends on them",
+    )
+    return parser
+
+
+def counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    longest = PROMPT_LENS[1] + WARM_UP_STEPS + args.steps + max(args.depth) + 1
+    if longest > MAX_MODEL_LEN:
+        most = MAX_MODEL_LEN - longest + args.steps
+        raise ValueError(f"--steps is {args.steps}; at most {most}, so that no request reaches {MAX_MODEL_LEN} tokens")
+    tokenizer = embedded_or_named(args.model)
+    cold = np.ones(COLD_MIB << 17) if args.cold else None
+
+    metrics: list[Metric] = []
+    for count in args.requests:
+        for depth in args.depth:
+            metrics += core_metrics(count, depth, args.steps, cold)
+    for count in args.requests:
+        metrics += front_end_metrics(tokenizer, count, args.steps, cold)
+    workload = {
+        "steps": args.steps,
+        "prompt_len": f"{PROMPT_LENS[0]} to {PROMPT_LENS[1]}",
+        "block_size": BLOCK_SIZE,
+        "caches": "cold" if args.cold else "warm",
+    }
+    given = {"model": args.model} if args.model else {}
+    report = Report("core", workload, given, describe_machine(args.probe), metrics)
+    print(report.as_json() if args.json else report.as_text())
+    return 0
+
+
+def embedded_or_named(model: str | None) -> Tokenizer:
+    """The tokenizer of the named model, or of the embedded one."""
+    _, checkpoint = resolve_config(EngineConfig.from_kwargs(model=model))
+    return load_tokenizer(checkpoint)
+
+
+@dataclass(frozen=True)
+class StepTimes(Metric):
+    """Microseconds, a value per step; too many to list, so the report holds what sums them up."""
+
+    by_blocks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.values, 99))
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    @property
+    def growth(self) -> float:
+        """The last quarter's median over the first one's: above 1 if a step costs more the longer requests are."""
+        quarter = max(1, len(self.values) // 4)
+        return float(np.median(self.values[-quarter:]) / np.median(self.values[:quarter]))
+
+    def as_json(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in ("median", "mean", "p99", "growth")}
+        parts = {"unit": self.unit, **numbers, "low": min(self.values), "steps": len(self.values)}
+        return parts | ({"by_blocks": self.by_blocks} if self.by_blocks else {})
+
+    def as_text(self) -> str:
+        line = f"  {self.name:<36}{self.median:>8.0f} {self.unit}"
+        if len(self.values) > 1:
+            line += f" median (mean {self.mean:.0f}, p99 {self.p99:.0f}, low {min(self.values):.0f}"
+            line += f", growth {self.growth:.2f})"
+        if self.by_blocks:
+            shown = (f"{name}: {facts['median']:.0f} us × {facts['steps']}" for name, facts in self.by_blocks.items())
+            line += f"\n    by blocks handed out or registered: {', '.join(shown)}"
+        return line
+
+
+def _times(
+    name: str, seconds: Sequence[float] | np.ndarray, by_blocks: dict[str, dict[str, float]] | None = None
+) -> StepTimes:
+    values = [float(s) * 1e6 for s in seconds]
+    return StepTimes(name, "us", values, lower_is_better=True, by_blocks=by_blocks or {})
+
+
+# The core
+
+
+def core_metrics(num_requests: int, depth: int, steps: int, cold: np.ndarray | None) -> list[Metric]:
+    measured = np.array(list(core_steps(num_requests, depth, steps, cold)))
+    schedule, update, blocks = measured.T
+    total = schedule + update
+    name = f"core {num_requests} depth {depth}"
+    return [
+        _times(f"{name} schedule", schedule),
+        _times(f"{name} update", update),
+        _times(f"{name} total", total, by_blocks(blocks, total, width=max(1, num_requests // 32))),
+    ]
+
+
+def core_steps(
+    num_requests: int, depth: int, steps: int, cold: np.ndarray | None = None
+) -> Iterator[tuple[float, float, int]]:
+    """Per step: seconds of schedule and of update_from_output, and how many blocks were handed out or registered."""
+    rng = np.random.default_rng(0)
+    scheduler = _busy_scheduler(num_requests, rng)
+    pool = scheduler.kv.pool
+    in_flight: deque[SchedulerOutput] = deque()
+    for step in range(-WARM_UP_STEPS, steps):
+        _evict(cold)
+        cached = pool.num_cached
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduled = time.perf_counter() - begin
+        assert plan is not None and len(plan.rows) == num_requests, "not a steady step: some requests do not run"
+        in_flight.append(plan)
+        if len(in_flight) <= depth:
+            continue
+        oldest = in_flight.popleft()
+        output = _stand_in(oldest, rng)
+        _evict(cold)
+        begin = time.perf_counter()
+        scheduler.update_from_output(oldest, output)
+        updated = time.perf_counter() - begin
+        if step >= 0:
+            yield scheduled, updated, len(plan.appended.rows) + pool.num_cached - cached
+
+
+def by_blocks(blocks: np.ndarray, seconds: np.ndarray, width: int) -> dict[str, dict[str, float]]:
+    """Steps sorted into buckets of `width` blocks, since blocks are what is handled one by one."""
+    buckets = {}
+    for low in np.unique(blocks.astype(int) // width * width).tolist():
+        chosen = seconds[(blocks >= low) & (blocks < low + width)]
+        name = f"{low}-{low + width - 1}" if width > 1 else f"{low}"
+        buckets[name] = {"steps": len(chosen), "median": float(np.median(chosen)) * 1e6}
+    return buckets
+
+
+def _busy_scheduler(num_requests: int, rng: np.random.Generator) -> Scheduler:
+    """One that can run all requests at once, to the end, without ever being short of blocks."""
+    group = KVCacheGroup((0,), KVCacheSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype_bytes=2))
+    blocks = num_requests * (MAX_MODEL_LEN // BLOCK_SIZE)
+    scheduler = Scheduler(
+        KVCacheManager(KVCacheConfig(blocks, (group,))),
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=num_requests * PROMPT_LENS[1],
+        max_model_len=MAX_MODEL_LEN,
+    )
+    params = SamplingParams(max_tokens=None)
+    for i in range(num_requests):
+        prompt = _token_ids(rng, int(rng.integers(PROMPT_LENS[0], PROMPT_LENS[1] + 1)))
+        scheduler.add_request(_request(i, prompt, params))
+    return scheduler
+
+
+def _request(index: int, prompt: np.ndarray, params: SamplingParams) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=str(index),
+        index=index,
+        prompt_token_ids=prompt,
+        params=params,
+        eos_token_ids=(2,),  # below the ids that are drawn: looked for, never found
+        seed=index,
+        arrival_time=0.0,
+    )
+
+
+def _stand_in(plan: SchedulerOutput, rng: np.random.Generator) -> ModelRunnerOutput:
+    count = len(plan.rows)
+    return ModelRunnerOutput(_token_ids(rng, count)[:, None], np.ones(count, np.int32))
+
+
+# The front end
+
+
+def front_end_metrics(tokenizer: Tokenizer, num_requests: int, steps: int, cold: np.ndarray | None) -> list[Metric]:
+    metrics: list[Metric] = []
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY):
+        *steady, last = front_end_steps(tokenizer, num_requests, kind, steps, cold)
+        name = f"front end {num_requests} {kind.name.lower()}"
+        metrics += [_times(name, steady), _times(f"{name} last step", [last])]
+    return metrics
+
+
+def front_end_steps(
+    tokenizer: Tokenizer, num_requests: int, kind: RequestOutputKind, steps: int, cold: np.ndarray | None = None
+) -> Iterator[float]:
+    """Seconds of each step in which every request gets a token, and then of one in which all of them end."""
+    rng = np.random.default_rng(0)
+    limit = min(tokenizer.vocab_size, CPU_TOKEN_ID_LIMIT)
+    processor = OutputProcessor(tokenizer)
+    params = SamplingParams(max_tokens=None, output_kind=kind)
+    for i in range(num_requests):
+        prompt = _token_ids(rng, PROMPT_LENS[0], limit)
+        processor.add(str(i), None, prompt.tolist(), [_request(i, prompt, params)])
+    pieces = tokenizer.pieces(params.skip_special_tokens)
+    if pieces is not None:
+        for token in range(limit):
+            _ = pieces[token]  # filled on first use, which a steady step is past
+    for step in range(-WARM_UP_STEPS, steps + 1):
+        reason = FinishReason.LENGTH if step == steps else FinishReason.NONE
+        outputs = EngineCoreOutputs(
+            index=np.arange(num_requests),
+            token_ids=_token_ids(rng, num_requests, limit),
+            offsets=np.arange(num_requests + 1, dtype=np.int32),
+            finish=np.full(num_requests, reason, np.int8),
+            num_cached=np.zeros(num_requests, np.int32),
+        )
+        _evict(cold)
+        begin = time.perf_counter()
+        processor.process(outputs)
+        took = time.perf_counter() - begin
+        if step >= 0:
+            yield took
+
+
+def _token_ids(rng: np.random.Generator, count: int, limit: int = CPU_TOKEN_ID_LIMIT) -> np.ndarray:
+    return rng.integers(min(FIRST_TOKEN_ID, limit - 1), limit, count, dtype=np.int32)
+
+
+def _evict(cold: np.ndarray | None) -> None:
+    if cold is not None:
+        cold.sum()

@@ -1,0 +1,96 @@
+"""One completion of a request as it grows: its tokens, its text, and when the front end ends it."""
+
+from dataclasses import dataclass, field
+
+from quire.engine.outputs import CompletionOutput, Logprob
+from quire.engine.stops import StopStrings, repeats
+from quire.messages.requests import FinishReason
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+
+
+@dataclass(slots=True)
+class Completion:
+    core_id: str
+    index: int
+    params: SamplingParams
+    detokenizer: IncrementalDetokenizer | None
+    stops: StopStrings | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_decoded: int = 0  # tokens whose text is in `text`
+    tokens_sent: int = 0
+    text_sent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.params.stop:
+            self.stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
+        if self.params.logprobs is not None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+
+    def add_tokens(self, token_ids: list[int]) -> None:
+        """Append tokens up to the first that ends the completion here; whatever comes after it is dropped."""
+        if self.stops is None and self.params.repetition_detection is None:
+            self.token_ids += token_ids
+            return
+        for token in token_ids:
+            self.token_ids.append(token)
+            if self._ends():
+                return
+
+    def finish(self, reason: str, stop_reason: int | None) -> None:
+        """The core has ended it; a stop that the front end found in the same tokens goes before that."""
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def output(self) -> CompletionOutput:
+        """What the user has not seen yet, or all of it, as asked."""
+        self._decode()
+        visible = len(self.text)
+        if self.stops is not None and self.finish_reason is None:
+            visible -= self.stops.held_back(self.text)
+        delta = self.params.output_kind == RequestOutputKind.DELTA
+        first_token, first_char = (self.tokens_sent, self.text_sent) if delta else (0, 0)
+        self.tokens_sent, self.text_sent = len(self.token_ids), max(visible, self.text_sent)
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[first_char:visible],
+            token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=self.logprobs[first_token:] if self.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _ends(self) -> bool:
+        if self.stops is not None:
+            searched = len(self.text)
+            self._decode()
+            found = None if len(self.token_ids) <= self.params.min_tokens else self.stops.find(self.text, searched)
+            if found is not None:
+                self.stop_reason, cut = found
+                self.text = self.text[:cut]
+                self.finish_reason = str(FinishReason.STOP)
+                return True
+        detection = self.params.repetition_detection
+        if (
+            detection is not None
+            and len(self.token_ids) > self.params.min_tokens
+            and repeats(self.token_ids, detection)
+        ):
+            self.finish_reason = str(FinishReason.REPETITION)
+            return True
+        return False
+
+    def _decode(self) -> None:
+        """Done when someone looks: a completion that is only wanted whole is decoded in one go."""
+        if self.detokenizer is None or self.stop_reason in self.params.stop:
+            return
+        self.text += self.detokenizer.add(self.token_ids[self.num_decoded :])
+        self.num_decoded = len(self.token_ids)
+        if self.finish_reason is not None:
+            self.text += self.detokenizer.flush()

@@ -1,0 +1,36 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.messages.sampling_params import ALL_LOGPROBS
+
+# Rows of logits handled at a time for a prompt: all at once would take gigabytes for a long one.
+PROMPT_SLICE = 512
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """m positions; the chosen token first, then the k likeliest, best first."""
+
+    token_ids: torch.Tensor  # [m, 1 + k]
+    logprobs: torch.Tensor  # [m, 1 + k] float32
+    ranks: torch.Tensor  # [m]: 1 for the likeliest
+
+
+def token_logprobs(scores: torch.Tensor, chosen: torch.Tensor, count: int, as_logits: bool = False) -> TokenLogprobs:
+    """scores [m, vocab] are logits; `count` may be -1 for the whole vocabulary. With `as_logits` they are not
+    normalised."""
+    values = scores.float() if as_logits else scores.float().log_softmax(dim=1)
+    chosen = chosen.unsqueeze(1)
+    own = values.gather(1, chosen)
+    ranks = (values > own).sum(dim=1) + 1
+    vocab = values.shape[1]
+    top = values.topk(vocab if count == ALL_LOGPROBS else min(count, vocab), dim=1)
+    return TokenLogprobs(torch.cat([chosen, top.indices], 1), torch.cat([own, top.values], 1), ranks)
+
+
+def widest(counts: list[int]) -> int:
+    """The count that serves all of these."""
+    return ALL_LOGPROBS if ALL_LOGPROBS in counts else max(counts)

@@ -1,0 +1,83 @@
+"""Repetition, presence and frequency penalties."""
+
+import torch
+
+from quire.messages.plan import NewRow
+from quire.messages.sampling_params import SamplingParams
+from quire.sample.processors import SampleBatch
+
+
+class Penalties:
+    """A table of token counts for each row that asks, and only for those: a slot is a vocabulary of counters.
+
+    Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract.
+    """
+
+    changes_argmax = True
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.slots: dict[int, int] = {}  # row -> slot
+        self._free: list[int] = []
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._strength = torch.zeros(0, 3, device=device)  # repetition, frequency, presence
+
+    @property
+    def active(self) -> bool:
+        return bool(self.slots)
+
+    def add_row(self, new: NewRow) -> None:
+        params = new.params
+        if not _asks(params):
+            return
+        if not self._free:
+            self._grow()
+        slot = self.slots[new.row] = self._free.pop()
+        token_ids = torch.from_numpy(new.token_ids).long().to(self.device)
+        prompt, output = token_ids[: new.num_prompt_tokens], token_ids[new.num_prompt_tokens :]
+        self._in_prompt[slot] = False
+        self._in_prompt[slot, prompt] = True
+        self._counts[slot] = torch.bincount(output, minlength=self.vocab_size)
+        strength = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._strength[slot] = torch.tensor(strength)
+
+    def remove_row(self, row: int) -> None:
+        if row in self.slots:
+            self._free.append(self.slots.pop(row))
+
+    def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+        places, slots = self._users(batch)
+        if not len(places):
+            return logits
+        repetition, frequency, presence = self._strength[slots].T.unsqueeze(2)
+        counts = self._counts[slots]
+        chosen = logits[places]
+        seen = self._in_prompt[slots] | (counts > 0)
+        scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+        chosen = torch.where(seen, scaled, chosen) - frequency * counts - presence * (counts > 0)
+        logits[places] = chosen
+        return logits
+
+    def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None:
+        places, slots = self._users(batch)
+        if len(places):
+            self._counts[slots, token_ids[places]] += batch.done[places].int()
+
+    def _users(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        places = [i for i, row in enumerate(batch.row_list) if row in self.slots]
+        slots = [self.slots[batch.row_list[i]] for i in places]
+        return torch.tensor(places, device=self.device), torch.tensor(slots, device=self.device)
+
+    def _grow(self) -> None:
+        have = len(self._counts)
+        more = max(4, have)
+        self._free += range(have, have + more)
+        for name in ("_in_prompt", "_counts", "_strength"):
+            table = getattr(self, name)
+            setattr(self, name, torch.cat([table, table.new_zeros(more, table.shape[1])]))
+
+
+def _asks(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
