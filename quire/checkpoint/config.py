@@ -28,7 +28,10 @@ def load_generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_eos_token_ids(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """Every token that ends a generation, ascending: a chat model must stop at its end of turn, too."""
+    """Every token that ends a generation, ascending: a chat model must stop at its end of turn, too.
+
+    Where neither config.json nor generation_config.json names one, it is the tokenizer's end of text.
+    """
     ids: set[int] = set()
     for config in (load_generation_config(checkpoint), hf_config, hf_config.get("text_config") or {}):
         eos = config.get("eos_token_id")
@@ -38,6 +41,11 @@ def load_eos_token_ids(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> tup
         from quire.checkpoint.gguf_header import read_header
 
         ids |= gguf_eos_token_ids(read_header(checkpoint.path))
+    elif not ids:
+        from quire.checkpoint.special_tokens import tokenizer_eos_id
+
+        eos = tokenizer_eos_id(checkpoint.path)
+        ids.update(() if eos is None else (eos,))
     return tuple(sorted(ids))
 
 

@@ -5,6 +5,7 @@ exact in float32 (an 11-bit scale times a few bits), so the order of operations 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -80,17 +81,19 @@ _OWN: dict[str, Dequantize] = {
 }
 
 
+@lru_cache(maxsize=64)
 def dequantizer(type_name: str, type_id: int) -> Dequantize | None:
     """The function for a type: Quire's own, else the gguf package's (slower), else None."""
     own = _OWN.get(type_name)
     if own is not None:
         return own
     import gguf
+    import numpy as np
 
     kind = gguf.GGMLQuantizationType(type_id)
-    probe = torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
     try:
-        gguf.quants.dequantize(probe.numpy(), kind)
+        # Also fills the package's lookup tables, so that threads only read them later.
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
     except NotImplementedError:
         return None
     return lambda blocks: torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind))

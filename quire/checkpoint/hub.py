@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.model")
+TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.model", "vocab.txt", "merges.txt", "*.tiktoken")
 MODEL_PATTERNS = ("*.safetensors", *TOKENIZER_PATTERNS)
+PT_PATTERNS = ("pytorch_model*.bin", *TOKENIZER_PATTERNS)
 
 
 def download(repo: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | None) -> Path:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+CAST_ELEMENTS = 4 * 1024 * 1024
+
 
 def map_bytes(path: Path) -> torch.Tensor:
     """The whole file as a uint8 tensor backed by the page cache; it must never be written to."""
@@ -22,3 +24,15 @@ def check_shape(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
             f"Tensor {name} of the checkpoint has shape {shape} but the model has room for {tuple(out.shape)}; "
             "config.json and weights do not belong together"
         )
+
+
+def copy_into(name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy a mapped tensor into `out`, a view of its shape in any type on any device."""
+    check_shape(name, tuple(stored.shape), out)
+    if out.device.type == "cpu" or out.dtype == stored.dtype or stored.dim() < 2:
+        out.copy_(stored)
+        return
+    # A cast on the way to another device would make a temporary of the whole tensor.
+    rows = max(1, CAST_ELEMENTS * len(stored) // max(1, stored.numel()))
+    for start in range(0, len(stored), rows):
+        out[start : start + rows].copy_(stored[start : start + rows])

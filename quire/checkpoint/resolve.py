@@ -86,14 +86,17 @@ def _from_hub(
     if gguf is not None:
         file = hub.download_gguf(repo, gguf, revision, download_dir)
         return replace(_from_gguf(file, name, load_format), revision=revision)
-    patterns = hub.TOKENIZER_PATTERNS if load_format == "dummy" else hub.MODEL_PATTERNS
+    patterns = {"dummy": hub.TOKENIZER_PATTERNS, "pt": hub.PT_PATTERNS}.get(load_format, hub.MODEL_PATTERNS)
     folder = hub.download(repo, patterns, revision, download_dir)
+    if load_format == "auto" and not any(folder.glob("*.safetensors")):
+        # Asked for only now: most repositories hold the same weights in both formats.
+        folder = hub.download(repo, hub.PT_PATTERNS, revision, download_dir)
     return replace(_from_folder(folder, name, load_format), revision=revision)
 
 
 def _from_gguf(file: Path, name: str, load_format: str) -> Checkpoint:
-    if load_format == "safetensors":
-        raise ValueError(f"load_format is 'safetensors' but {file} is a GGUF; use load_format 'auto' or 'gguf'")
+    if load_format in ("safetensors", "pt"):
+        raise ValueError(f"load_format is {load_format!r} but {file} is a GGUF; use load_format 'auto' or 'gguf'")
     if load_format == "dummy":
         return Checkpoint(name, "dummy", file, ())
     return Checkpoint(name, "gguf", file, (file,))
@@ -105,7 +108,11 @@ def _from_folder(folder: Path, name: str, load_format: str) -> Checkpoint:
         return _from_gguf(_only_gguf(folder, has_config), name, load_format)
     if load_format == "dummy":
         return Checkpoint(name, "dummy", folder, ())
-    return Checkpoint(name, "safetensors", folder, _safetensors_files(folder))
+    for kind, find in FOLDER_FORMATS.items():
+        files = find(folder) if load_format in ("auto", kind) else ()
+        if files:
+            return Checkpoint(name, kind, folder, files)
+    raise _no_weights(folder, load_format)
 
 
 def _only_gguf(folder: Path, has_config: bool) -> Path:
@@ -121,32 +128,52 @@ def _only_gguf(folder: Path, has_config: bool) -> Path:
 
 
 def _safetensors_files(folder: Path) -> tuple[Path, ...]:
-    index = folder / "model.safetensors.index.json"
+    return _listed_files(folder, "model.safetensors") or _shards(folder, "*.safetensors")
+
+
+def _pt_files(folder: Path) -> tuple[Path, ...]:
+    # Not every .bin: training leaves its arguments and optimizer state in such files, too.
+    return _listed_files(folder, "pytorch_model.bin") or _shards(folder, "pytorch_model*.bin")
+
+
+# In the order of preference.
+FOLDER_FORMATS = {"safetensors": _safetensors_files, "pt": _pt_files}
+
+
+def _listed_files(folder: Path, single: str) -> tuple[Path, ...]:
+    """The shards that an index lists, else the one file of that name."""
+    index = folder / f"{single}.index.json"
     if index.is_file():
         return _indexed_shards(index)
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return (single,)
-    found = sorted(folder.glob("*.safetensors"))
-    shards = [f for f in found if not f.name.startswith(NOT_SHARDS)] or found
-    if shards:
-        return tuple(shards)
+    return (folder / single,) if (folder / single).is_file() else ()
 
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise ValueError(
-            f"{folder} holds only PyTorch .bin or .pth weights, which are not supported yet; "
-            "convert them to safetensors"
-        )
+
+def _shards(folder: Path, pattern: str) -> tuple[Path, ...]:
+    found = sorted(folder.glob(pattern))
+    return tuple([f for f in found if not f.name.startswith(NOT_SHARDS)] or found)
+
+
+def _no_weights(folder: Path, load_format: str) -> ValueError:
+    if load_format != "auto":
+        return ValueError(f"load_format is {load_format!r} but {folder} holds no such weights; use load_format 'auto'")
     if any(folder.glob("*.gguf")):
-        raise ValueError(f"{folder} holds .gguf but no .safetensors weights; give the .gguf file or load_format 'gguf'")
-    raise ValueError(f"{folder} has a config.json but no *.safetensors weights; load_format 'dummy' needs none")
+        return ValueError(
+            f"{folder} holds .gguf but no .safetensors weights; give the .gguf file or load_format 'gguf'"
+        )
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        return ValueError(
+            f"{folder} holds .bin or .pth files, but none is named pytorch_model*.bin; convert them to safetensors"
+        )
+    return ValueError(
+        f"{folder} has a config.json but no *.safetensors or pytorch_model*.bin weights; load_format 'dummy' needs none"
+    )
 
 
 def _indexed_shards(index: Path) -> tuple[Path, ...]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is not a valid safetensors index ({error!r}); download the model again") from error
+        raise ValueError(f"{index} is not a valid index of shards ({error!r}); download the model again") from error
     shards = tuple(index.parent / name for name in names)
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

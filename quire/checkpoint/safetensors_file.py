@@ -66,17 +66,9 @@ class SafetensorsTensor:
 
     def read_into(self, out: "torch.Tensor") -> None:
         """Copy into `out`, a view of this tensor's shape in any type on any device."""
-        from quire.checkpoint.mapped import check_shape
+        from quire.checkpoint.mapped import copy_into
 
-        check_shape(self.name, self.shape, out)
-        stored = self.tensor()
-        if out.device.type == "cpu" or out.dtype == stored.dtype or stored.dim() < 2:
-            out.copy_(stored)
-            return
-        # A cast on the way to another device would make a temporary of the whole tensor.
-        rows = max(1, 4 * 1024 * 1024 * len(stored) // max(1, stored.numel()))
-        for start in range(0, len(stored), rows):
-            out[start : start + rows].copy_(stored[start : start + rows])
+        copy_into(self.name, self.tensor(), out)
 
 
 def open_safetensors(files: tuple[Path, ...]) -> Iterator[SafetensorsTensor]:

@@ -29,6 +29,10 @@ def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:
         from quire.checkpoint.gguf_file import open_gguf
 
         yield from open_gguf(checkpoint.path)
+    elif checkpoint.format == "pt":
+        from quire.checkpoint.pt_file import open_pt
+
+        yield from open_pt(checkpoint.files)
     else:
         yield from open_safetensors(checkpoint.files)
 
@@ -40,6 +44,10 @@ def count_tensors(checkpoint: Checkpoint) -> int:
         from quire.checkpoint.gguf_names import ROPE_FREQS
 
         return sum(name != ROPE_FREQS for name in read_header(checkpoint.path).tensors)
+    if checkpoint.format == "pt":
+        from quire.checkpoint.pt_file import count_pt
+
+        return count_pt(checkpoint.files)
     return count_safetensors(checkpoint.files)
 
 

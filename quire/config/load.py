@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 from quire.config.fields import option, validate
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
 @dataclass

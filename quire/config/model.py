@@ -31,6 +31,7 @@ class ModelConfig:
     hf_config: dict[str, Any] = internal({})  # the model's config.json, or the same read out of a GGUF
     eos_token_ids: tuple[int, ...] = internal(())
     vocab_size: int = internal(0)
+    longest: int = internal(2048)  # what the model's position embeddings allow
 
     def __post_init__(self) -> None:
         if self.max_model_len in ("auto", -1):

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.core.hashing import cache_root
@@ -18,15 +17,6 @@ from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
 logger = logging.getLogger("quire")
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What the KV cache holds, for the start-up line."""
-
-    num_blocks: int
-    num_bytes: int
-    max_concurrency: float  # requests of full length at a time
 
 
 class EngineCore:
@@ -44,9 +34,12 @@ class EngineCore:
             )
         executor.initialize_kv_cache(layout, self.max_model_len)
         one = blocks_of_one_request(layout.groups, self.max_model_len, step_tokens)
-        self.capacity = Capacity(
-            layout.num_blocks, (layout.num_blocks + 1) * bytes_per_block(layout.groups), layout.num_blocks / one
-        )
+        size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
+        self.summary = [
+            executor.describe(),
+            f"KV cache: {layout.num_blocks} blocks of {config.cache.block_size} tokens ({size:.2f} GiB), "
+            f"{layout.num_blocks / one:.1f} requests of {self.max_model_len} tokens at a time",
+        ]
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
@@ -114,7 +107,7 @@ class EngineCore:
     def _fit_model_len(config: EngineConfig, layout: KVCacheConfig, step_tokens: int) -> int:
         """A request of full length must fit alone, or it would wait for ever."""
         asked = config.model.max_model_len
-        wanted = asked or int(config.model.hf_config.get("max_position_embeddings", 2048))
+        wanted = asked or config.model.longest
         fits = longest_model_len(layout.groups, layout.num_blocks, wanted, step_tokens)
         if fits >= wanted:
             return wanted

@@ -32,14 +32,17 @@ class ParsedPrompt:
 
 
 class InputProcessor:
-    def __init__(self, model: ModelConfig, max_model_len: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: ModelConfig, max_model_len: int, tokenizer: Tokenizer | None, first_index: int = 0
+    ) -> None:
+        """Requests are numbered from `first_index` on: front ends of one engine have ranges of their own."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_logprobs = model.max_logprobs
         self._seeds = random.Random(model.seed)
-        self._count = 0
+        self._count = first_index
 
     def process(
         self,

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
@@ -15,6 +14,7 @@ from quire.engine.setup import resolve_config
 from quire.executor.uniproc import UniProcExecutor
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
+from quire.platforms.defaults import with_platform_defaults
 from quire.tokenizer.load import load_tokenizer
 
 logger = logging.getLogger("quire")
@@ -28,6 +28,7 @@ class LLMEngine:
         self.model_name = checkpoint.name
         model = self.config.model
         self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
+        self.config = with_platform_defaults(self.config)
         executor = UniProcExecutor(self.config)
         times.append(time.perf_counter())
         core = EngineCore(self.config, executor)
@@ -37,7 +38,8 @@ class LLMEngine:
         self.input_processor = InputProcessor(model, core.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
-        for line in _summary(checkpoint.name, self.config, executor, core, times, import_seconds):
+        device, cache = core.summary
+        for line in (f"{checkpoint.name} · {device}", cache, _time_line(times, import_seconds)):
             logger.info(line)
 
     def add_request(
@@ -89,30 +91,9 @@ class LLMEngine:
         self.client.shutdown()
 
 
-def _summary(
-    name: str,
-    config: EngineConfig,
-    executor: UniProcExecutor,
-    core: EngineCore,
-    times: list[float],
-    import_seconds: float | None,
-) -> list[str]:
-    """What was started, what fits, and where the time went."""
-    size = _num_parameters(executor.worker.model)
-    shown = f"{size / 1e9:.2f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
-    capacity = core.capacity
+def _time_line(times: list[float], import_seconds: float | None) -> str:
+    """Where the time went."""
     phases = {"import": import_seconds, "model load": times[1] - times[0], "cache": times[2] - times[1]}
     measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
-    return [
-        f"{name} · {shown} parameters · {config.model.dtype} · {executor.describe()}",
-        f"KV cache: {capacity.num_blocks} blocks of {config.cache.block_size} tokens "
-        f"({capacity.num_bytes / 2**30:.2f} GiB), {capacity.max_concurrency:.1f} requests of {core.max_model_len} "
-        "tokens at a time",
-        f"ready in {sum(measured.values()):.1f} s: "
-        + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in measured.items()),
-    ]
-
-
-def _num_parameters(model: Any) -> int:
-    packed = [layer.packed_weight for layer in model.modules() if hasattr(layer, "packed_weight")]
-    return sum(weight.numel() for weight in (*model.parameters(), *packed))
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in measured.items())
+    return f"ready in {sum(measured.values()):.1f} s: {parts}"

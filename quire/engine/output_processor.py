@@ -65,14 +65,23 @@ class OutputProcessor:
             self._running[request.index] = user, completion
 
     def drop(self, request_ids: list[str]) -> list[str]:
-        """Forget requests; returns the core's ids of their unfinished completions."""
-        dropped = [self._requests.pop(i) for i in request_ids if i in self._requests]
-        gone = {c.core_id for request in dropped for c in request.completions if c.finish_reason is None}
-        if dropped:
-            self._running = {i: one for i, one in self._running.items() if one[0].request_id in self._requests}
-            for _ in gone:
-                self.metrics.finished(str(FinishReason.ABORT))
-        return sorted(gone)
+        """Forget requests; returns the core's ids of their completions that still run there."""
+        known = {i for i in request_ids if self._requests.pop(i, None) is not None}
+        if not known:
+            return []
+        gone = {i: completion.core_id for i, (user, completion) in self._running.items() if user.request_id in known}
+        for index in gone:
+            del self._running[index]
+            self.metrics.finished(str(FinishReason.ABORT))
+        return list(gone.values())
+
+    def aborted(self, request_id: str) -> RequestOutput:
+        """The last output of a request that is about to be dropped."""
+        request = self._requests[request_id]
+        for completion in request.completions:
+            completion.finish(str(FinishReason.ABORT), None)
+        request.num_running = 0
+        return _output(request, request.completions)
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Take in one step. An output for each request that has news its user wants now, and the core's ids of those

@@ -1,6 +1,5 @@
 """Rotary embeddings as a model's config describes them."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,64 +7,44 @@ import torch
 from torch import nn
 
 from quire.kernels.rope import gather_cos_sin
+from quire.layers.rope_scaling import RopeScaling, RopeSource, read_scaling
 
-ROPE_TYPES = ("default", "linear", "llama3")
+# Rows of the table computed at a time: float32 temporaries stay small beside a table of a million positions.
+TABLE_STEP = 16384
 
 
 @dataclass(frozen=True)
 class RopeParameters:
     """Hashable, so that layers with equal parameters share one table."""
 
-    rope_type: str
     theta: float
     rotary_dim: int
-    max_positions: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
+    max_positions: int  # of the table
+    scaling: RopeScaling
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], head_dim: int, layer_type: str = "full_attention") -> "RopeParameters":
-        """From `rope_parameters` (transformers 5; may hold one dict per layer type) or `rope_scaling`, `rope_theta`."""
+        """From `rope_parameters` (transformers 5; may hold one dict per layer type) or `rope_scaling`, `rope_theta`.
+
+        `max_model_len` in `hf` is no key of any config: models/loader.py adds it where the user set a limit.
+        """
         given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         given = given.get(layer_type, given)
         rope_type = given.get("rope_type") or given.get("type") or "default"
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10000.0)
         rotary_dim = int(head_dim * (given.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0))
         max_positions = int(hf.get("max_position_embeddings") or 2048)
-        if rope_type == "default":
-            return cls(rope_type, theta, rotary_dim, max_positions)
-        factor = float(given["factor"])
-        if rope_type == "linear":
-            return cls(rope_type, theta, rotary_dim, math.ceil(max_positions * factor), factor)
-        return cls(
-            rope_type,
-            theta,
-            rotary_dim,
-            max_positions,
-            factor,
-            low_freq_factor=float(given["low_freq_factor"]),
-            high_freq_factor=float(given["high_freq_factor"]),
-            original_max_positions=int(given.get("original_max_position_embeddings") or max_positions),
-        )
+        name = "original_max_position_embeddings"  # Phi-3 has it beside the rope parameters, where it wins
+        original = int(hf.get(name) or given.get(name) or max_positions)
+        source = RopeSource(given | {"rope_type": rope_type}, max_positions, original, hf.get("max_model_len"))
+        scaling = read_scaling(rope_type, source)
+        return cls(theta, rotary_dim, scaling.table_length(max_positions), scaling)
 
-    def inverse_frequencies(self) -> torch.Tensor:
-        """[rotary_dim / 2] float32, on the CPU."""
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device="cpu") / self.rotary_dim
-        frequencies = 1.0 / self.theta**exponents
-        if self.rope_type == "linear":
-            return frequencies / self.factor
-        return self._llama3(frequencies) if self.rope_type == "llama3" else frequencies
-
-    def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Long waves are stretched by the factor, short ones kept, those between blended."""
-        turns = self.original_max_positions * frequencies / (2 * math.pi)  # within the original context
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0.0, 1.0)
-        return frequencies * kept + frequencies / self.factor * (1.0 - kept)
+    def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions float32 [N] -> float32 [N, rotary_dim]: the cosines of all pairs, then the sines."""
+        frequencies = self.scaling.frequencies(self.theta, self.rotary_dim, positions).to(positions.device)
+        angles = positions[:, None] * frequencies
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scaling.attention_factor
 
 
 class RotaryEmbedding(nn.Module):
@@ -76,8 +55,11 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, parameters: RopeParameters, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         positions = torch.arange(parameters.max_positions, dtype=torch.float32, device=device)
-        angles = positions[:, None] * parameters.inverse_frequencies().to(device)
-        cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+        # An odd number of dimensions is rounded up to pairs, as in transformers.
+        width = parameters.rotary_dim + parameters.rotary_dim % 2
+        cache = torch.empty(parameters.max_positions, width, dtype=dtype, device=device)
+        for rows, part in zip(cache.split(TABLE_STEP), positions.split(TABLE_STEP), strict=True):
+            rows.copy_(parameters.cos_sin(part))
         self.register_buffer("cache", cache, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

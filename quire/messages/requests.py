@@ -90,3 +90,33 @@ class EngineCoreOutputs(msgspec.Struct):
             num_cached=np.zeros(n, np.int32),
             errors=dict.fromkeys(range(n), cause) if cause else {},
         )
+
+    def select(self, low: int, high: int) -> "EngineCoreOutputs":
+        """The part about requests with low <= index < high."""
+        rows = np.flatnonzero((self.index >= low) & (self.index < high))
+        place = {int(row): i for i, row in enumerate(rows)}
+        lengths = np.diff(self.offsets)
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(lengths[rows], out=offsets[1:])
+        owner = np.repeat(np.arange(len(self.index)), lengths)
+        logprobs = self.logprobs
+        if logprobs is not None:
+            mine = np.flatnonzero(np.isin(logprobs.position, rows))
+            logprobs = Logprobs(
+                np.searchsorted(rows, logprobs.position[mine]),
+                logprobs.token_ids[mine],
+                logprobs.logprobs[mine],
+                logprobs.ranks[mine],
+            )
+        return EngineCoreOutputs(
+            index=self.index[rows],
+            token_ids=self.token_ids[np.isin(owner, rows)],
+            offsets=offsets,
+            finish=self.finish[rows],
+            num_cached=self.num_cached[rows],
+            stop_reasons={place[row]: reason for row, reason in self.stop_reasons.items() if row in place},
+            errors={place[row]: cause for row, cause in self.errors.items() if row in place},
+            logprobs=logprobs,
+            prompt_logprobs=[part for part in self.prompt_logprobs if low <= part.owner < high],
+            stats=self.stats,
+        )

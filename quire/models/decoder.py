@@ -107,6 +107,7 @@ class DecoderModel(nn.Module):
     """A decoder-only language model. Families override `configure` and, where names differ, `weights`."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS
+    num_parameters: int
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
@@ -159,7 +160,7 @@ class DecoderModel(nn.Module):
         return self.weights.ignoring("lm_head.weight") if self.lm_head.tied else self.weights
 
     def process_after_loading(self) -> None:
-        total = sum(p.numel() for p in self.parameters())
+        total = self.num_parameters = sum(p.numel() for p in self.parameters())  # packing will hide some of them
         for linear in self._linears():
             linear.process_after_loading()
         if not self.lm_head.tied or self.lm_head.weight.numel() <= MAX_EXTRA_FOR_TIED_HEAD * total:

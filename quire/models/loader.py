@@ -1,13 +1,16 @@
 """Building a model and streaming its weights straight into place."""
 
 import sys
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from quire.checkpoint.heap import large_buffers_mapped
 from quire.checkpoint.resolve import Checkpoint
-from quire.checkpoint.tensors import CheckpointTensor, count_tensors, open_tensors
+from quire.checkpoint.tensors import CheckpointTensor, count_tensors, open_tensors, reader_pool
 from quire.layers.load_slot import LoadSlot, all_load_slots
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.decoder import DecoderModel
@@ -15,6 +18,9 @@ from quire.models.registry import model_class
 from quire.models.weight_map import Target
 
 MAX_NAMES_IN_ERROR = 5
+# Tensors handed to the readers ahead of time: enough that one large tensor leaves no thread idle, few enough that the
+# progress bar is true and shards are opened one after the other.
+MAX_READS_AHEAD = 32
 
 
 def load_model(
@@ -25,15 +31,22 @@ def load_model(
     tp: TensorParallel = SINGLE,
     progress: bool = False,
     seed: int = 0,
+    max_model_len: int | None = None,
 ) -> DecoderModel:
-    """The model of `hf_config` with the checkpoint's weights, ready for inference. `seed` is for dummy weights."""
-    model = model_class(hf_config)(hf_config, dtype, torch.device(device), tp)
-    if ckpt.format == "dummy":
-        fill_with_random(model, seed)
-    else:
-        tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
-        fill_from(model, tensors)
-    model.process_after_loading()
+    """The model of `hf_config` with the checkpoint's weights, ready for inference.
+
+    `seed` is for dummy weights. `max_model_len` is the user's limit, which decides between longrope's factors.
+    """
+    if max_model_len is not None:
+        hf_config = hf_config | {"max_model_len": max_model_len}
+    with large_buffers_mapped():
+        model = model_class(hf_config)(hf_config, dtype, torch.device(device), tp)
+        if ckpt.format == "dummy":
+            fill_with_random(model, seed)
+        else:
+            tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
+            fill_from(model, tensors)
+        model.process_after_loading()
     return model.eval()
 
 
@@ -42,15 +55,25 @@ def fill_from(model: DecoderModel, tensors: Iterable[CheckpointTensor]) -> None:
     weight_map = model.weight_map()
     slots = all_load_slots(model)
     unexpected: list[str] = []
-    for tensor in tensors:
-        if weight_map.is_ignored(tensor.name):
-            continue
-        target = weight_map.target(tensor.name)
-        slot = slots.pop((target.parameter, target.shard), None) if target else None
-        if target is None or slot is None:
-            unexpected.append(tensor.name)
-        else:
-            _read(tensor, target, slot)
+    reads: deque[Future[None]] = deque()
+    with reader_pool() as pool:
+        try:
+            for tensor in tensors:
+                if weight_map.is_ignored(tensor.name):
+                    continue
+                target = weight_map.target(tensor.name)
+                slot = slots.pop((target.parameter, target.shard), None) if target else None
+                if target is None or slot is None:
+                    unexpected.append(tensor.name)
+                    continue
+                reads.append(pool.submit(_read, tensor, target, slot))
+                if len(reads) > MAX_READS_AHEAD:
+                    reads.popleft().result()
+            while reads:
+                reads.popleft().result()
+        finally:
+            for read in reads:
+                read.cancel()
     missing = [weight_map.checkpoint_name(*key) for key in slots]
     complaints = [
         f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names
@@ -81,6 +104,13 @@ def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[C
 
 
 def _read(tensor: CheckpointTensor, target: Target, slot: LoadSlot) -> None:
+    try:
+        _read_into_slot(tensor, target, slot)
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(f"{tensor.name} could not be read from the checkpoint: {error}") from error
+
+
+def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) -> None:
     if target.transform is None:
         _check_shape(tensor.name, tensor.shape, slot)
         if slot.is_whole:

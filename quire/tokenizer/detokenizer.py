@@ -83,7 +83,10 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any decoder: decode the last few tokens with and without the new ones; the difference is the new text."""
+    """For any decoder whose text only grows: decode the last few tokens with and without the new ones.
+
+    The difference is the new text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool):
         self._tokenizer = tokenizer

@@ -29,7 +29,7 @@ def _find(override: str) -> Path:
     hub_id = HUB_ID.fullmatch(override)
     if hub_id is None or hub_id["gguf"]:
         raise ValueError(
-            f"No tokenizer at {override!r}: give a folder with tokenizer.json, a tokenizer.json, a .gguf file, "
+            f"No tokenizer at {override!r}: give a folder with tokenizer files, a tokenizer.json, a .gguf file, "
             "or a hub id like 'org/name'"
         )
     from quire.checkpoint import hub
@@ -38,11 +38,12 @@ def _find(override: str) -> Path:
 
 
 def _load_folder(folder: Path, file: Path) -> Tokenizer:
+    config = read_json(folder / "tokenizer_config.json") or {}
+    chat_template = _chat_template(folder, config)
     if not file.is_file():
-        raise ValueError(
-            f"{folder} has no tokenizer.json. Other tokenizer files (tokenizer.model, vocab.txt) are not supported: "
-            "convert with transformers' AutoTokenizer and save_pretrained, or name another tokenizer with --tokenizer."
-        )
+        from quire.tokenizer.fallback import load_with_transformers
+
+        return load_with_transformers(folder, chat_template)
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -50,14 +51,13 @@ def _load_folder(folder: Path, file: Path) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
 
-    config = read_json(folder / "tokenizer_config.json") or {}
     named = (read_json(folder / "special_tokens_map.json") or {}) | config
     _add_listed_tokens(backend, config, named)
     bos = _id_of(backend, named.get("bos_token"))
     eos = _id_of(backend, named.get("eos_token"))
     # add_bos_token and add_eos_token of the config are not read: as in transformers, tokenizer.json's post-processor
     # rules.
-    return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, chat_template=_chat_template(folder, config))
+    return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, chat_template=chat_template)
 
 
 def _content(token: Any) -> str | None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
+    from quire.tokenizer.fallback import SlowBackend
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -38,7 +40,7 @@ def sentencepiece_bytes(token: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
 
-def decoder_bytes(backend: "tokenizers.Tokenizer") -> tuple[Callable[[str], bytes], bool] | None:
+def decoder_bytes(backend: "tokenizers.Tokenizer | SlowBackend") -> tuple[Callable[[str], bytes], bool] | None:
     """How this tokenizer's decoder turns a token into bytes, and whether it drops one space at the start of the text.
 
     None for decoders that do more than join (WordPiece, CTC, ...): those must decode whole windows of tokens.

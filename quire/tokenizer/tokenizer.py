@@ -1,4 +1,4 @@
-"""The tokenizer of a model: `tokenizers.Tokenizer` used directly, without transformers."""
+"""The tokenizer of a model: `tokenizers.Tokenizer` used directly, without transformers where the files allow."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -8,12 +8,17 @@ from quire.tokenizer.token_bytes import decoder_bytes
 if TYPE_CHECKING:
     import tokenizers
 
+    from quire.tokenizer.fallback import SlowBackend
+
 
 class TokenPieces(dict[int, bytes]):
     """Token id -> the bytes it adds to the text, filled on first use; unknown and `skipped` ids add nothing."""
 
     def __init__(
-        self, backend: "tokenizers.Tokenizer", to_bytes: Callable[[str], bytes], skipped: frozenset[int] = frozenset()
+        self,
+        backend: "tokenizers.Tokenizer | SlowBackend",
+        to_bytes: Callable[[str], bytes],
+        skipped: frozenset[int] = frozenset(),
     ):
         super().__init__()
         self._backend = backend
@@ -32,7 +37,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: "tokenizers.Tokenizer",
+        backend: "tokenizers.Tokenizer | SlowBackend",
         *,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,

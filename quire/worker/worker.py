@@ -37,6 +37,7 @@ class Worker:
             self.dtype,
             self.platform.device,
             progress=config.load.use_tqdm_on_load,
+            max_model_len=config.model.max_model_len,
         )
         head_size = self.model.attention_layers()[0].head_size
         backend, why = choose_backend(self.platform, self.dtype, head_size, config.device.attention_backend)
@@ -69,4 +70,7 @@ class Worker:
         return self.runner.sample_tokens()
 
     def describe(self) -> str:
-        return f"{self.platform.name}, {torch.get_num_threads()} threads, {self.runner.backend.name} attention"
+        count = self.model.num_parameters
+        size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+        place = f"{self.platform.name}, {torch.get_num_threads()} threads"
+        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention"

@@ -52,6 +52,38 @@ def test_config_json_is_passed_on_as_it_is(tmp_path):
     assert load_generation_config(ckpt)["temperature"] == 0.6
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"eos_token": "</s>", "added_tokens_decoder": {"7": {"content": "</s>"}}}},
+        {"special_tokens_map.json": {"eos_token": {"content": "</s>"}}, "added_tokens.json": {"</s>": 7}},
+        {
+            "tokenizer_config.json": {"eos_token": {"content": "</s>"}},
+            "tokenizer.json": {"added_tokens": [{"id": 7, "content": "</s>"}], "model": {"vocab": {"</s>": 1}}},
+        },
+        {"tokenizer_config.json": {"eos_token": "</s>"}, "tokenizer.json": {"model": {"vocab": {"a": 0, "</s>": 7}}}},
+        {
+            "tokenizer_config.json": {"eos_token": "</s>"},
+            "tokenizer.json": {"model": {"vocab": [[str(i), 0.0] for i in range(7)] + [["</s>", 0.0]]}},
+        },
+        {"tokenizer_config.json": {"eos_token": "</s>"}, "vocab.json": {"</s>": 7}},
+    ],
+)
+def test_eos_of_the_tokenizer_where_no_config_names_one(tmp_path, files):
+    ckpt = hf_folder(tmp_path, {"eos_token_id": None}, {})
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load_eos_token_ids(ckpt, {"eos_token_id": None}) == (7,)
+    assert load_eos_token_ids(ckpt, {"eos_token_id": 3}) == (3,)
+
+
+def test_no_eos_anywhere(tmp_path):
+    ckpt = hf_folder(tmp_path, {})
+    assert load_eos_token_ids(ckpt, {}) == ()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "gone"}')
+    assert load_eos_token_ids(ckpt, {}) == ()
+
+
 def test_broken_config_json(tmp_path):
     ckpt = hf_folder(tmp_path, {})
     (tmp_path / "config.json").write_text("{")

@@ -39,15 +39,39 @@ def test_quantized_weights_equal_the_reference(tmp_path, small_slices, kind, dty
     assert torch.equal(read(tensor, dtype), expected.to(dtype))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # random scales include infinity
-@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K, Type.Q5_K, Type.Q4_0, Type.Q4_1, Type.Q8_0])
-def test_any_bytes_equal_the_reference(tmp_path, small_slices, kind):
+def can_dequantize(kind: Type) -> bool:
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return kind not in (Type.F32, Type.F16)  # stored as they are; compared above
+
+
+QUANTIZED = [kind for kind in Type if can_dequantize(kind)]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow)")  # random scales include infinity
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["blk.0.ffn_down.weight", "blk.0.attn_q.weight"])
+def test_any_bytes_equal_the_reference(tmp_path, small_slices, kind, name):
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    stored = np.random.default_rng(1).integers(0, 256, (13, 512 // size * nbytes), dtype=np.uint8)
-    tensor = open_one(write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_down.weight": (stored, kind)}))
+    stored = np.random.default_rng(1).integers(0, 256, (HEADS * HEAD_DIM, HIDDEN // size * nbytes), dtype=np.uint8)
+    tensor = open_one(write_gguf(tmp_path / "m.gguf", {name: (stored, kind)}))
     with np.errstate(all="ignore"):
-        expected = torch.from_numpy(gguf.quants.dequantize(stored, kind))
-    assert torch.allclose(read(tensor), expected, rtol=0, atol=0, equal_nan=True)
+        expected = gguf.quants.dequantize(stored, kind)
+    assert expected.shape == (HEADS * HEAD_DIM, HIDDEN) and np.isfinite(expected).mean() > 0.5
+    if "attn_q" in name:
+        expected = from_interleaved(expected, HEADS)
+    assert torch.allclose(read(tensor), torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_reference_knows_all_families():
+    names = {kind.name for kind in QUANTIZED}
+    assert {"BF16", "Q5_1", "Q2_K", "Q3_K", "TQ1_0", "MXFP4", "IQ1_M", "IQ2_XXS", "IQ3_S", "IQ4_NL"} <= names
+
+
+def from_interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def to_interleaved(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -60,7 +60,7 @@ def test_index_names_a_missing_shard(tmp_path):
 def test_broken_index(tmp_path):
     folder = model_folder(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
-    with pytest.raises(ValueError, match="not a valid safetensors index"):
+    with pytest.raises(ValueError, match="not a valid index of shards"):
         resolve_model(folder)
 
 
@@ -69,6 +69,16 @@ def test_folder_of_unindexed_shards(tmp_path):
         model_folder(tmp_path, "part-2.safetensors", "part-1.safetensors", "adapter_model.safetensors")
     )
     assert [file.name for file in found.files] == ["part-1.safetensors", "part-2.safetensors"]
+
+
+def test_pytorch_weights_come_after_safetensors(tmp_path):
+    folder = model_folder(tmp_path, "pytorch_model-1.bin", "pytorch_model-2.bin", "optimizer.bin", "model.safetensors")
+    assert resolve_model(folder).format == "safetensors"
+    (tmp_path / "model.safetensors").unlink()
+    found = resolve_model(folder)
+    assert (found.format, [file.name for file in found.files]) == ("pt", ["pytorch_model-1.bin", "pytorch_model-2.bin"])
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "pytorch_model-2.bin"}}')
+    assert [file.name for file in resolve_model(folder, load_format="pt").files] == ["pytorch_model-2.bin"]
 
 
 def test_gguf_file_and_folder_with_one_gguf(tmp_path):
@@ -90,10 +100,12 @@ def test_dummy_weights_need_only_a_config(tmp_path):
     ("files", "load_format", "message"),
     [
         ((), "auto", r"no \*\.safetensors"),
-        (("pytorch_model.bin",), "auto", "not supported yet"),
+        (("training_args.bin",), "auto", r"none is named pytorch_model"),
+        (("pytorch_model.bin",), "safetensors", "holds no such weights"),
+        (("model.safetensors",), "pt", "holds no such weights"),
         (("x.gguf",), "auto", "load_format 'gguf'"),
         (("model.safetensors",), "gguf", r"holds no \.gguf"),
-        (("model.safetensors",), "pickle", "allowed: auto, safetensors, gguf, dummy"),
+        (("model.safetensors",), "pickle", "allowed: auto, safetensors, pt, gguf, dummy"),
     ],
 )
 def test_folders_that_cannot_be_loaded(tmp_path, files, load_format, message):
@@ -127,6 +139,18 @@ def test_hub_model_is_downloaded(tmp_path, monkeypatch):
     assert (found.name, found.revision, found.path) == ("org/name", "v1", tmp_path)
     assert (asked["repo"], asked["revision"], asked["cache_dir"]) == ("org/name", "v1", "/models")
     assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
+
+
+def test_hub_model_without_safetensors_is_asked_for_its_bin(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo, **options):
+        asked.append(options["allow_patterns"])
+        return model_folder(tmp_path, *(["pytorch_model.bin"] if "pytorch_model*.bin" in asked[-1] else []))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("org/name").format == "pt"
+    assert len(asked) == 2
 
 
 def test_one_gguf_of_a_hub_repository(tmp_path, monkeypatch):

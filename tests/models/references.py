@@ -22,6 +22,22 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 16.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# As long as the original context, so that transformers never switches to the long factors.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,6 +46,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}}),
     "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-dynamic-rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}}),
+    "llama-yarn-rope": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "llama-longrope": ("Llama", {"rope_parameters": LONGROPE}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 6}),
     "qwen2": ("Qwen2", {}),
@@ -41,12 +60,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_reference(family: str) -> Any:
+def build_reference(family: str, **overrides: Any) -> Any:
     import transformers
 
     name, differences = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SMALL | differences))
+    config = getattr(transformers, f"{name}Config")(**(SMALL | differences | overrides))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -1,5 +1,6 @@
 import pytest
 
+from quire.layers.rope_scaling import Linear
 from quire.layers.rotary import RopeParameters
 from quire.models.qwen2 import Qwen2ForCausalLM
 from quire.models.registry import model_class
@@ -18,8 +19,8 @@ def test_other_activation_is_refused():
 
 
 def test_unknown_rope_is_refused():
-    with pytest.raises(ValueError, match=r"'yarn'.*default, linear, llama3"):
-        RopeParameters.from_hf({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 64)
+    with pytest.raises(ValueError, match=r"'mrope'.*default, linear, dynamic, yarn, llama3, longrope"):
+        RopeParameters.from_hf({"rope_scaling": {"type": "mrope", "factor": 2.0}}, 64)
 
 
 def test_missing_keys_are_named():
@@ -37,7 +38,7 @@ def test_missing_keys_are_named():
 )
 def test_old_and_new_rope_keys_agree(hf):
     hf = {"max_position_embeddings": 32} | hf
-    assert RopeParameters.from_hf(hf, 64) == RopeParameters("linear", 500.0, 64, 64, 2.0)
+    assert RopeParameters.from_hf(hf, 64) == RopeParameters(500.0, 64, 64, Linear(2.0))
 
 
 def test_windows_follow_max_window_layers():

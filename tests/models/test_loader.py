@@ -1,11 +1,20 @@
+import io
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from quire.checkpoint.config import load_hf_config
+from quire.checkpoint.resolve import Checkpoint, resolve_model
+from quire.checkpoint.tensors import open_tensors
 from quire.layers.parallel import TensorParallel
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loader import fill_from, fill_with_random, load_model
+from quire.models.loader import fill_from, fill_with_random, load_model, with_progress
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, tensors_of
-from tests.models.references import SMALL, build_reference
+from tests.models.references import LONGROPE, SMALL, build_reference
 
 
 def tiny(**differences) -> LlamaForCausalLM:
@@ -72,15 +81,100 @@ def test_random_weights_depend_on_the_seed_alone():
     assert torch.equal(first.norm.weight, torch.ones(48))
 
 
-def test_load_model_from_a_folder(tmp_path):
-    from quire.checkpoint.resolve import resolve_model
+def test_a_failing_read_names_its_tensor(tensors):
+    class Broken(MemoryTensor):
+        def read_into(self, out):
+            raise RuntimeError("no such page")
 
+    broken = [Broken(tensors[0].name, tensors[0].data), *tensors[1:]]
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight could not be read .*no such page"):
+        fill_from(tiny(), broken)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_load_model_from_a_folder(tmp_path, safe):
     reference = build_reference("qwen3")
     reference.save_pretrained(tmp_path)
-    hf = reference.config.to_dict()
-    model = load_model(resolve_model(str(tmp_path)), hf, torch.float32, "cpu")
+    if not safe:  # transformers 5 no longer writes these
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    ckpt = resolve_model(str(tmp_path))
+    assert ckpt.format == ("safetensors" if safe else "pt")
+    model = load_model(ckpt, reference.config.to_dict(), torch.float32, "cpu")
     tokens = [3, 1, 4, 1, 5, 9]
     (logits,) = TinyRunner(model, 1).step([(0, tokens)])
     with torch.inference_mode():
         theirs = reference(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_truncated_file_names_the_tensor(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({t.name: t.data.contiguous() for t in tensors_of(build_reference("llama"))}, file)
+    file.write_bytes(file.read_bytes()[:-10])
+    ckpt = Checkpoint("tiny", "safetensors", tmp_path, (file,))
+    with pytest.raises(ValueError, match=r"truncated \(tensor model\.norm\.weight ends"):
+        load_model(ckpt, SMALL | {"architectures": ["LlamaForCausalLM"]}, torch.float32, "cpu")
+
+
+def test_load_model_from_a_gguf():
+    ckpt = resolve_model(None)
+    model = load_model(ckpt, load_hf_config(ckpt), torch.float32, "cpu")
+    stored = {tensor.name: tensor for tensor in open_tensors(ckpt)}
+
+    def read(name: str) -> torch.Tensor:
+        out = torch.empty(stored[name].shape)
+        stored[name].read_into(out)
+        return out
+
+    assert torch.equal(model.embed_tokens.weight, read("model.embed_tokens.weight"))
+    assert torch.equal(model.norm.weight, read("model.norm.weight"))
+    layer, prefix = model.layers[29], "model.layers.29"
+    qkv = torch.cat([read(f"{prefix}.self_attn.{part}_proj.weight") for part in "qkv"])
+    assert torch.equal(layer.self_attn.qkv_proj.weight, qkv)
+    assert torch.equal(layer.mlp.down_proj.weight, read(f"{prefix}.mlp.down_proj.weight"))
+
+
+def test_load_model_with_dummy_weights(tmp_path):
+    hf = SMALL | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+    ckpt = Checkpoint("tiny", "dummy", tmp_path, ())
+    first, second, other = (load_model(ckpt, hf, torch.float32, "cpu", seed=seed) for seed in (3, 3, 4))
+    weights = [model.layers[2].self_attn.qkv_proj.weight for model in (first, second, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert first.layers[0].self_attn.q_norm.weight.eq(1).all()
+    (logits,) = TinyRunner(first, 1).step([(0, [1, 2, 3])])
+    assert logits.isfinite().all()
+
+
+def test_max_model_len_reaches_the_rope(tmp_path):
+    hf = SMALL | {"architectures": ["LlamaForCausalLM"]}
+    hf["rope_parameters"] = LONGROPE | {"original_max_position_embeddings": 16}
+    ckpt = Checkpoint("tiny", "dummy", tmp_path, ())
+    short, long = (load_model(ckpt, hf, torch.float32, "cpu", max_model_len=n) for n in (16, None))
+    assert short.config.ropes[0].scaling.factors == tuple(LONGROPE["short_factor"])
+    assert long.config.ropes[0].scaling.factors == tuple(LONGROPE["long_factor"])
+
+
+def test_progress_counts_every_tensor(tensors, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    fill_from(tiny(), with_progress(tensors, len(tensors)))
+    assert "Loading weights: 100%" in terminal.getvalue() and f"{len(tensors)}/{len(tensors)}" in terminal.getvalue()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("state", ["fresh", "used"])
+def test_peak_memory_is_little_more_than_the_model(state):
+    """In a process of its own; "used": one whose allocator has seen large buffers come and go."""
+    script = Path(__file__).with_name("peak_memory.py")
+    done = subprocess.run([sys.executable, script, state], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, model = map(int, done.stdout.split())
+    assert model == 269_030_016
+    assert model < peak < 1.3 * model

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models.helpers import TinyRunner, ours_from
-from tests.models.references import FAMILIES, build_reference
+from tests.models.references import FAMILIES, LONGROPE, build_reference
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -50,6 +50,27 @@ def test_decode_and_prefill_in_one_step(pair):
     results = runner.step([(2, texts[2][12:]), (0, texts[0][-1:]), (3, texts[3]), (1, texts[1][-1:])])
     for row, logits in zip((2, 0, 3, 1), results, strict=True):
         assert_close(logits, expected(reference, texts[row])[-len(logits) :])
+
+
+def test_dynamic_rope_beyond_the_trained_length_equals_generation_with_a_cache():
+    reference = build_reference("llama-dynamic-rope", max_position_embeddings=12)
+    tokens = prompt(20)
+    past, theirs = None, []
+    with torch.inference_mode():
+        for part in [tokens[:12], *([token] for token in tokens[12:])]:
+            out = reference(torch.tensor([part]), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            theirs.append(out.logits[0])
+    (logits,) = TinyRunner(ours_from(reference), 1).step([(0, tokens)])
+    assert_close(logits, torch.cat(theirs))
+
+
+def test_longrope_beyond_the_original_length():
+    rope = LONGROPE | {"original_max_position_embeddings": 8}
+    reference = build_reference("llama-longrope", rope_parameters=rope)
+    tokens = prompt(20)
+    (logits,) = TinyRunner(ours_from(reference), 1).step([(0, tokens)])
+    assert_close(logits, expected(reference, tokens))
 
 
 def test_bfloat16_stays_near_float32():

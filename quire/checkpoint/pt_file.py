@@ -1,0 +1,69 @@
+"""Tensors of PyTorch .bin files. They are pickles: only torch's restricted loader, which runs no code, reads them."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quire.checkpoint.mapped import copy_into
+
+ZIP_MAGIC = b"PK\x03\x04"
+
+
+class PtTensor:
+    """One tensor; its values stay in the file until `read_into`."""
+
+    def __init__(self, name: str, stored: torch.Tensor):
+        self.name = name
+        self.shape = tuple(stored.shape)
+        self._stored = stored
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """Copy into `out`, a view of this tensor's shape in any type on any device."""
+        copy_into(self.name, self._stored, out)
+
+
+def open_pt(files: tuple[Path, ...]) -> Iterator[PtTensor]:
+    """All tensors, shard by shard."""
+    homes: dict[str, Path] = {}
+    for file in files:
+        for name, stored in _load(file).items():
+            if name in homes:
+                raise ValueError(
+                    f"Tensor {name} is in both {homes[name]} and {file}; remove the file that does not belong"
+                )
+            homes[name] = file
+            yield PtTensor(name, stored)
+
+
+def count_pt(files: tuple[Path, ...]) -> int:
+    return sum(len(_load(file)) for file in files)
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    # Before torch 1.6 files were no zip archives, which alone can be mapped: such a shard is read as a whole.
+    with file.open("rb") as stream:
+        mapped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} is refused: it is damaged, or a pickle that asks for more than tensors, which could run code "
+            f"({_reason(error)}). Use the model's safetensors, or convert the file where you trust it."
+        ) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is corrupt or truncated ({_reason(error)}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not the tensors of a model by name")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise ValueError(f"{file}: {name!r} is a {type(value).__name__}, not a dense tensor; this is no checkpoint")
+    return content
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's long text that says what it met."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "nsupported" in line] or lines or [type(error).__name__]
+    return telling[0][:200]

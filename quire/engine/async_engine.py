@@ -1,0 +1,51 @@
+"""What a server needs of an engine. `AsyncLLM` is one; a stub for measuring the front end alone is another."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from quire.config import EngineConfig
+from quire.engine.input_processor import ParsedPrompt, Prompt
+from quire.engine.metrics import Metric
+from quire.engine.outputs import RequestOutput
+from quire.messages.requests import SchedulerStats
+from quire.messages.sampling_params import SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; nothing can be generated any more."""
+
+
+class AsyncEngine(Protocol):
+    config: EngineConfig
+    model_name: str
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    stats: SchedulerStats
+
+    def generate(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they come, of the kind that `sampling_params.output_kind` says; deltas that pile up while the
+        consumer is slow are merged. Bad input is a ValueError from the first `__anext__`; leaving the iterator early
+        aborts the request."""
+        ...
+
+    async def abort(self, request_ids: list[str]) -> None: ...
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+    async def check_health(self) -> None:
+        """EngineDeadError, with the cause, if the engine cannot serve."""
+        ...
+
+    def get_num_unfinished_requests(self) -> int: ...
+
+    def get_metrics(self) -> list[Metric]: ...
+
+    def shutdown(self) -> None: ...

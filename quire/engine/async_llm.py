@@ -1,0 +1,196 @@
+"""The asynchronous engine: an engine process, and streams of outputs for any number of callers in this one."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.async_engine import EngineDeadError
+from quire.engine.engine_connection import EngineConnection
+from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
+from quire.engine.metrics import Metric
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_stream import OutputStream
+from quire.engine.outputs import RequestOutput
+from quire.engine.setup import resolve_config
+from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
+from quire.messages.requests import SchedulerStats
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.tokenizer.load import load_tokenizer
+
+logger = logging.getLogger("quire")
+
+
+class AsyncLLM:
+    """The constructor returns when the model is loaded. This process imports no torch."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        began = time.perf_counter()
+        self.config, checkpoint = resolve_config(config)
+        self.model_name = checkpoint.name
+        self._connection = EngineConnection(self.config)
+        try:
+            model = self.config.model
+            self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
+            ready = self._connection.wait_ready()
+        except BaseException:
+            self._connection.close(timeout=0)
+            raise
+        self.max_model_len = ready.max_model_len
+        self.input_processor = InputProcessor(model, ready.max_model_len, self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.stats = SchedulerStats()
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._num_calls = 0
+        self._dead: EngineDeadError | None = None
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: threading.Thread | None = None
+        device, cache = ready.summary
+        for line in (f"{self.model_name} · {device}", cache, f"ready in {time.perf_counter() - began:.1f} s"):
+            logger.info(line)
+
+    async def generate(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        stream = self._add(prompt, sampling_params, request_id, priority)
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            self._streams.pop(request_id, None)
+            if not finished:
+                self._abort([request_id])
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Their streams end with an output that says so."""
+        for request_id in request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(self.output_processor.aborted(request_id))
+        self._abort(request_ids)
+
+    async def reset_prefix_cache(self) -> bool:
+        self._check()
+        self._listen()
+        self._num_calls += 1
+        done = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
+        self._connection.send(Call(self._num_calls, "reset_prefix_cache"))
+        await done
+        return True
+
+    async def check_health(self) -> None:
+        self._check()
+        self._connection.check_alive()
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.output_processor)
+
+    def get_metrics(self) -> list[Metric]:
+        return self.output_processor.metrics.snapshot(self.stats, self.model_name)
+
+    def shutdown(self) -> None:
+        """End the engine process. Streams that are open end with an error."""
+        if self._closing:
+            return
+        self._closing = True
+        self._die(EngineDeadError("the engine was shut down"))
+        if self._listener is not None:
+            self._listener.join()
+        self._connection.close()
+
+    def _add(
+        self, prompt: Prompt | ParsedPrompt, params: SamplingParams, request_id: str, priority: int
+    ) -> OutputStream:
+        self._check()
+        if request_id in self.output_processor:
+            raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
+        if priority and self.config.scheduler.scheduling_policy != "priority":
+            raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
+        self._listen()
+        parsed, requests = self.input_processor.process(request_id, prompt, params, priority=priority)
+        self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
+        stream = self._streams[request_id] = OutputStream(params.output_kind == RequestOutputKind.DELTA)
+        self._connection.send(AddRequests(requests))
+        return stream
+
+    def _abort(self, request_ids: list[str]) -> None:
+        running = self.output_processor.drop(request_ids)
+        if running and self._dead is None:
+            self._connection.send(FinishRequests(running))
+
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _listen(self) -> None:
+        """From the first request on: only then is there a loop to work in."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._listener = threading.Thread(target=self._receive, name="quire-listener", daemon=True)
+            self._listener.start()
+        elif self._loop is not loop:
+            raise RuntimeError("an AsyncLLM serves one event loop; make another for this one")
+
+    def _receive(self) -> None:
+        """A thread waits for messages and unpacks them; the loop's thread acts on them."""
+        assert self._loop is not None
+        while not self._closing:
+            try:
+                message = self._connection.receive(timeout=0.2)
+                if message is None:
+                    self._connection.check_alive()
+                    continue
+            except EngineDeadError as error:
+                message = Dead(str(error))
+            try:
+                self._loop.call_soon_threadsafe(self._take, message)
+            except RuntimeError:
+                return  # the loop is closed: nobody is left to tell
+            if isinstance(message, Dead):
+                return
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Outputs(outputs):
+                self.stats = outputs.stats or self.stats
+                ready, ended = self.output_processor.process(outputs)
+                for output in ready:
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:
+                        stream.put(output)
+                if ended:
+                    self._connection.send(FinishRequests(ended))
+            case Result(number, error):
+                done = self._calls.pop(number)
+                if error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(RuntimeError(error))
+            case Dead(cause):
+                self._die(EngineDeadError(cause))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._dead is not None:
+            return
+        self._dead = error
+        if not self._closing:
+            logger.error("the engine is dead: %s", error)
+        for stream in self._streams.values():
+            stream.fail(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)

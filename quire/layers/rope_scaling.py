@@ -1,0 +1,244 @@
+"""How a model stretches rotary frequencies over a longer context: one class per `rope_type`.
+
+Frequencies are float32 [pairs], or [positions, pairs] where they differ by position. Every table is fixed when the
+model is built: requests share the KV cache and the batch, so a frequency must not depend on who else is in it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+
+
+@dataclass(frozen=True)
+class RopeSource:
+    """What a scaling may read: its own keys in the config, and the lengths that stand elsewhere."""
+
+    given: dict[str, Any]
+    max_positions: int  # max_position_embeddings
+    original_positions: int  # of pretraining
+    max_model_len: int | None = None  # the longest sequence that will be asked for; None: max_positions
+
+    def number(self, name: str) -> float:
+        value = self.given.get(name)
+        if not isinstance(value, int | float):
+            raise ValueError(f"rope parameters of type {self.given.get('rope_type')!r} need a number {name}: {value!r}")
+        return float(value)
+
+    def number_or(self, name: str, default: float) -> float:
+        return default if self.given.get(name) is None else self.number(name)
+
+    @property
+    def extension(self) -> float:
+        """`factor`, or how much longer the context is than that of pretraining."""
+        return self.number_or("factor", self.max_positions / self.original_positions)
+
+
+class RopeScaling(Protocol):
+    @classmethod
+    def read(cls, source: RopeSource) -> Self: ...
+
+    @property
+    def attention_factor(self) -> float:
+        """Cosines and sines are multiplied by it."""
+
+    def table_length(self, max_positions: int) -> int:
+        """How many positions the table covers, from the config's max_position_embeddings."""
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        """[pairs], or [len(positions), pairs]."""
+
+
+def plain_frequencies(theta: float, dim: int) -> torch.Tensor:
+    return 1.0 / theta ** _exponents(dim)
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    attention_factor: ClassVar[float] = 1.0
+
+    @classmethod
+    def read(cls, source: RopeSource) -> Self:
+        return cls()
+
+    def table_length(self, max_positions: int) -> int:
+        return max_positions
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        return plain_frequencies(theta, dim)
+
+
+@dataclass(frozen=True)
+class Linear:
+    factor: float
+    attention_factor: ClassVar[float] = 1.0
+
+    @classmethod
+    def read(cls, source: RopeSource) -> Self:
+        return cls(source.number("factor"))
+
+    def table_length(self, max_positions: int) -> int:
+        return math.ceil(max_positions * self.factor)
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        return plain_frequencies(theta, dim) / self.factor
+
+
+@dataclass(frozen=True)
+class DynamicNTK:
+    factor: float
+    trained_positions: int
+    attention_factor: ClassVar[float] = 1.0
+
+    @classmethod
+    def read(cls, source: RopeSource) -> Self:
+        return cls(source.number("factor"), source.max_positions)
+
+    def table_length(self, max_positions: int) -> int:
+        return math.ceil(max_positions * self.factor)
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        # transformers takes the frequencies of the longest sequence so far, vLLM those of the longest possible one for
+        # all. Here position p has those of a sequence that ends with it: equal to transformers up to the trained
+        # length, and beyond it to transformers' token-by-token generation, whose cached keys keep their old angles.
+        lengths = (positions.double() + 1).clamp(min=self.trained_positions)
+        growth = self.factor * lengths / self.trained_positions - (self.factor - 1)
+        bases = theta * growth ** (dim / (dim - 2))
+        return (1.0 / bases[:, None] ** _exponents(dim).to(positions.device)).float()
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Fast pairs keep their frequency, slow ones are stretched, those between blended (arXiv 2309.00071)."""
+
+    factor: float
+    original_positions: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+    @classmethod
+    def read(cls, source: RopeSource) -> Self:
+        factor, given = source.extension, source.given
+        attention_factor = given.get("attention_factor")
+        if attention_factor is None:
+            mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+            if mscale and all_dim:
+                attention_factor = _magnitude(factor, mscale) / _magnitude(factor, all_dim)
+            else:
+                attention_factor = _magnitude(factor)
+        return cls(
+            factor,
+            source.original_positions,
+            float(attention_factor),
+            # Zero means the default, as in transformers.
+            beta_fast=source.number_or("beta_fast", 32.0) or 32.0,
+            beta_slow=source.number_or("beta_slow", 1.0) or 1.0,
+            truncate=bool(given.get("truncate", True)),
+        )
+
+    def table_length(self, max_positions: int) -> int:
+        return max(max_positions, math.ceil(self.original_positions * self.factor))
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        plain = plain_frequencies(theta, dim)
+        first, last = self._pair_turning(self.beta_fast, theta, dim), self._pair_turning(self.beta_slow, theta, dim)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        width = last - first or 0.001
+        stretched = ((torch.arange(len(plain), dtype=torch.float32) - first) / width).clamp(0, 1)
+        return plain / self.factor * stretched + plain * (1 - stretched)
+
+    def _pair_turning(self, turns: float, theta: float, dim: int) -> float:
+        """The (fractional) pair that turns so often within the original context."""
+        return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def _magnitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+    attention_factor: ClassVar[float] = 1.0
+
+    @classmethod
+    def read(cls, source: RopeSource) -> Self:
+        low, high = source.number("low_freq_factor"), source.number("high_freq_factor")
+        return cls(source.number("factor"), low, high, source.original_positions)
+
+    def table_length(self, max_positions: int) -> int:
+        return max_positions
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        plain = plain_frequencies(theta, dim)
+        turns = self.original_positions * plain / (2 * math.pi)  # within the original context
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return plain * kept + plain / self.factor * (1.0 - kept)
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """One factor per pair, searched for by the model's makers (arXiv 2402.13753)."""
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+    @classmethod
+    def read(cls, source: RopeSource) -> Self:
+        # transformers switches from the short to the long factors when a sequence outgrows the original length, which
+        # makes its cached keys wrong. As in vLLM, the choice is made once, by the longest sequence that may come: with
+        # max_model_len up to the original length all sequences equal transformers', else those beyond it do.
+        longest = source.max_model_len or source.max_positions
+        name = "long_factor" if longest > source.original_positions else "short_factor"
+        factors = source.given.get(name)
+        if not isinstance(factors, list | tuple):
+            raise ValueError(f"rope parameters of type 'longrope' need a list {name}: {factors!r}")
+        attention_factor, extension = source.given.get("attention_factor"), source.extension
+        if attention_factor is None:
+            logs = math.log(extension) / math.log(source.original_positions) if extension > 1 else 0.0
+            attention_factor = math.sqrt(1 + logs)
+        return cls(tuple(map(float, factors)), float(attention_factor))
+
+    def table_length(self, max_positions: int) -> int:
+        return max_positions
+
+    def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
+        plain = plain_frequencies(theta, dim)
+        if len(self.factors) != len(plain):
+            raise ValueError(
+                f"the config's longrope has {len(self.factors)} factors; {dim} rotary dimensions need {len(plain)}"
+            )
+        return plain / torch.tensor(self.factors, dtype=torch.float32)
+
+
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
+    "default": Unscaled,
+    "linear": Linear,
+    "dynamic": DynamicNTK,
+    "yarn": Yarn,
+    "llama3": Llama3,
+    "longrope": LongRope,
+}
+ALIASES = {"su": "longrope"}  # the name in Phi-3's first configs
+
+
+def read_scaling(rope_type: str, source: RopeSource) -> RopeScaling:
+    scaling = ROPE_SCALINGS.get(ALIASES.get(rope_type, rope_type))
+    if scaling is None:
+        raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_SCALINGS)}")
+    return scaling.read(source)

@@ -1,0 +1,110 @@
+"""What front ends and an engine process say to each other, and how it becomes bytes.
+
+msgpack of typed structs: nothing that is received can name code to run. Arrays of some size travel as frames of their
+own, uncopied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
+
+INLINE_BYTES = 1024  # a smaller array costs less inside the message than as a frame
+ARRAY_KINDS = "biuf"
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A front end's first word: where it listens for outputs."""
+
+    output_address: str
+
+
+class AddRequests(msgspec.Struct, tag=True):
+    requests: list[EngineCoreRequest]
+
+
+class FinishRequests(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, tag=True):
+    """Something to do once, answered with a Result of the same number."""
+
+    number: int
+    name: str  # one of those the engine process lists
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine can serve."""
+
+    max_model_len: int
+    summary: list[str]  # for the start-up lines
+
+
+class Outputs(msgspec.Struct, tag=True):
+    outputs: EngineCoreOutputs
+
+
+class Result(msgspec.Struct, tag=True):
+    number: int
+    error: str | None = None
+
+
+class Dead(msgspec.Struct, tag=True):
+    """The engine's last word."""
+
+    cause: str
+
+
+ToEngine = Hello | AddRequests | FinishRequests | Call | Shutdown
+FromEngine = Ready | Outputs | Result | Dead
+
+
+class Codec:
+    """Messages to and from lists of frames: the msgpack first, then the large arrays it mentions."""
+
+    def __init__(self, received: Any) -> None:
+        """`received` is the union of message types that this side takes."""
+        self._frames: list[memoryview] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
+        self._received: Sequence[Any] = ()
+        self._decoder = msgspec.msgpack.Decoder(received, dec_hook=self._decode_array)
+
+    def encode(self, message: Any) -> list[Any]:
+        self._frames = []
+        return [self._encoder.encode(message), *self._frames]
+
+    def decode(self, frames: Sequence[Any]) -> Any:
+        """A ValueError for anything but a well-formed message of the expected types."""
+        self._received = frames
+        try:
+            return self._decoder.decode(frames[0])
+        except (msgspec.MsgspecError, TypeError, IndexError) as error:
+            raise ValueError(f"not a message: {error}") from error
+
+    def _encode_array(self, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"cannot send a {type(value).__name__}")
+        data = np.ascontiguousarray(value)
+        if data.nbytes < INLINE_BYTES:
+            return data.dtype.str, data.shape, data.tobytes()
+        self._frames.append(data.data.cast("B"))
+        return data.dtype.str, data.shape, len(self._frames)
+
+    def _decode_array(self, kind: type, value: Any) -> Any:
+        if kind is not np.ndarray:
+            raise TypeError(f"cannot receive a {kind.__name__}")
+        name, shape, data = value
+        dtype = np.dtype(str(name))
+        if dtype.kind not in ARRAY_KINDS:
+            raise ValueError(f"arrays of {name} are not accepted")
+        return np.frombuffer(self._received[data] if isinstance(data, int) else data, dtype).reshape(shape)

@@ -1,0 +1,24 @@
+"""What a configuration leaves open until the device is known."""
+
+import dataclasses
+
+from quire.config import EngineConfig
+from quire.platforms import current_platform
+
+
+def with_platform_defaults(config: EngineConfig) -> EngineConfig:
+    """Fill in device, precision and step limits. `config` knows its model."""
+    platform = current_platform(config.device.device)
+    asked, hf = config.model, config.model.hf_config
+    stored = hf.get("dtype") or hf.get("torch_dtype")
+    dtype = asked.dtype if asked.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")
+    scheduler = config.scheduler
+    return config.replace(
+        model=dataclasses.replace(asked, dtype=dtype),
+        scheduler=dataclasses.replace(
+            scheduler,
+            max_num_seqs=scheduler.max_num_seqs or platform.default_max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens or platform.default_max_num_batched_tokens,
+        ),
+        device=dataclasses.replace(config.device, device=platform.name),
+    )

@@ -1,0 +1,77 @@
+import msgspec
+import numpy as np
+import pytest
+
+from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
+from quire.messages.sampling_params import RepetitionDetection, SamplingParams
+
+
+def request(num_tokens, **params):
+    return EngineCoreRequest(
+        "a", 7, np.arange(num_tokens, dtype=np.int32), SamplingParams(**params), (2, 3), 2**62 + 1, 1.5, cache_salt="s"
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 10_000])
+def test_requests_survive_the_way(num_tokens):
+    sent = request(
+        num_tokens,
+        n=2,
+        stop=["x"],
+        logit_bias={5: 1.5},
+        seed=-3,
+        max_tokens=None,
+        repetition_detection=RepetitionDetection(max_pattern_size=4),
+    )
+    frames = Codec(FromEngine).encode(AddRequests([sent]))
+    assert len(frames) == (2 if num_tokens * 4 >= 1024 else 1)
+    (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
+    assert np.array_equal(got.prompt_token_ids, sent.prompt_token_ids) and got.prompt_token_ids.dtype == np.int32
+    assert got.params == sent.params and got.seed == sent.seed and got.eos_token_ids == (2, 3)
+
+
+def test_outputs_survive_the_way():
+    sent = EngineCoreOutputs(
+        index=np.arange(300),
+        token_ids=np.arange(300, dtype=np.int32),
+        offsets=np.arange(301, dtype=np.int32),
+        finish=np.zeros(300, np.int8),
+        num_cached=np.zeros(300, np.int32),
+        stop_reasons={3: 9},
+        logprobs=Logprobs(np.array([1]), np.array([[4, 5]]), np.array([[-0.5, -1.5]], np.float32), np.array([1])),
+    )
+    frames = Codec(ToEngine).encode(Outputs(sent))
+    got = Codec(FromEngine).decode(frames).outputs
+    assert np.array_equal(got.token_ids, sent.token_ids) and got.stop_reasons == {3: 9}
+    assert np.array_equal(got.logprobs.logprobs, sent.logprobs.logprobs)
+    assert got.finish.dtype == np.int8 and FinishReason(int(got.finish[0])) == FinishReason.NONE
+
+
+def test_what_is_not_a_message_is_refused():
+    codec = Codec(ToEngine)
+    for frames in (
+        [b""],
+        [b"\xff\xff"],
+        [msgspec.msgpack.encode({"type": "Dead", "cause": "no such message for an engine"})],
+        [msgspec.msgpack.encode({"type": "Call", "number": "x", "name": 1})],
+        [msgspec.msgpack.encode({"type": "AddRequests", "requests": [{"request_id": "a"}]})],
+    ):
+        with pytest.raises(ValueError, match="not a message"):
+            codec.decode(frames)
+    bad_array = msgspec.msgpack.encode(AddRequests([request(3)]), enc_hook=lambda a: ("O", [3], b"xxx"))
+    with pytest.raises(ValueError, match="not a message"):
+        codec.decode([bad_array])
+
+
+def test_parameters_are_checked_on_arrival():
+    message = msgspec.msgpack.decode(Codec(FromEngine).encode(AddRequests([request(3)]))[0])
+    message["requests"][0]["params"]["top_p"] = 2
+    with pytest.raises(ValueError, match="top_p is 2"):
+        Codec(ToEngine).decode([msgspec.msgpack.encode(message)])
+
+
+def test_calls():
+    assert Codec(ToEngine).decode(Codec(FromEngine).encode(Call(3, "reset_prefix_cache"))) == Call(
+        3, "reset_prefix_cache"
+    )
