@@ -12,6 +12,7 @@ class FieldInfo:
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
+    words: tuple[str, ...] = ()  # accepted in place of a number
     internal: bool = False  # filled in by Quire, no flag
 
 
@@ -22,9 +23,10 @@ def option(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    words: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is also a command-line flag."""
-    info = FieldInfo(help, choices, minimum, maximum)
+    info = FieldInfo(help, choices, minimum, maximum, words)
     return dataclasses.field(default=default, metadata={"info": info})
 
 
@@ -62,7 +64,7 @@ def validate(config: Any) -> None:
             raise ValueError(f"{name} is {value!r}; allowed: {allowed} ({flag(name)})")
         if info.minimum is None and info.maximum is None:
             continue
-        if isinstance(value, str) and str in typing.get_args(hints[name]):
+        if value in info.words:
             continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         low = info.minimum if info.minimum is not None else float("-inf")

@@ -19,6 +19,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)  # an abbreviation would change meaning when a flag is added
         kwargs.setdefault("formatter_class", lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110))
+        kwargs.setdefault("usage", "%(prog)s [MODEL] [flags]")  # the list of all flags follows anyway
         super().__init__(**kwargs)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -94,7 +95,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annota
     elif info.choices is not None:
         group.add_argument(flag(name), choices=info.choices, type=_parser_for(name, annotation), **common)
     else:
-        metavar, parse = _metavar(name, annotation), _parser_for(name, annotation)
+        metavar, parse = _metavar(name, annotation), _or_word(info.words, _parser_for(name, annotation))
         group.add_argument(flag(name), type=parse, metavar=metavar, **common)
 
 
@@ -130,6 +131,10 @@ def _parser_for(name: str, annotation: Any) -> Callable[[str], Any]:
         raise problem
 
     return first_that_fits
+
+
+def _or_word(words: Collection[str], parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    return (lambda text: text if text in words else parse(text)) if words else parse
 
 
 def _metavar(name: str, annotation: Any) -> str:

@@ -19,7 +19,10 @@ class ModelConfig:
         "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
     )
     max_model_len: int | None = option(
-        None, "longest prompt + output in tokens; default, -1 or auto: the model's own, or what fits memory", minimum=1
+        None,
+        "longest prompt + output in tokens; default, -1 or auto: the model's own, or what fits memory",
+        minimum=1,
+        words=("auto",),
     )
     max_logprobs: int = option(20, "most logprobs a request may ask for", minimum=-1)
     logprobs_mode: str = option(

@@ -1,15 +1,21 @@
-"""Offline use: `LLM(...)`, `generate`."""
+"""Offline use: `LLM(...)`, `generate`, `chat`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
+from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
+from quire.entrypoints.interruption import interruption
 from quire.entrypoints.logs import set_up_logging
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.entrypoints.chat import ChatRenderer
 
 
 class LLM:
@@ -46,6 +52,39 @@ class LLM:
         ids = self._add_all(self.llm_engine.input_processor.parse_many(many), params, priorities)
         return self._run(ids, use_tqdm)
 
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of such lists).
+
+        `chat_template` is a Jinja text or file to use instead of the model's own.
+        """
+        conversations = [messages] if _is_conversation(messages) else list(messages)
+        params = _per_prompt(sampling_params, len(conversations))
+        prompts = self._chat_renderer.prompts(
+            conversations,
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs,
+        )
+        return self._run(self._add_all(prompts, params, [0] * len(prompts)), use_tqdm)
+
+    @cached_property
+    def _chat_renderer(self) -> "ChatRenderer":
+        from quire.entrypoints.chat import ChatRenderer
+
+        return ChatRenderer(self.get_tokenizer(), self.llm_engine.config.model.chat_template)
+
     def get_tokenizer(self) -> Tokenizer:
         if self.llm_engine.tokenizer is None:
             raise ValueError("there is no tokenizer: the engine was made with skip_tokenizer_init")
@@ -53,6 +92,10 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms so far, named like vLLM's with the prefix `quire:`."""
+        return self.llm_engine.get_metrics()
 
     def shutdown(self) -> None:
         self.llm_engine.shutdown()
@@ -78,13 +121,16 @@ class LLM:
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        progress = _Progress(len(ids)) if use_tqdm else None
+        progress = Progress(len(ids)) if use_tqdm else None
         try:
-            while len(done) < len(ids):
-                for output in self.llm_engine.step():
-                    done[output.request_id] = output
-                    if progress is not None:
-                        progress.update(output)
+            with interruption() as interrupted:
+                while len(done) < len(ids):
+                    for output in self.llm_engine.step():
+                        done[output.request_id] = output
+                        if progress is not None:
+                            progress.update(output)
+                    if interrupted():
+                        raise KeyboardInterrupt
         except BaseException:
             self.llm_engine.abort_request(ids)  # interrupted: the engine stays usable
             raise
@@ -94,7 +140,7 @@ class LLM:
         return [done[i] for i in ids]
 
 
-class _Progress:
+class Progress:
     def __init__(self, total: int) -> None:
         from tqdm import tqdm
 
@@ -117,6 +163,11 @@ def _as_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _is_conversation(messages: Any) -> bool:
+    """One conversation or several? Several are lists within a list."""
+    return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

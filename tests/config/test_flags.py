@@ -37,6 +37,11 @@ def test_types_follow_the_annotations() -> None:
     assert given == {"max_model_len": 512, "gpu_memory_utilization": 0.5, "revision": "1"}
 
 
+def test_words_in_place_of_numbers() -> None:
+    for text in ("auto", "-1"):
+        assert EngineConfig.from_kwargs(**parse("--max-model-len", text)).model.max_model_len is None
+
+
 def test_booleans_come_in_pairs() -> None:
     assert parse("--enable-prefix-caching") == {"enable_prefix_caching": True}
     assert parse("--no-enable-prefix-caching") == {"enable_prefix_caching": False}

@@ -189,3 +189,37 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(llm, monkeypatc
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
     assert all("out of memory" in o.error for o in outputs)
     assert "Rome" in texts(llm.generate("The capital of Italy is", GREEDY, use_tqdm=False))[0]
+
+
+def test_an_interrupt_ends_the_call_and_leaves_the_engine_usable(llm, monkeypatch):
+    import os
+    import signal
+
+    steps = []
+    step = llm.llm_engine.step
+
+    def interrupted_step():
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine, "step", interrupted_step)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["one", "two"], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests() and len(steps) == 3
+    assert "Rome" in texts(llm.generate("The capital of Italy is", GREEDY, use_tqdm=False))[0]
+
+
+def test_engine_metrics(llm):
+    before = {(m.name, *m.labels.values()): m for m in llm.get_metrics()}
+    llm.generate(["a b c"] * 2, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    after = {(m.name, *m.labels.values()): m for m in llm.get_metrics()}
+    name = "SmolLM2-135M-Instruct"
+    key = ("quire:generation_tokens", name)
+    assert after[key].value - before[key].value == 10
+    key = ("quire:request_success", name, "length")
+    assert after[key].value - before[key].value == 2
+    assert after[("quire:num_requests_running", name)].value == 0
+    assert after[("quire:time_to_first_token_seconds", name)].count >= 2

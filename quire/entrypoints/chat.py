@@ -1,0 +1,152 @@
+"""From messages, as users and the OpenAI API write them, to a prompt."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import nodes
+
+from quire.engine.input_processor import ParsedPrompt
+from quire.tokenizer.chat_template import parse_template, render_chat
+from quire.tokenizer.tokenizer import Tokenizer
+
+TEXT_PARTS = {"text", "input_text", "output_text"}
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template, or with the one the user named instead."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = read_template(chat_template) if chat_template is not None else tokenizer.chat_template
+        ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+        self.special_tokens = {n: str(tokenizer.backend.id_to_token(i)) for n, i in ids.items() if i is not None}
+
+    def prompts(self, conversations: Sequence[Sequence[Any]], **options: Any) -> list[ParsedPrompt]:
+        """Rendered and tokenized. The template writes its own special tokens, so the tokenizer adds none."""
+        texts = [self.render(messages, **options) for messages in conversations]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [ParsedPrompt(text, ids) for text, ids in zip(texts, encoded, strict=True)]
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self.template if chat_template is None else read_template(chat_template)
+        if template is None:
+            raise ValueError(
+                "the model has no chat template (a base model?); give one with --chat-template FILE or "
+                "chat_template=..., or use plain prompts"
+            )
+        return render_chat(
+            normalize_messages(messages, template),
+            template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            special_tokens=self.special_tokens,
+        )
+
+
+@lru_cache(maxsize=64)
+def read_template(given: str) -> str:
+    """A template is recognised by Jinja's braces or a line break; anything else names a file."""
+    if "{%" in given or "{{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(f"chat_template {given!r} is neither a file nor a Jinja template")
+    return path.read_text(encoding="utf-8")
+
+
+def normalize_messages(messages: Sequence[Any], template: str) -> list[dict[str, Any]]:
+    """Check each message, and give the template its content in the form that it expects."""
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages must be a list of {{role, content}} objects, not {type(messages).__name__}")
+    takes_parts, takes_texts = content_format(template)
+    normal = []
+    for place, given in enumerate(messages):
+        message = _as_dict(given, f"messages[{place}]")
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            parts = [_text_part(part, f"messages[{place}].content[{i}]") for i, part in enumerate(content)]
+            message["content"] = parts if takes_parts else "\n".join(part["text"] for part in parts)
+        elif isinstance(content, str) and not takes_texts:
+            message["content"] = [{"type": "text", "text": content}]
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        normal.append(message)
+    return normal
+
+
+@lru_cache(maxsize=64)
+def content_format(template: str) -> tuple[bool, bool]:
+    """Whether a template takes content as a list of parts (it loops over it), and as plain text (all do, but those that
+    loop over it and never ask whether it is a string)."""
+    tree = parse_template(template)
+    names = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
+            names.add(assign.target.name)
+    loops = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+    asks = any(test.name in ("string", "iterable", "mapping", "sequence") for test in tree.find_all(nodes.Test))
+    return loops, not loops or asks
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Filter) and node.node is not None:
+        return node.name in ("list", "selectattr", "rejectattr", "default") and _is_content(node.node, names)
+    return isinstance(node, nodes.Name) and node.name in names
+
+
+def _as_dict(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) and callable(getattr(message, "model_dump", None)):
+        message = message.model_dump(exclude_none=True)  # what the openai client returned
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} must be an object with role and content, not {type(message).__name__}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where} needs a role: system, user, assistant, tool, or what the chat template knows")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"{where} needs content: a text, or a list of text parts")
+    if content is not None and not isinstance(content, (str, list, tuple)):
+        raise ValueError(f"{where}.content must be a text or a list of parts, not {type(content).__name__}")
+    return dict(message)
+
+
+def _text_part(part: Any, where: str) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{where} must be an object like {{'type': 'text', 'text': ...}}")
+    kind = part.get("type", "text")
+    if kind not in TEXT_PARTS:
+        raise ValueError(f"{where} is of type {kind!r}; only text is supported so far, images and audio come later")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"{where} needs a text")
+    return {"type": "text", "text": part["text"]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """The API carries a tool call's arguments as a JSON text; templates expect the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

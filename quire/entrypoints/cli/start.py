@@ -1,0 +1,33 @@
+"""Starting an engine from a command's flags."""
+
+import argparse
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from quire.config.flags import engine_kwargs
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
+    from quire.entrypoints.chat import ChatRenderer
+
+
+def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "LLMEngine":
+    """torch and the engine are imported here, after everything that can be wrong with the flags has been said."""
+    from quire.config import EngineConfig
+    from quire.entrypoints.logs import set_up_logging
+
+    config = EngineConfig.from_kwargs(**engine_kwargs(args, leave_out))
+    set_up_logging()
+    began = time.perf_counter()
+    from quire.engine.llm_engine import LLMEngine
+
+    return LLMEngine(config, import_seconds=time.perf_counter() - began)
+
+
+def chat_renderer(engine: "LLMEngine") -> "ChatRenderer":
+    from quire.entrypoints.chat import ChatRenderer
+
+    if engine.tokenizer is None:
+        raise ValueError("a chat needs a tokenizer: drop --skip-tokenizer-init")
+    return ChatRenderer(engine.tokenizer, engine.config.model.chat_template)
