@@ -4,7 +4,7 @@ A layer calls `Attention.forward(q, k, v, ctx)`. A backend is chosen once per KV
 per step per group and travels in the explicit ForwardContext.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,6 @@ class ForwardContext:
         torch.Tensor
     ]  # per group, [N] int64: block * block_size + offset; 0.. of the null block for padding
     layer_hooks: LayerHooks | None = None
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 class AttentionBackend(Protocol):

@@ -25,15 +25,17 @@ class EngineCore:
         self.depth = config.scheduler.depth
         assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
         step_tokens = config.scheduler.max_num_batched_tokens
+        # A window is given up by confirmed tokens: plans in flight need room beyond what one step writes.
+        span = max(step_tokens, self.depth + 2)
         layout = self._lay_out_cache(config)
-        self.max_model_len = self._fit_model_len(config, layout, step_tokens)
+        self.max_model_len = self._fit_model_len(config, layout, span)
         if not config.scheduler.enable_chunked_prefill and step_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens is {step_tokens}, "
                 f"max_model_len {self.max_model_len}; raise the first (--max-num-batched-tokens) or lower the second"
             )
         executor.initialize_kv_cache(layout, self.max_model_len)
-        one = blocks_of_one_request(layout.groups, self.max_model_len, step_tokens)
+        one = blocks_of_one_request(layout.groups, self.max_model_len, span)
         size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
         self.summary = [
             executor.describe(),
@@ -76,8 +78,9 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""
         while len(self._in_flight) <= self.depth and (plan := self.scheduler.schedule()) is not None:
+            self._in_flight.append((plan, _interrupted()))  # until it is on its way
             self.executor.execute_model(plan)
-            self._in_flight.append((plan, self.executor.sample_tokens()))
+            self._in_flight[-1] = (plan, self.executor.sample_tokens())
             if not len(plan.rows):
                 break  # only a connector's news are awaited
         if not self._in_flight:
@@ -104,11 +107,11 @@ class EngineCore:
         return plan_kv_cache(specs, config.cache.kv_cache_memory_bytes or self.executor.kv_cache_memory())
 
     @staticmethod
-    def _fit_model_len(config: EngineConfig, layout: KVCacheConfig, step_tokens: int) -> int:
+    def _fit_model_len(config: EngineConfig, layout: KVCacheConfig, span: int) -> int:
         """A request of full length must fit alone, or it would wait for ever."""
         asked = config.model.max_model_len
         wanted = asked or config.model.longest
-        fits = longest_model_len(layout.groups, layout.num_blocks, wanted, step_tokens)
+        fits = longest_model_len(layout.groups, layout.num_blocks, wanted, span)
         if fits >= wanted:
             return wanted
         if asked is not None or fits < 1:
@@ -118,3 +121,9 @@ class EngineCore:
             )
         logger.warning("max_model_len lowered from %d to %d: that is what the KV cache can hold", wanted, fits)
         return fits
+
+
+def _interrupted() -> "Future[ModelRunnerOutput]":
+    future: Future[ModelRunnerOutput] = Future()
+    future.set_exception(RuntimeError("the step was interrupted"))
+    return future

@@ -54,8 +54,6 @@ class KVCacheManager:
             before = length
             for group in self.groups:
                 length = group.longest_hit(hashes, length, self.alignment)
-        self.prefix_queries += num_tokens
-        self.prefix_hits += length
         return Hit(length, [group.hit_blocks(hashes, length) for group in self.groups])
 
     def allocate(self, request: Request, num_tokens: int, hit: Hit | None = None, next_query: int = 0) -> bool:

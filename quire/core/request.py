@@ -31,7 +31,6 @@ class Request:
         "key",
         "num_cached",
         "num_computed",
-        "num_preemptions",
         "num_prompt_tokens",
         "prompt_planned",
         "request_id",
@@ -47,7 +46,7 @@ class Request:
         self.key = key  # sorts by who runs first
         self.token_ids = np.ascontiguousarray(core.prompt_token_ids, np.int32)  # confirmed tokens while not in a row
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed = 0  # tokens whose KV its blocks hold while not in a row (remote KV)
+        self.num_computed = 0  # tokens whose KV its blocks hold while not in a row
         self.num_cached = -1  # prompt tokens found in a cache when first scheduled
         self.state = RequestState.WAITING if core.fork_of is None else RequestState.WAITING_FORK
         self.row = -1
@@ -56,7 +55,6 @@ class Request:
         salted = core.cache_salt is not None or core.lora_id
         self.extra_keys = msgspec.msgpack.encode([core.lora_id, core.cache_salt]) if salted else b""
         self.frames_to_discard = 0  # plans in flight from before a preemption
-        self.num_preemptions = 0
         self.prompt_planned = False  # an earlier plan computes the whole prompt, so siblings may share it
 
     @property

@@ -50,7 +50,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.by_priority = policy == "priority"
-        self.chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        cut_at = long_prefill_token_threshold if chunked_prefill else 0
+        self.chunk_limit = cut_at or max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.connector = connector
         self.running = RunningSet(max_num_seqs, max_model_len, len(kv.window_groups))
@@ -65,6 +66,7 @@ class Scheduler:
         self._released_rows: list[int] = []
         self._siblings: dict[str, list[Request]] = {}  # first of `n` -> those that will fork from it
         self._forkable: list[str] = []  # requests whose prompt the last plan completed
+        self._draining: set[Request] = set()  # preempted, with plans in flight
         self._common_prefix: tuple[int, ...] | None = None
 
     # Requests come and go
@@ -106,10 +108,6 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self.requests or self.sending)
-
-    @property
-    def has_frames(self) -> bool:
-        return bool(self._frames)
 
     def reset_prefix_cache(self) -> None:
         self.kv.reset_prefix_cache()
@@ -234,21 +232,23 @@ class Scheduler:
         row = request.row
         request.frames_to_discard = int(self.running.num_frames[row])
         request.prompt_planned = False
-        request.num_preemptions += 1
         self.num_preemptions += 1
         self._leave_row(request)
         self.kv.free(request)
         request.state = RequestState.WAITING
         if request.frames_to_discard:
             self.blocked[request.request_id] = request
+            self._draining.add(request)
         else:
             self.waiting.push(request)
 
     def _admit_waiting(self, budget: int, new_rows: list[NewRow], copies: list[tuple[int, int]]) -> list[int]:
         take: list[int] = []
         while budget > 0 and not self.running.full and (request := self.waiting.peek()) is not None:
+            if any(preempted.key < request.key for preempted in self._draining):
+                break  # whoever had to leave comes back before anyone behind it gets its blocks
             count = self._admit(request, budget, new_rows, copies)
-            if count is None:
+            if count is None and not self._make_room_for(request):
                 break  # no room for the first in line: nobody passes it
             if count:
                 take.append(count)
@@ -261,7 +261,7 @@ class Scheduler:
         """Give the request a row and blocks. How far it advances; 0 if it must wait for its KV; None if there is no
         room."""
         known = len(request.token_ids)
-        forked = self._fork_source(request)
+        forked = None if request.has_blocks else self._fork_source(request)
         external, loads_async = 0, False
         if request.has_blocks:  # a connector brought its KV
             hit, computed = None, request.num_computed
@@ -283,6 +283,9 @@ class Scheduler:
         if not self._allocate_for(request, forked, hit, target, computed, copies):
             return None
         self.waiting.pop()
+        if hit is not None and self.kv.hasher is not None:
+            self.kv.prefix_queries += known
+            self.kv.prefix_hits += hit.num_tokens
         if self.connector is not None and hit is not None:
             self.connector.update_state_after_alloc(request, request.block_ids(), external)
         if request.num_cached < 0:
@@ -296,6 +299,17 @@ class Scheduler:
         # At once, so that the next request of this very plan finds the blocks: layers write keys before they attend.
         self._register(request, min(computed + count, known))
         return count
+
+    def _make_room_for(self, request: Request) -> bool:
+        """Nothing runs that could end, so blocks can only come from another waiting request that a connector has loaded
+        for; the last of those loads again. False if that is not so."""
+        holders = [r for r in self.requests.values() if r.state == RequestState.WAITING and r.has_blocks]
+        if len(self.running) or self._frames or not (holders := [r for r in holders if r is not request]):
+            return False
+        last = max(holders, key=lambda r: r.key)
+        self.kv.free(last)
+        last.num_computed = 0
+        return True
 
     def _allocate_for(
         self,
@@ -452,7 +466,7 @@ class Scheduler:
         self._discard_stale(frame, live)
         failed = list(frame.requests[live])
         for request in failed:
-            self._end(request)
+            self._end(request, failed=True)
         for request in reversed(self.running.all()):
             self._preempt(request)
         self.kv.reset_prefix_cache()
@@ -462,27 +476,34 @@ class Scheduler:
         for request in frame.requests[~live]:
             request.frames_to_discard -= 1
             if request.frames_to_discard == 0 and request.state == RequestState.WAITING:
+                self._draining.discard(request)
                 self.unblock(request.request_id)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, failed: bool = False) -> None:
         if request.state == RequestState.FINISHED:
             return
+        still_loading = request.state == RequestState.WAITING_REMOTE_KV
         if request.state == RequestState.RUNNING:
             self._leave_row(request)
         self.waiting.remove(request)
         self.blocked.pop(request.request_id, None)
+        self._draining.discard(request)
         request.state = RequestState.FINISHED
         request.prompt_planned = False
         del self.requests[request.request_id]
         for sibling in self._siblings.pop(request.request_id, ()):
             self.unblock(sibling.request_id)
-        if self.connector is not None and self.connector.request_finished(request, request.block_ids()):
+        keep = self.connector is not None and not failed
+        if keep and self.connector is not None:
+            keep = self.connector.request_finished(request, request.block_ids()) or still_loading
+        if keep:
             self.sending[request.request_id] = request
         else:
             self.kv.free(request)
 
     def _leave_row(self, request: Request) -> None:
         self._released_rows.append(request.row)
+        request.num_computed = int(min(self.running.num_computed[request.row], self.running.num_tokens[request.row]))
         self.running.remove(request)
         self._common_prefix = None
 

@@ -78,7 +78,7 @@ class AsyncLLM:
         """Their streams end with an output that says so."""
         for request_id in request_ids:
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is not None and request_id in self.output_processor:
                 stream.put(self.output_processor.aborted(request_id))
         self._abort(request_ids)
 

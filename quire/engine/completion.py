@@ -23,6 +23,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_decoded: int = 0  # tokens whose text is in `text`
+    num_hidden: int = 0  # last tokens that have no text: the one that ended it
     tokens_sent: int = 0
     text_sent: int = 0
 
@@ -46,6 +47,8 @@ class Completion:
         """The core has ended it; a stop that the front end found in the same tokens goes before that."""
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason
+            by_token = reason == str(FinishReason.STOP) and not self.params.include_stop_str_in_output
+            self.num_hidden = int(by_token)
 
     def output(self) -> CompletionOutput:
         """What the user has not seen yet, or all of it, as asked."""
@@ -90,7 +93,8 @@ class Completion:
         """Done when someone looks: a completion that is only wanted whole is decoded in one go."""
         if self.detokenizer is None or self.stop_reason in self.params.stop:
             return
-        self.text += self.detokenizer.add(self.token_ids[self.num_decoded :])
-        self.num_decoded = len(self.token_ids)
+        shown = len(self.token_ids) - self.num_hidden
+        self.text += self.detokenizer.add(self.token_ids[self.num_decoded : shown])
+        self.num_decoded = shown
         if self.finish_reason is not None:
             self.text += self.detokenizer.flush()

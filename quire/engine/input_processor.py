@@ -66,7 +66,7 @@ class InputProcessor:
             self._count += 1
             requests.append(
                 EngineCoreRequest(
-                    request_id=request_id if i == 0 else f"{request_id}#{i}",
+                    request_id=request_id if i == 0 else f"{request_id}\0{i}",
                     index=self._count,
                     prompt_token_ids=ids,
                     params=forked if i else params,
@@ -96,6 +96,12 @@ class InputProcessor:
         return parsed
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings are found in the text, which needs a tokenizer: drop skip_tokenizer_init")
+        if params.min_tokens and params.allowed_token_ids:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+            if ends.issuperset(params.allowed_token_ids):
+                raise ValueError("allowed_token_ids are all tokens that end the request, which min_tokens forbids")
         if not token_ids:
             raise ValueError("the prompt is empty; it must have at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -153,7 +159,11 @@ def _parse(prompt: Any) -> ParsedPrompt:
             wrong = f"has unknown keys {sorted(unknown)}" if unknown else "lacks prompt and prompt_token_ids"
             raise ValueError(f"the prompt {wrong}; allowed: {', '.join(sorted(_KEYS))}")
         ids = _parse(prompt["prompt_token_ids"]).token_ids if "prompt_token_ids" in prompt else []
-        return ParsedPrompt(prompt.get("prompt"), ids, prompt.get("cache_salt"))
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        for key, value in (("prompt", text), ("cache_salt", salt)):
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{key} is {value!r}; it must be a text")
+        return ParsedPrompt(text, ids, salt)
     try:
         array = np.asarray(prompt)
     except ValueError:  # ragged

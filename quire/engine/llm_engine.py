@@ -31,7 +31,11 @@ class LLMEngine:
         self.config = with_platform_defaults(self.config)
         executor = UniProcExecutor(self.config)
         times.append(time.perf_counter())
-        core = EngineCore(self.config, executor)
+        try:
+            core = EngineCore(self.config, executor)
+        except BaseException:
+            executor.shutdown()
+            raise
         times.append(time.perf_counter())
         self.client = InprocClient(core)
         self.max_model_len = core.max_model_len
@@ -56,8 +60,12 @@ class LLMEngine:
             raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         parsed, requests = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
         self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
-        for request in requests:
-            self.client.add_request(request)
+        try:
+            for request in requests:
+                self.client.add_request(request)
+        except BaseException:
+            self.abort_request(request_id)
+            raise
 
     def abort_request(self, request_ids: list[str] | str) -> None:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids

@@ -126,7 +126,7 @@ class OutputProcessor:
         self.metrics.finished(completion.finish_reason or "")
         if request.num_running == 0:
             request.metrics.finished_time = now
-            self.metrics.ended(request.metrics, sum(len(c.token_ids) for c in request.completions))
+            self.metrics.ended(request.metrics, max(len(c.token_ids) for c in request.completions))
             del self._requests[request.request_id]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:

@@ -27,7 +27,7 @@ class StopStrings:
         most = 0
         for stop in self.stops:
             for count in range(min(len(stop) - 1, len(text)), most, -1):
-                if text.endswith(stop[:count]):
+                if stop[count - 1] == text[-1] and text.endswith(stop[:count]):
                     most = count
                     break
         return most

@@ -121,11 +121,14 @@ class LLM:
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
+        wanted = set(ids)
         progress = Progress(len(ids)) if use_tqdm else None
         try:
             with interruption() as interrupted:
                 while len(done) < len(ids):
                     for output in self.llm_engine.step():
+                        if output.request_id not in wanted:
+                            continue  # added by hand to the same engine
                         done[output.request_id] = output
                         if progress is not None:
                             progress.update(output)

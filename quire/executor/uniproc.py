@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +11,8 @@ from quire.config import EngineConfig
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
+
+Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class UniProcExecutor:
@@ -23,11 +26,13 @@ class UniProcExecutor:
 
     def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Any] = Worker) -> None:
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._stop: Callable[[], object] | None = None
         if config.scheduler.depth > 0:
-            self._thread = threading.Thread(target=self._run, name="quire-worker", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-worker", daemon=True)
+            thread.start()
+            # Also if nobody calls shutdown(): a thread inside torch while the interpreter ends aborts the process.
+            self._stop = weakref.finalize(self, _stop, self._tasks, thread)
         try:
             self.worker = self._submit(lambda: make_worker(config)).result()
         except BaseException:
@@ -53,10 +58,8 @@ class UniProcExecutor:
         return self._submit(lambda: self.worker.describe()).result()
 
     def shutdown(self) -> None:
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._stop is not None:
+            self._stop()
 
     def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -64,18 +67,14 @@ class UniProcExecutor:
         def task() -> None:
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
 
-        if self._thread is None:
+        if self._stop is None:
             task()
         else:
             self._tasks.put(task)
         return future
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
 
     def _execute(self, plan: SchedulerOutput) -> None:
         try:
@@ -89,3 +88,16 @@ class UniProcExecutor:
             raise error
         output: ModelRunnerOutput = self.worker.sample_tokens()
         return output
+
+
+def _run(tasks: Tasks) -> None:
+    """Knows the queue alone, so that an executor nobody holds any more can go."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _stop(tasks: Tasks, thread: threading.Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join()

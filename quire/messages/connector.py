@@ -11,6 +11,7 @@ class ConnectorRequest(Protocol):
 
     request_id: str
     num_prompt_tokens: int
+    num_computed: int  # when it has finished: tokens whose KV its blocks hold
     block_hashes: list[bytes]
 
 

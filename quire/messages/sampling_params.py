@@ -1,5 +1,6 @@
 """How a request wants its tokens chosen."""
 
+import copy
 import enum
 import math
 from typing import Any
@@ -16,6 +17,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_PATTERN = 512
+MAX_TEMPERATURE = 1e4  # logits divided by more differ by nothing any more
+MAX_COUNT = 2**31 - 1  # of tokens
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -77,11 +80,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         for name in ("stop", "stop_token_ids", "bad_words"):
-            setattr(self, name, list(getattr(self, name) or []))
+            setattr(self, name, as_list(name, getattr(self, name) or []))
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = as_list("allowed_token_ids", self.allowed_token_ids)
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = RepetitionDetection(**self.repetition_detection)
         if self.logit_bias is not None:
-            self.logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
+            self.logit_bias = as_bias(self.logit_bias)
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind") from None
         if self.structured_outputs is not None or self.guided_decoding is not None:
             raise ValueError("structured output (structured_outputs, guided_decoding) is not available yet")
         self._check_numbers()
@@ -94,24 +103,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             check_finite(name, getattr(self, name))
         check_int("n", self.n, 1, MAX_N)
-        check(self.temperature >= 0, "temperature", self.temperature, "0 or more (0 is greedy)")
+        hottest = f"between 0 (greedy) and {MAX_TEMPERATURE:g}"
+        check(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", self.temperature, hottest)
         check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         check(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "between -2 and 2")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "between -2 and 2")
-        check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0 (1 is none)")
-        check_int("top_k", self.top_k, -1, None, "-1 or 0 (all tokens), or 1 and more")
+        ok = 0.01 <= self.repetition_penalty <= 100
+        check(ok, "repetition_penalty", self.repetition_penalty, "between 0.01 and 100 (1 is none)")
+        check_int("top_k", self.top_k, -1, MAX_COUNT, "-1 or 0 (all tokens), or 1 and more")
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, None)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), ALL_LOGPROBS, None, "0 or more, or -1 for all")
         if self.truncate_prompt_tokens is not None:
-            ok = self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
-            check(ok, "truncate_prompt_tokens", self.truncate_prompt_tokens, "1 or more, or -1 for the model's limit")
+            allowed = "1 or more, or -1 for the model's limit"
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT, allowed)
+            check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, allowed)
 
     def _check_tokens(self) -> None:
         check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -148,12 +160,32 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.temperature < GREEDY_EPSILON
 
     def replace(self, **changes: Any) -> "SamplingParams":
-        return msgspec.structs.replace(self, **changes)
+        """A copy with other values, which the caller vouches for: nothing is checked again."""
+        made = copy.copy(self)
+        for name, value in changes.items():
+            setattr(made, name, value)
+        return made
 
 
 def check_finite(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def as_list(name: str, values: Any) -> list[Any]:
+    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__iter__"):
+        raise ValueError(f"{name} is {values!r}; it must be a list")
+    return list(values)
+
+
+def as_bias(values: Any) -> dict[int, float]:
+    """JSON has no whole numbers as keys: "5" counts as 5."""
+    if not isinstance(values, dict):
+        raise ValueError(f"logit_bias is {values!r}; it must be a mapping of token ids to numbers")
+    try:
+        return {int(token) if isinstance(token, str) else token: bias for token, bias in values.items()}
+    except ValueError:
+        raise ValueError("logit_bias has a key that is no token id; it must map token ids to numbers") from None
 
 
 def check_count(name: str, values: Any, most: int) -> None:

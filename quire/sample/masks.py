@@ -14,12 +14,15 @@ class LogitBias(ByRow):
     def add_row(self, new: NewRow) -> None:
         bias = new.params.logit_bias
         if bias:
-            self.rows[new.row] = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+            self.rows[new.row] = (
+                torch.tensor(list(bias), device=self.device),
+                torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
+            )
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         for i in self.places(batch):
             ids, values = self.rows[batch.row_list[i]]
-            logits[i, ids.to(logits.device)] += values.to(logits.device)
+            logits[i, ids] += values
         return logits
 
 
@@ -30,11 +33,11 @@ class AllowedTokens(ByRow):
 
     def add_row(self, new: NewRow) -> None:
         if new.params.allowed_token_ids is not None:
-            self.rows[new.row] = torch.tensor(sorted(set(new.params.allowed_token_ids)))
+            self.rows[new.row] = torch.tensor(sorted(set(new.params.allowed_token_ids)), device=self.device)
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         for i in self.places(batch):
-            ids = self.rows[batch.row_list[i]].to(logits.device)
+            ids = self.rows[batch.row_list[i]]
             allowed = logits[i, ids]
             logits[i] = -torch.inf
             logits[i, ids] = allowed
@@ -48,12 +51,12 @@ class MinTokens(ByRow):
 
     def add_row(self, new: NewRow) -> None:
         if new.params.min_tokens and new.stop_ids:
-            self.rows[new.row] = new.num_prompt_tokens + new.params.min_tokens, torch.tensor(sorted(set(new.stop_ids)))
+            ids = torch.tensor(sorted(set(new.stop_ids)), device=self.device)
+            self.rows[new.row] = new.num_prompt_tokens + new.params.min_tokens, ids
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         for i in self.places(batch):
             first_allowed, ids = self.rows[batch.row_list[i]]
-            ids = ids.to(logits.device)
             # The device knows the position, the host may not yet: choose there.
             logits[i, ids] = torch.where(batch.positions[i] < first_allowed, -torch.inf, logits[i, ids])
         return logits
@@ -62,20 +65,30 @@ class MinTokens(ByRow):
 class BadWords(ByRow):
     """The last token of a bad word may not follow the others of it, wherever those stand, as in transformers."""
 
-    rows: dict[int, list[torch.Tensor]]  # type: ignore[assignment]
+    rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # type: ignore[assignment]
 
     def add_row(self, new: NewRow) -> None:
-        if new.params.bad_words_token_ids:
-            self.rows[new.row] = [torch.tensor(word) for word in new.params.bad_words_token_ids]
+        words = new.params.bad_words_token_ids
+        if not words:
+            return
+        # Right-aligned, so that one comparison with the end of the context does for all words.
+        width = max(len(word) for word in words) - 1
+        before = torch.full((len(words), width), -1)
+        for i, word in enumerate(words):
+            before[i, width - len(word) + 1 :] = torch.tensor(word[:-1], dtype=torch.long)
+        last = torch.tensor([word[-1] for word in words])
+        longest_first = torch.tensor([len(word) - 1 for word in words])
+        self.rows[new.row] = before.to(self.device), longest_first.to(self.device), last.to(self.device)
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         for i in self.places(batch):
-            row = batch.row_list[i]
-            for word in self.rows[row]:
-                before = word[:-1].to(logits.device)
-                at = batch.positions[i] - len(before) + torch.arange(len(before), device=logits.device)
-                # A word longer than the context cannot match: position -1 would read elsewhere.
-                matches = (batch.token_ids[row, at.clamp(min=0)] == before).all() & (at >= 0).all()
-                last = int(word[-1])
-                logits[i, last] = torch.where(matches, -torch.inf, logits[i, last])
+            row, position = batch.row_list[i], batch.positions[i]
+            before, lengths, last = self.rows[row]
+            width = before.shape[1]
+            at = position - width + torch.arange(width, device=logits.device)
+            same = (batch.token_ids[row, at.clamp(min=0)] == before) | (before < 0)
+            matches = same.all(dim=1) & (lengths <= position)
+            banned = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
+            banned.scatter_reduce_(0, last, matches, "amax", include_self=False)
+            logits[i].masked_fill_(banned, -torch.inf)
         return logits

@@ -51,7 +51,8 @@ class ByRow:
 
     changes_argmax = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.rows: dict[int, object] = {}
 
     def remove_row(self, row: int) -> None:

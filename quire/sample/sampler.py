@@ -36,11 +36,11 @@ class Sampler:
     ) -> None:
         """`processors` are users' own; they come before the built-in ones."""
         built_in: list[LogitsProcessor] = [
-            LogitBias(),
+            LogitBias(device),
             Penalties(vocab_size, device),
-            AllowedTokens(),
-            MinTokens(),
-            BadWords(),
+            AllowedTokens(device),
+            MinTokens(device),
+            BadWords(device),
             Temperature(num_rows, device),
             MinP(num_rows, device),
             TopKTopP(num_rows, device),

@@ -84,11 +84,14 @@ class ModelRunner:
     def sample_tokens(self) -> ModelRunnerOutput:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
-        sending, recving = self.connector.get_finished() if self.connector is not None else ((), ())
-        if step.logits is None:
-            return ModelRunnerOutput(
-                np.empty((0, 1), np.int32), np.empty(0, np.int32), finished_sending=sending, finished_recving=recving
-            )
+        output = self._sample(step) if step.logits is not None else _nothing_sampled()
+        if self.connector is not None:
+            # Last: news taken before something fails would be lost.
+            output.finished_sending, output.finished_recving = self.connector.get_finished()
+        return output
+
+    def _sample(self, step: PendingStep) -> ModelRunnerOutput:
+        assert step.logits is not None
         state = self.rows
         positions = state.num_tokens[step.rows]
         batch = SampleBatch(
@@ -106,8 +109,6 @@ class ModelRunner:
             num_sampled=np.ones(len(token_ids), np.int32),
             logprobs=_to_host(sampled),
             prompt_logprobs=step.prompt_logprobs,
-            finished_sending=sending,
-            finished_recving=recving,
         )
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
@@ -149,6 +150,10 @@ class ModelRunner:
         state.advance(rows, num_new)
         pending.logits = self.model.compute_logits(hidden[inputs.last_token])
         pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
+
+
+def _nothing_sampled() -> ModelRunnerOutput:
+    return ModelRunnerOutput(np.empty((0, 1), np.int32), np.empty(0, np.int32))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.core.kv_layout import blocks_of_one_request
+from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.requests import FinishReason
 from tests.core.fake_engine import FakeEngine, expected_tokens, spec
 
@@ -14,7 +16,6 @@ def workloads(draw):
     specs = draw(
         st.sampled_from([[spec(4)], [spec(1)], [spec(4), spec(4, 6)], [spec(4, 5)], [spec(2), spec(4, 9), spec(4, 3)]])
     )
-    smallest = sum(-(-MAX_LEN // s.block_size) + 1 for s in specs)
     prefix = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     requests = []
     for _ in range(draw(st.integers(1, 9))):
@@ -33,14 +34,17 @@ def workloads(draw):
                 "salt": draw(st.sampled_from([None, None, "s"])),
             }
         )
+    depth, budget = draw(st.integers(0, 4)), draw(st.integers(1, 24))
+    groups = tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs))
+    smallest = blocks_of_one_request(groups, MAX_LEN, max(budget, depth + 2))  # what start-up insists on
     engine = {
         "specs": specs,
         "num_blocks": smallest + draw(st.integers(0, 12)),
-        "depth": draw(st.integers(0, 2)),
+        "depth": depth,
         "max_model_len": MAX_LEN,
         "caching": draw(st.booleans()),
         "max_num_seqs": draw(st.integers(1, 6)),
-        "max_num_batched_tokens": draw(st.integers(1, 24)),
+        "max_num_batched_tokens": budget,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
     }

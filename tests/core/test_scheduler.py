@@ -253,3 +253,74 @@ def test_plans_name_only_what_changed():
         engine.land()
     plan = engine.plan()  # position 8 opens the third block
     assert not plan.new_rows and plan.appended.positions == [2]
+
+
+def test_a_threshold_does_not_hold_up_prompts_that_may_not_be_cut():
+    engine = FakeEngine(max_num_batched_tokens=64, long_prefill_token_threshold=8, chunked_prefill=False)
+    engine.add("a", range(30))
+    assert planned(engine) == {"a": 30}
+
+
+def test_nobody_takes_the_blocks_of_a_preempted_request_while_its_plans_are_in_flight():
+    engine = FakeEngine(num_blocks=8, depth=2, max_model_len=32)
+    engine.add("a", range(8), max_tokens=20)
+    engine.add("b", range(20, 30), max_tokens=12)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    engine.add("c", range(40, 44), max_tokens=4)
+    admitted = []
+    while engine.scheduler.has_unfinished():
+        plan = engine.plan()
+        admitted += [new.request_id for new in plan.new_rows] if plan is not None else []
+        if plan is None or len(engine.in_flight) > 2:
+            engine.land()
+    assert admitted[0] == "b" and "c" in admitted
+
+
+class Loader:
+    """A connector that has every prompt's first tokens elsewhere and needs a while to bring them."""
+
+    def __init__(self, num_tokens):
+        self.num_tokens = num_tokens
+        self.finished = []
+
+    def get_num_new_matched_tokens(self, request, num_computed):
+        return self.num_tokens - num_computed, True
+
+    def update_state_after_alloc(self, request, block_ids, num_external): ...
+
+    def build_connector_meta(self, plan): ...
+
+    def request_finished(self, request, block_ids):
+        self.finished.append((request.request_id, request.num_computed))
+        return False
+
+
+def loaded(engine, *names):
+    """The step in which the connector reports these as brought."""
+    plan, output = engine.in_flight.popleft()
+    output.finished_recving = names
+    engine.scheduler.update_from_output(plan, output)
+
+
+def test_loaded_requests_that_wait_do_not_block_one_another_for_ever():
+    engine = FakeEngine(num_blocks=10, policy="priority", connector=Loader(28), max_num_batched_tokens=64)
+    engine.add("low", range(39), priority=1)
+    engine.plan()
+    loaded(engine, "low")
+    engine.scheduler.connector.num_tokens = 0
+    engine.add("high", range(50, 70), priority=0)  # needs 5 blocks, and 3 are free
+    plan = engine.plan()
+    assert [new.request_id for new in plan.new_rows] == ["high"]
+    engine.check_books()
+
+
+def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
+    engine = FakeEngine(connector=Loader(16))
+    engine.add("a", range(20))
+    engine.plan()
+    engine.abort("a")
+    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks - 4
+    loaded(engine, "a")
+    assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
+    assert engine.scheduler.connector.finished == [("a", 16)]

@@ -49,7 +49,7 @@ class MemoryConnector:
         return meta
 
     def request_finished(self, request, block_ids):
-        full = min(request.num_prompt_tokens // self.block_size, len(block_ids[0]))
+        full = min(request.num_prompt_tokens, request.num_computed) // self.block_size
         self.meta.saves += [(block_ids[0][i], request.block_hashes[i]) for i in range(full)]
         self.meta.sends.append(request.request_id)
         return True

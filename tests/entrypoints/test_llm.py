@@ -135,6 +135,25 @@ def test_a_wrong_prompt_is_named_and_disturbs_nobody(llm, message):
         ("logprobs is -2", {"logprobs": -2}),
         ("stop_token_ids", {"stop_token_ids": [-5]}),
         ("stop_token_ids has 300", {"stop_token_ids": list(range(300))}),
+        ("top_k is", {"top_k": 2**63}),
+        ("temperature is 1e", {"temperature": 1e39}),
+        ("repetition_penalty is 0", {"repetition_penalty": 0}),
+        ("presence_penalty is 3", {"presence_penalty": 3}),
+        ("min_tokens is 20", {"min_tokens": 20, "max_tokens": 10}),
+        ("stop has an entry of 1000000 characters; at most 1024", {"stop": "x" * 1_000_000}),
+        ("stop has ''", {"stop": [""]}),
+        ("stop is 5; it must be a list", {"stop": 5}),
+        ("need detokenize", {"stop": "x", "detokenize": False}),
+        ("allowed_token_ids is 5", {"allowed_token_ids": 5}),
+        ("allowed_token_ids is \\[\\]", {"allowed_token_ids": []}),
+        ("logit_bias is \\[1\\]", {"logit_bias": [1]}),
+        ("logit_bias is 1.9", {"logit_bias": {1.9: 5}}),
+        ("logit_bias is 101", {"logit_bias": {1: 101}}),
+        ("logit_bias must be a finite", {"logit_bias": {1: float("nan")}}),
+        ("truncate_prompt_tokens is 0", {"truncate_prompt_tokens": 0}),
+        ("truncate_prompt_tokens is 2.0", {"truncate_prompt_tokens": 2.0}),
+        ("output_kind is 'delta'", {"output_kind": "delta"}),
+        ("max_pattern_size is 0", {"repetition_detection": {"max_pattern_size": 0}}),
     ],
 )
 def test_wrong_parameters_say_what_is_allowed(message, values):
@@ -210,6 +229,75 @@ def test_an_interrupt_ends_the_call_and_leaves_the_engine_usable(llm, monkeypatc
             llm.generate(["one", "two"], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests() and len(steps) == 3
     assert "Rome" in texts(llm.generate("The capital of Italy is", GREEDY, use_tqdm=False))[0]
+
+
+def test_stop_tokens_stay_out_of_the_text(llm):
+    ids = llm.generate("The sky is", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    tokenizer = llm.get_tokenizer()
+    for include, shown in ((False, ids[:3]), (True, ids[:4])):
+        params = SamplingParams(
+            temperature=0, max_tokens=8, stop_token_ids=[ids[3]], include_stop_str_in_output=include
+        )
+        completion = llm.generate("The sky is", params, use_tqdm=False)[0].outputs[0]
+        assert completion.token_ids == ids[:4] and completion.stop_reason == ids[3]
+        assert completion.text == tokenizer.decode(shown)
+
+
+def test_stop_strings(llm):
+    whole = llm.generate("The sky is", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0].text
+    stop = whole[9:13]
+    completion = llm.generate("The sky is", SamplingParams(temperature=0, max_tokens=20, stop=stop), use_tqdm=False)[0]
+    assert completion.outputs[0].text == whole[: whole.index(stop)]
+    assert completion.outputs[0].finish_reason == "stop" and completion.outputs[0].stop_reason == stop
+
+
+def test_bad_words(llm):
+    params = SamplingParams(temperature=0, max_tokens=12, bad_words=["Rome"])
+    (output,) = llm.generate("The capital of Italy is", params, use_tqdm=False)
+    assert "Rome" not in output.outputs[0].text
+
+
+def test_an_id_like_a_siblings_and_a_refused_request_leave_nothing_behind(llm):
+    engine = llm.llm_engine
+    engine.add_request("a", "one", SamplingParams(n=2, max_tokens=3))
+    engine.add_request("a#1", "one", SamplingParams(max_tokens=3))
+    with pytest.raises(ValueError, match="cache_salt is 5"):
+        engine.add_request("b", {"prompt": "x", "cache_salt": 5}, GREEDY)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_a_script_that_just_ends_leaves_quietly(tmp_path):
+    """A plan is still in flight after a stop string, and nobody calls shutdown()."""
+    import subprocess
+    import sys
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from quire import LLM, SamplingParams\n"
+        "llm = LLM(kv_cache_memory_bytes=1 << 27, max_model_len=256)\n"
+        "print(llm.generate('The sky is', SamplingParams(temperature=0, max_tokens=50, stop=[',']), use_tqdm=False))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "terminate" not in done.stderr
+
+
+def test_an_engine_that_nobody_holds_goes():
+    import gc
+    import threading
+    import weakref
+
+    made = LLM(kv_cache_memory_bytes=1 << 27, max_model_len=256)
+    model = weakref.ref(made.llm_engine.client.core.executor.worker.model)
+    made.generate("x", GREEDY, use_tqdm=False)
+    before = threading.active_count()
+    del made
+    gc.collect()
+    assert model() is None and threading.active_count() == before - 1
+    with pytest.raises(ValueError, match="longest that fits"):
+        LLM(num_gpu_blocks_override=2, max_model_len=100)
+    gc.collect()
+    assert threading.active_count() == before - 1
 
 
 def test_engine_metrics(llm):

@@ -77,7 +77,7 @@ def test_penalty_tables_are_slots_of_the_rows_that_ask():
 
 @given(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), min_size=1, max_size=10))
 def test_logit_bias_equals_transformers(bias):
-    processor = LogitBias()
+    processor = LogitBias(CPU)
     processor.add_row(new_row(0, SamplingParams(logit_bias=bias)))
     expected = lp.SequenceBiasLogitsProcessor([[[token], float(value)] for token, value in bias.items()])(
         torch.tensor([[1]]), logits()
@@ -89,7 +89,7 @@ def test_logit_bias_equals_transformers(bias):
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=5),
        st.lists(st.integers(0, 4), min_size=1, max_size=8))  # fmt: skip
 def test_bad_words_equal_transformers(words, text):
-    processor = BadWords()
+    processor = BadWords(CPU)
     processor.add_row(new_row(0, SamplingParams(bad_words_token_ids=words)))
     expected = lp.NoBadWordsLogitsProcessor(words)(torch.tensor([text]), logits())
     got = processor.apply(logits(), batch([0], len(text), token_ids=context(text)))
@@ -98,7 +98,7 @@ def test_bad_words_equal_transformers(words, text):
 
 @pytest.mark.parametrize("generated", range(5))
 def test_min_tokens_equals_transformers(generated):
-    processor = MinTokens()
+    processor = MinTokens(CPU)
     processor.add_row(new_row(0, SamplingParams(min_tokens=3), [1, 2], stop_ids=[5, 9]))
     reference = lp.MinNewTokensLengthLogitsProcessor(2, 3, [5, 9], device="cpu")
     expected = reference(torch.zeros(1, 2 + generated, dtype=torch.long), logits())
@@ -106,7 +106,7 @@ def test_min_tokens_equals_transformers(generated):
 
 
 def test_only_allowed_tokens():
-    processor = AllowedTokens()
+    processor = AllowedTokens(CPU)
     processor.add_row(new_row(1, SamplingParams(allowed_token_ids=[3, 7, 3])))
     got = processor.apply(logits(2), batch([0, 1]))
     assert torch.equal(got[0], logits(2)[0])
