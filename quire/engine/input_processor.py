@@ -57,8 +57,8 @@ class InputProcessor:
         parsed.token_ids = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
         self._check(parsed.token_ids, params)
         if params.bad_words:
-            params = params.replace(bad_words_token_ids=self._bad_words(params.bad_words))
-        forked = params.replace(prompt_logprobs=None) if params.n > 1 else params  # the first one scores the prompt
+            params = params.with_known(bad_words_token_ids=self._bad_words(params.bad_words))
+        forked = params.with_known(prompt_logprobs=None) if params.n > 1 else params  # the first one scores the prompt
         ids = np.asarray(parsed.token_ids, np.int32)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         requests = []

@@ -111,7 +111,7 @@ class LLM:
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
                 self._counter += 1
-                one = one.replace(output_kind=RequestOutputKind.FINAL_ONLY)
+                one = one.with_known(output_kind=RequestOutputKind.FINAL_ONLY)
                 self.llm_engine.add_request(str(self._counter), prompt, one, priority=priority)
                 ids.append(str(self._counter))
         except BaseException:

@@ -160,7 +160,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.temperature < GREEDY_EPSILON
 
     def replace(self, **changes: Any) -> "SamplingParams":
-        """A copy with other values, which the caller vouches for: nothing is checked again."""
+        """A copy with other values, checked as a new one is."""
+        return msgspec.structs.replace(self, **changes)
+
+    def with_known(self, **changes: Any) -> "SamplingParams":
+        """A copy with values that need no check: checking a long list of tokens again would cost milliseconds."""
         made = copy.copy(self)
         for name, value in changes.items():
             setattr(made, name, value)

@@ -148,7 +148,7 @@ never read
     assert "temperature: 0.0\nmax_tokens: 8\n" in child.stdout and "system: You are helpful." in child.stdout
     errors = [line for line in child.stderr.splitlines() if "error" in line]
     assert errors == [
-        "quire: error: temperature is -1.0; it must be 0 or more (0 is greedy)",
+        "quire: error: temperature is -1.0; it must be between 0 (greedy) and 10000",
         "quire: error: unknown command /nonsense; see /help",
     ]
     messages = json.loads(saved.read_text())["messages"]

@@ -258,7 +258,7 @@ def test_generate_reads_a_file_or_standard_input(
     ("argv", "message"),
     [
         (["--prompt", "x", "--model", "missing"], "model 'missing' was not found"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; it must be 0 or more"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0; it must be between 0"),
         (["--prompt", "x", "--prompts-file", "f"], "both --prompt and --prompts-file"),
         (["--prompts-file", "no-such-file"], "no-such-file"),
         (["--prompt", "x", "--output", "/no/such/folder/out"], "/no/such/folder/out"),

@@ -19,11 +19,13 @@ class Command:
 
 
 COMMANDS = {
+    "serve": Command("quire.entrypoints.cli.serve", "answer OpenAI's HTTP API"),
     "generate": Command("quire.entrypoints.cli.generate", "continue prompts from flags, a file or standard input"),
     "chat": Command("quire.entrypoints.cli.chat", "talk with a model in the terminal"),
     "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),
     "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),
     "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
+    "bench frontend": Command("quire.bench.frontend", "tokens per second that one API process can stream"),
     "bench core": Command("quire.bench.core_step", "host time of a decode step, without the model"),
 }
 

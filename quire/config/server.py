@@ -1,0 +1,112 @@
+"""What the HTTP server is told; beside EngineConfig, because an engine does not need it."""
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.fields import flag, option, options, validate
+from quire.config.flags import _add_flag
+
+API_KEY_VARIABLE = "QUIRE_API_KEY"
+
+
+@dataclass
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
+    port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
+    served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in answers")
+    root_path: str = option("", "path under which a proxy shows the server")
+
+    api_key: tuple[str, ...] = option((), f"key that clients must send; also from {API_KEY_VARIABLE}, comma-separated")
+    api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are left out")
+    enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
+    trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
+    strict_fields: bool = option(False, "refuse fields that are not known instead of warning once")
+
+    max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
+    max_waiting_requests: int | None = option(
+        None, "answer 503 when this many requests wait; default: queue without a limit", minimum=0
+    )
+    request_timeout: float | None = option(None, "seconds after which a request is ended with an error", minimum=0.001)
+    max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
+    max_n: int = option(128, "most choices per prompt (n)", minimum=1)
+    max_stop: int = option(64, "most stop strings of a request", minimum=0)
+
+    rate_limit_interval: float = option(60.0, "seconds over which rate limits count", minimum=0.001)
+    rate_limit_requests: int | None = option(None, "requests per interval for a key, or an address", minimum=1)
+    rate_limit_token: int | None = option(None, "prompt and output tokens per interval for the same", minimum=1)
+
+    allowed_origins: tuple[str, ...] = option((), "origin whose web pages may call the server (CORS); *: all")
+    allowed_methods: tuple[str, ...] = option((), "method they may use (default: GET and POST)")
+    allowed_headers: tuple[str, ...] = option((), "header they may send (default: all)")
+    allow_credentials: bool = option(False, "let web pages send cookies")
+
+    access_log: bool = option(True, "a log line for each request")
+    disable_access_log_for_endpoints: str | None = option(None, "paths without one, comma-separated: /health,/metrics")
+    middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class")
+
+    ssl_keyfile: str | None = option(None, "private key for TLS")
+    ssl_certfile: str | None = option(None, "certificate for TLS")
+    ssl_keyfile_password: str | None = option(None, "password of the private key")
+    timeout_keep_alive: int = option(5, "seconds after which an idle connection is closed", minimum=1)
+    shutdown_timeout: float = option(30.0, "seconds that running requests have to end at shutdown", minimum=0)
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"root_path is {self.root_path!r}; it must begin with / (--root-path)")
+        self.root_path = self.root_path.rstrip("/")
+
+    @property
+    def unlogged_paths(self) -> frozenset[str]:
+        listed = (self.disable_access_log_for_endpoints or "").split(",")
+        return frozenset(path.strip() for path in listed if path.strip())
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field; those that hold several values may be given several times."""
+    group = parser.add_argument_group((ServerConfig.__doc__ or "").rstrip("."))
+    types = typing.get_type_hints(ServerConfig)
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
+    for name, info in options(ServerConfig).items():
+        if typing.get_origin(types[name]) is tuple:
+            help = f"{info.help}; may be given several times".replace("%", "%%")
+            group.add_argument(
+                flag(name), dest=name, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=help
+            )
+        else:
+            _add_flag(group, name, info, types[name], defaults[name])
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    given: dict[str, Any] = {name: getattr(args, name) for name in options(ServerConfig) if hasattr(args, name)}
+    several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return ServerConfig(**(given | several))
+
+
+def load_api_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """All keys that open the server; none means that it is open. A source that was named but holds no key is an error:
+    whoever named it did not want an open server."""
+    keys = list(config.api_key)
+    if any(not key.strip() for key in keys):
+        raise ValueError("--api-key is empty; leave it out for a server without keys")
+    if config.api_key_file is not None:
+        lines = [line.strip() for line in Path(config.api_key_file).expanduser().read_text("utf-8").splitlines()]
+        in_file = [line for line in lines if line and not line.startswith("#")]
+        if not in_file:
+            raise ValueError(f"{config.api_key_file} holds no key; write one per line (--api-key-file)")
+        keys += in_file
+    if API_KEY_VARIABLE in environment:
+        in_environment = [key.strip() for key in environment[API_KEY_VARIABLE].split(",") if key.strip()]
+        if not in_environment:
+            raise ValueError(f"{API_KEY_VARIABLE} is set but empty; give a key, or unset it for a server without keys")
+        keys += in_environment
+    return tuple(dict.fromkeys(keys))

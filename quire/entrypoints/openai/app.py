@@ -1,0 +1,81 @@
+"""The ASGI application: routes, and the layers around them."""
+
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.config import EngineConfig
+from quire.config.server import ServerConfig
+from quire.engine.async_engine import AsyncEngine
+from quire.entrypoints.openai.chat import ChatEndpoint
+from quire.entrypoints.openai.completions import CompletionEndpoint
+from quire.entrypoints.openai.context import ServerContext
+from quire.entrypoints.openai.errors import ApiError, json_response
+from quire.entrypoints.openai.middleware import ApiKeys, Errors, Tracking, import_middleware
+from quire.entrypoints.openai.openapi import openapi_document
+from quire.entrypoints.openai.plain import PlainEndpoints
+from quire.entrypoints.openai.rate_limit import RateLimit
+
+
+def build_app(
+    engine: AsyncEngine, config: ServerConfig, engine_config: EngineConfig, api_keys: Sequence[str] = ()
+) -> Starlette:
+    """`api_keys` are all that open the server, from wherever they came; see `load_api_keys`."""
+    context = ServerContext(engine, config, engine_config)
+    routes = [
+        Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
+        *PlainEndpoints(context).routes(),
+    ]
+
+    async def openapi(request: Request) -> Response:
+        return json_response(openapi_document(routes))
+
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
+    app = Starlette(
+        routes=routes,
+        middleware=_layers(context, [route.path for route in routes], api_keys or config.api_key),
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
+    app.state.context = context
+    return app
+
+
+def _layers(context: ServerContext, paths: list[str], api_keys: Sequence[str]) -> list[Middleware]:
+    """The first one is outermost."""
+    config = context.config
+    layers = [Middleware(Tracking, context.http_metrics, paths, config.access_log, config.unlogged_paths)]
+    if config.allowed_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.allowed_origins,
+                allow_methods=config.allowed_methods or ("GET", "POST"),
+                allow_headers=config.allowed_headers or ("*",),
+                allow_credentials=config.allow_credentials,
+                expose_headers=("x-request-id",),
+            )
+        )
+    layers.append(Middleware(Errors))
+    if api_keys:
+        layers.append(Middleware(ApiKeys, api_keys))
+    if config.rate_limit_requests is not None or config.rate_limit_token is not None:
+        limits = (config.rate_limit_interval, config.rate_limit_requests, config.rate_limit_token)
+        layers.append(Middleware(RateLimit, *limits))
+    return layers + [Middleware(import_middleware(place)) for place in config.middleware]
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router refuses: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    message = f"{what}: there is no such path" if error.status_code == 404 else f"{what}: {error.detail}"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()

@@ -1,0 +1,136 @@
+"""POST /v1/completions"""
+
+import dataclasses
+from typing import Any
+
+from quire.engine.input_processor import ParsedPrompt
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.entrypoints.openai.answer import Answer, encode
+from quire.entrypoints.openai.endpoint import LONG_TEXT, GenerationEndpoint, in_thread_if
+from quire.entrypoints.openai.errors import bad_request, refused_value
+from quire.entrypoints.openai.generation import Batch
+from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
+from quire.entrypoints.openai.protocol import CompletionRequest
+from quire.messages.sampling_params import SamplingParams
+
+
+class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
+    request_type = CompletionRequest
+    id_prefix = "cmpl-"
+    prompt_field = "prompt"
+
+    def params(self, request: CompletionRequest) -> SamplingParams:
+        return self.context.params.for_completion(request)
+
+    async def prompts(self, request: CompletionRequest) -> list[ParsedPrompt]:
+        given = as_prompts(request.prompt)
+        if len(given) > self.context.config.max_prompts:
+            most = self.context.config.max_prompts
+            raise bad_request(f"prompt holds {len(given)} prompts; at most {most} are allowed", "prompt")
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        if not texts:
+            return [ParsedPrompt(None, ids, request.cache_salt) for ids in given if isinstance(ids, list)]
+        tokenizer = self.context.tokenizer
+        special = request.add_special_tokens is not False
+        try:
+            encoded = await in_thread_if(
+                sum(map(len, texts)) > LONG_TEXT, lambda: tokenizer.encode_batch(texts, add_special_tokens=special)
+            )
+        except ValueError as error:
+            raise refused_value(error, (), "prompt") from None
+        return [ParsedPrompt(text, ids, request.cache_salt) for text, ids in zip(texts, encoded, strict=True)]
+
+    def answer(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> Answer:
+        return CompletionAnswer(id, model, self.context.fingerprint, request, logprobs)
+
+
+def as_prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """A text, token ids, or several of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
+    kinds = {type(one) for one in prompt}
+    if len(kinds) > 1:
+        raise bad_request("prompt mixes texts and token ids; send one kind", "prompt")
+    return [prompt] if kinds == {int} else prompt
+
+
+class CompletionAnswer(Answer):
+    object = chunk_object = "text_completion"
+    text_opens, text_closes = b',"text":', b""
+    no_text = b',"text":""'
+
+    def __init__(
+        self, id: str, model: str, fingerprint: str, request: CompletionRequest, logprobs: LogprobFormat
+    ) -> None:
+        self.request = request
+        self._offsets: dict[int, int] = {}
+        self.only_prompt = bool(request.echo) and request.max_tokens == 0
+        super().__init__(id, model, fingerprint, request, logprobs)
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.request.logprobs is not None
+
+    def events(self, batch: Batch) -> bytes:
+        return super().events([(i, without_generated(out)) for i, out in batch] if self.only_prompt else batch)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return super().whole([without_generated(output) for output in outputs] if self.only_prompt else outputs)
+
+    def first_events(self, choice: int, place: int, output: RequestOutput) -> list[bytes]:
+        more = b""
+        if self.with_token_ids:
+            more += b',"prompt_token_ids":' + encode(output.prompt_token_ids) + b',"token_ids":[]'
+        if self.with_prompt_logprobs:
+            more += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
+        if not self.request.echo:
+            return [self.event(choice, self.no_text, more=more)] if more else []
+        logprobs = encode(self._prompt_part(choice, output)) if self.with_logprobs else b"null"
+        return [self.event(choice, self.text(self._prompt_text(output)), logprobs, more=more)]
+
+    def choice(self, index: int, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        echo = bool(self.request.echo)
+        logprobs = None
+        if self.with_logprobs:
+            parts = [self._prompt_part(index, output)] if echo else []
+            parts.append(self.logprobs(index, completion))
+            logprobs = {name: [item for part in parts for item in part[name]] for name in parts[0]}
+        shape = {
+            "index": index,
+            "text": self._prompt_text(output) + completion.text if echo else completion.text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self.with_prompt_logprobs:
+            shape["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.with_token_ids:
+            shape |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
+        return shape
+
+    def logprobs(self, choice: int, completion: CompletionOutput) -> dict[str, Any]:
+        offset = self._offsets.get(choice, 0)
+        shape, offset = self.logprob_format.completion(completion.token_ids, completion.logprobs or [], offset)
+        self._offsets[choice] = offset
+        return shape
+
+    def _prompt_part(self, choice: int, output: RequestOutput) -> dict[str, Any]:
+        entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        shape, offset = self.logprob_format.completion(output.prompt_token_ids, entries, 0)
+        self._offsets[choice] = offset
+        return shape
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None and self.request.truncate_prompt_tokens is None:
+            return output.prompt
+        tokenizer = self.logprob_format.tokenizer
+        skip = self.request.skip_special_tokens is not False
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+
+
+def without_generated(output: RequestOutput) -> RequestOutput:
+    """For clients that only want their prompt scored: max_tokens is 0, but the engine makes at least one token."""
+    choices = [dataclasses.replace(one, text="", token_ids=[], logprobs=[]) for one in output.outputs]
+    return dataclasses.replace(output, outputs=choices)

@@ -1,0 +1,100 @@
+"""What all endpoints share: the engine, the names it is served under, and what is under way."""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from quire import __version__
+from quire.config import EngineConfig
+from quire.config.server import ServerConfig
+from quire.engine.async_engine import AsyncEngine
+from quire.entrypoints.chat import ChatRenderer
+from quire.entrypoints.openai.body import BodyDecoder
+from quire.entrypoints.openai.errors import ApiError, bad_request, overloaded
+from quire.entrypoints.openai.http_metrics import HttpMetrics
+from quire.entrypoints.openai.params import ParamsBuilder
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass
+class Job:
+    """A request that is being generated."""
+
+    id: str
+    num_prompts: int
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def engine_ids(self) -> list[str]:
+        """One for each prompt."""
+        return [self.id] if self.num_prompts == 1 else [f"{self.id}-{i}" for i in range(self.num_prompts)]
+
+
+class ServerContext:
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, engine_config: EngineConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.engine_config = engine_config
+        self.created = int(time.time())
+        self.model_names = config.served_model_name or (engine.model_name,)
+        self.decoder = BodyDecoder(config.strict_fields)
+        self.params = ParamsBuilder(config, engine.max_model_len, engine_config.model.vocab_size)
+        self.http_metrics = HttpMetrics()
+        self.jobs: dict[str, Job] = {}
+        self.draining = False
+        facts = (__version__, engine.model_name, engine_config.model.dtype, engine_config.device.device)
+        self.fingerprint = "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise bad_request("the server has no tokenizer (--skip-tokenizer-init); send prompts as token ids")
+        return self.engine.tokenizer
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer, self.engine_config.model.chat_template)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. A request without a model means the one there is."""
+        if name is None or name == "":
+            return self.model_names[0]
+        if name not in self.model_names:
+            message = f"the model {name!r} does not exist; this server has {', '.join(self.model_names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name
+
+    def admit(self) -> None:
+        """Refuse work that would only wait. The engine's own count of waiting requests is as old as its last step, so
+        what has come in since counts too."""
+        if self.draining:
+            raise overloaded("the server is shutting down", 5)
+        limit = self.config.max_waiting_requests
+        if limit is None:
+            return
+        places = self.engine_config.scheduler.max_num_seqs
+        unfinished = max(self.engine.get_num_unfinished_requests(), len(self.jobs))
+        waiting = max(self.engine.stats.num_waiting, unfinished - places if places is not None else 0)
+        if waiting >= limit and unfinished > 0:
+            raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
+
+    @contextmanager
+    def job(self, prefix: str, wanted: str | None, num_prompts: int) -> Iterator[Job]:
+        """A new job under the client's own request id, unless that is in use."""
+        id = f"{prefix}{wanted or uuid.uuid4().hex}"
+        if id in self.jobs:
+            id = f"{id}-{uuid.uuid4().hex[:8]}"
+        job = self.jobs[id] = Job(id, num_prompts)
+        try:
+            yield job
+        finally:
+            del self.jobs[id]
+
+    def abort_all(self) -> None:
+        """At shutdown: every open request is ended with an error that its client sees."""
+        for job in self.jobs.values():
+            job.aborted.set()

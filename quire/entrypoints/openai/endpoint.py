@@ -1,0 +1,164 @@
+"""What both kinds of generation do with a request, from its body to the last byte of the answer."""
+
+import asyncio
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.input_processor import ParsedPrompt
+from quire.engine.outputs import RequestOutput
+from quire.entrypoints.openai import generation
+from quire.entrypoints.openai.answer import DONE, Answer
+from quire.entrypoints.openai.body import ClientDisconnected, read_body
+from quire.entrypoints.openai.context import Job, ServerContext
+from quire.entrypoints.openai.errors import (
+    SERVER,
+    ApiError,
+    as_api_error,
+    bad_request,
+    json_response,
+    refused_value,
+)
+from quire.entrypoints.openai.generation import Batch
+from quire.entrypoints.openai.logprobs import LogprobFormat
+from quire.entrypoints.openai.protocol import GenerationRequest
+from quire.messages.sampling_params import SamplingParams
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+LONG_TEXT = 20_000  # characters; tokenizing them would hold up every other stream
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+R = TypeVar("R", bound=GenerationRequest)
+T = TypeVar("T")
+
+
+class GenerationEndpoint(ABC, Generic[R]):
+    request_type: type[R]
+    id_prefix: str
+    prompt_field: str
+
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def params(self, request: R) -> SamplingParams: ...
+
+    @abstractmethod
+    async def prompts(self, request: R) -> list[ParsedPrompt]: ...
+
+    @abstractmethod
+    def answer(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> Answer: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = self.context
+        body = await read_body(scope, receive, context.config.max_request_bytes)
+        request = context.decoder.decode(body, self.request_type)
+        model = context.check_model(request.model)
+        context.admit()
+        params = self.params(request)
+        prompts = await self.prompts(request)
+        self._check_lengths(prompts, params)
+        wanted = self._wanted_id(request, scope)
+        with context.job(self.id_prefix, wanted, len(prompts)) as job:
+            logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
+            answer = self.answer(job.id, model, request, logprobs)
+            outputs = generation.outputs(context.engine, job, prompts, params, request.priority or 0)
+            try:
+                if request.stream:
+                    await self._stream(outputs, answer, job, scope, receive, send)
+                else:
+                    collected = self._collect(outputs, len(prompts))
+                    finals = await self._watched(collected, receive, job)
+                    await json_response(answer.whole(finals))(scope, receive, send)
+            finally:
+                charge = scope.get("quire.charge")
+                if charge is not None:
+                    charge(answer.usage.total)
+
+    async def _watched(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
+        return await generation.while_connected(work, receive, job, self.context.config.request_timeout)
+
+    async def _first(self, outputs: AsyncGenerator[Batch, None]) -> Batch:
+        """Whatever the engine refuses, it refuses before its first output."""
+        try:
+            return await anext(outputs, None) or []  # a tuple as the default trips up CPython 3.11
+        except ValueError as error:
+            raise refused_value(error, self.request_type.__struct_fields__, self.prompt_field) from None
+
+    async def _collect(self, outputs: AsyncGenerator[Batch, None], count: int) -> list[RequestOutput]:
+        finals: dict[int, RequestOutput] = {}
+        async with aclosing(outputs):
+            batch = await self._first(outputs)
+            generation.check_outputs(batch)
+            finals.update(batch)
+            async for batch in outputs:
+                generation.check_outputs(batch)
+                finals.update(batch)
+        if len(finals) < count:
+            raise ApiError(503, "the request was aborted", type=SERVER, code="aborted")
+        return [finals[place] for place in range(count)]
+
+    async def _stream(
+        self,
+        outputs: AsyncGenerator[Batch, None],
+        answer: Answer,
+        job: Job,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        started = False
+
+        async def events() -> None:
+            nonlocal started
+            async with aclosing(outputs):
+                batch = await self._first(outputs)
+                generation.check_outputs(batch)
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                await send({"type": "http.response.body", "body": answer.events(batch), "more_body": True})
+                async for batch in outputs:
+                    generation.check_outputs(batch)
+                    data = answer.events(batch)
+                    if data:
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await self._watched(events(), receive, job)
+            last = answer.end()
+        except ClientDisconnected:
+            return
+        except Exception as error:
+            if not started:
+                raise
+            last = as_api_error(error, scope).event() + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _check_lengths(self, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> None:
+        longest = self.context.engine.max_model_len - 1
+        if params.truncate_prompt_tokens is not None:
+            return
+        for place, prompt in enumerate(prompts):
+            if len(prompt.token_ids) > longest:
+                which = "the prompt" if len(prompts) == 1 else f"prompt[{place}]"
+                message = f"{which} has {len(prompt.token_ids)} tokens; the model takes at most {longest} and one more"
+                raise bad_request(message, self.prompt_field, "context_length_exceeded")
+
+    def _wanted_id(self, request: R, scope: Scope) -> str | None:
+        if request.request_id is None:
+            return scope.get("quire.client_request_id")
+        if not REQUEST_ID.fullmatch(request.request_id):
+            raise bad_request("request_id must be 1 to 128 visible ASCII characters", "request_id")
+        return request.request_id
+
+
+async def in_thread_if(long: bool, function: Callable[[], T]) -> T:
+    return await asyncio.to_thread(function) if long else function()

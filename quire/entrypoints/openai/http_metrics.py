@@ -1,0 +1,63 @@
+"""Metrics as Prometheus reads them: the engine's, and what the server counts itself."""
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from quire.engine.metrics import Counter, Gauge, Histogram, Metric, Observations
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HttpMetrics:
+    def __init__(self) -> None:
+        self.in_progress = 0
+        self.requests: Tally[tuple[str, str, int]] = Tally()
+        self.seconds: dict[str, Observations] = {}
+
+    def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """`handler` is a route of ours, never a path as it came: there would be no end of those."""
+        self.requests[method, handler, status] += 1
+        self.seconds.setdefault(handler, Observations()).add(seconds)
+
+    def snapshot(self) -> list[Metric]:
+        counters = [
+            Counter("quire:http_requests", {"method": method, "handler": handler, "status": str(status)}, count)
+            for (method, handler, status), count in sorted(self.requests.items())
+        ]
+        times = [
+            seconds.histogram("quire:http_request_duration_seconds", {"handler": handler})
+            for handler, seconds in sorted(self.seconds.items())
+        ]
+        return [Gauge("quire:http_requests_in_progress", {}, self.in_progress), *counters, *times]
+
+
+def prometheus_text(metrics: Iterable[Metric]) -> str:
+    """Metrics of one name are written together, under one TYPE line, as the format asks."""
+    families: dict[str, list[str]] = {}
+    for metric in metrics:
+        name, kind = metric.name, _kind(metric)
+        if isinstance(metric, Counter) and not name.endswith("_total"):
+            name += "_total"
+        lines = families.setdefault(name, [f"# TYPE {name} {kind}"])
+        if isinstance(metric, Histogram):
+            for bound, count in metric.buckets.items():
+                lines.append(f"{name}_bucket{_labels({**metric.labels, 'le': bound})} {count}")
+            lines.append(f"{name}_sum{_labels(metric.labels)} {metric.sum!r}")
+            lines.append(f"{name}_count{_labels(metric.labels)} {metric.count}")
+        elif isinstance(metric, (Counter, Gauge)):
+            lines.append(f"{name}{_labels(metric.labels)} {metric.value!r}")
+    return "\n".join(line for lines in families.values() for line in lines) + "\n"
+
+
+def _kind(metric: Metric) -> str:
+    return type(metric).__name__.lower()
+
+
+def _labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

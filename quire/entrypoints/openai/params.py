@@ -1,0 +1,132 @@
+"""From a request's fields to SamplingParams, with OpenAI's defaults and the server's limits."""
+
+from typing import Any
+
+from quire.config.server import ServerConfig
+from quire.entrypoints.openai.errors import bad_request, not_available, refused_value
+from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+
+# The same name and meaning on both sides.
+PASSED_ON = (
+    "n",
+    "temperature",
+    "top_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "repetition_detection",
+)
+STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
+MAX_PRIORITY = 2**31
+
+
+class ParamsBuilder:
+    def __init__(self, config: ServerConfig, max_model_len: int, vocab_size: int) -> None:
+        self.config = config
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+
+    def for_completion(self, request: CompletionRequest) -> SamplingParams:
+        refuse_unavailable(request)
+        if request.suffix:
+            raise not_available("suffix", "inserting text before a suffix")
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise not_available("best_of", "choosing among more completions than n")
+        given = self._given(request)
+        limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        if request.echo and limit == 0:
+            limit = 1  # the prompt is all that is wanted; what is generated is left out of the answer
+        given["max_tokens"] = limit
+        if request.logprobs is not None:
+            if request.logprobs < -1:
+                raise bad_request(f"logprobs is {request.logprobs}; it must be 0 or more", "logprobs")
+            given["logprobs"] = request.logprobs
+            if request.echo:
+                given.setdefault("prompt_logprobs", request.logprobs)
+        return self._build(request, given)
+
+    def for_chat(self, request: ChatRequest) -> SamplingParams:
+        refuse_unavailable(request)
+        _refuse_in_chat(request)
+        given = self._given(request)
+        given["max_tokens"] = request.max_completion_tokens
+        if request.max_completion_tokens is None:
+            given["max_tokens"] = request.max_tokens
+        if request.logprobs:
+            top = request.top_logprobs or 0
+            if top < 0:
+                raise bad_request(f"top_logprobs is {top}; it must be 0 or more", "top_logprobs")
+            given["logprobs"] = top
+        elif request.top_logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self._build(request, given)
+
+    def _given(self, request: GenerationRequest) -> dict[str, Any]:
+        given = {name: getattr(request, name) for name in PASSED_ON}
+        given = {name: value for name, value in given.items() if value is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
+        stops = len(given.get("stop", ()))
+        if stops > self.config.max_stop:
+            raise bad_request(f"stop has {stops} entries; at most {self.config.max_stop} are allowed", "stop")
+        if given.get("n", 1) > self.config.max_n:
+            raise bad_request(f"n is {given['n']}; at most {self.config.max_n} choices are allowed", "n")
+        if self.vocab_size and given.get("top_k", 0) > self.vocab_size:
+            given["top_k"] = 0  # more than there are: all
+        if request.stream_options is not None and not request.stream:
+            raise bad_request("stream_options needs stream to be true", "stream_options")
+        if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
+            raise bad_request(f"priority is {request.priority}; its size may be {MAX_PRIORITY} at most", "priority")
+        return given
+
+    def _build(self, request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
+        if given["max_tokens"] is not None:
+            # What does not fit ends with finish_reason "length", so a larger number changes nothing.
+            given["max_tokens"] = min(given["max_tokens"], self.max_model_len)
+        kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+        try:
+            return SamplingParams(**given, output_kind=kind)
+        except ValueError as error:
+            raise refused_value(error, request.__struct_fields__) from None
+        except TypeError:  # the one nested object
+            names = "max_pattern_size, min_pattern_size and min_count"
+            raise bad_request(f"repetition_detection takes {names}", "repetition_detection") from None
+
+
+def refuse_unavailable(request: GenerationRequest) -> None:
+    """What would change the answer is refused, not silently dropped."""
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise not_available("response_format", "structured output")
+    for name in STRUCTURED:
+        if getattr(request, name) is not None:
+            raise not_available(name, "structured output")
+    if request.use_beam_search:
+        raise not_available("use_beam_search", "beam search")
+
+
+def _refuse_in_chat(request: ChatRequest) -> None:
+    if request.tool_choice not in (None, "none", "auto"):
+        raise not_available("tool_choice", "forcing a tool call")
+    if request.functions:
+        raise bad_request("functions is OpenAI's former name; use tools", "functions")
+    if request.function_call not in (None, "none", "auto"):
+        raise bad_request("function_call is OpenAI's former name; use tool_choice", "function_call")
+    if request.audio is not None or (request.modalities or ["text"]) != ["text"]:
+        raise not_available("audio" if request.audio is not None else "modalities", "output other than text")

@@ -1,0 +1,130 @@
+"""Clients that leave, engines that die, servers that end."""
+
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from quire.config.server import ServerConfig
+from quire.entrypoints.openai.server import bind
+from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+
+ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": [1], "max_tokens": 8000}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[1], [[1], [1, 2]]])
+def test_a_client_that_leaves_ends_its_requests(slow: Running, stream: bool, prompt: Any) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        body = ENDLESS | {"prompt": prompt, "stream": stream}
+        with httpx.stream("POST", f"{slow.url}/v1/completions", json=body, timeout=0.3) as answer:
+            for _ in answer.iter_raw():
+                raise httpx.ReadTimeout("enough")
+    slow.wait_until(lambda: not slow.engine.running and not slow.server.context.jobs and not slow.engine.streams)
+    assert len(slow.engine.aborted) == (1 if prompt == [1] else 2)
+
+
+def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
+    """The engine merges what its client does not fetch, and other clients do not notice."""
+    with running(stub_engine()) as server:
+        url = httpx.URL(server.url)
+        body = b'{"prompt": [1], "max_tokens": 8000, "n": 8, "stream": true, "return_token_ids": true}'
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((url.host, url.port))
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            sock.sendall(head + body)
+            server.wait_until(lambda: len(server.server.context.jobs) == 1)
+            server.wait_until(lambda: not server.engine.running)
+            assert server.client().completions.create(model=MODEL, prompt=[1], max_tokens=3).choices[0].text
+            assert len(server.server.context.jobs) == 1
+        server.wait_until(lambda: not server.server.context.jobs)
+
+
+def test_the_death_of_an_engine_is_told_to_everyone(slow: Running) -> None:
+    stream = slow.client().completions.create(**ENDLESS, stream=True)
+    next(stream)
+    slow.in_loop(lambda: slow.engine.die("out of memory"))
+    with pytest.raises(openai.APIError, match="engine is not running"):
+        list(stream)
+    slow.thread.join(20)
+    assert not slow.thread.is_alive() and slow.server.exit_code == 1
+
+
+def test_requests_to_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.entrypoints.openai.server.TICKS_PER_CHECK", 10**9)  # it would end the server
+    with running(stub_engine()) as server:
+        server.in_loop(lambda: setattr(server.engine, "dead", "gone"))
+        for answer in (server.post("/v1/completions", ENDLESS), server.get("/health"), server.get("/ready")):
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+            assert "gone" not in answer.text
+
+
+def test_a_failed_request_says_why(slow: Running) -> None:
+    from quire.messages.requests import FinishReason
+
+    engine = slow.engine
+    processed = engine.output_processor.process
+
+    def failing(outputs: Any) -> Any:
+        outputs.finish[:] = FinishReason.ERROR
+        outputs.errors = {i: "the device ran out of memory" for i in range(len(outputs.index))}
+        return processed(outputs)
+
+    engine.output_processor.process = failing  # type: ignore[method-assign]
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError, match="ran out of memory"):
+            slow.client().completions.create(**ENDLESS, stream=stream)
+
+
+def test_a_request_that_fails_in_the_middle_of_its_stream(slow: Running) -> None:
+    stream = slow.client().completions.create(**ENDLESS, stream=True)
+    next(stream)
+    (entry,) = slow.engine.streams.values()
+    slow.in_loop(lambda: entry.fail(RuntimeError("a secret of the server")))
+    with pytest.raises(openai.APIError, match="an internal error") as error:
+        list(stream)
+    assert "secret" not in str(error.value)
+
+
+def test_a_deadline() -> None:
+    with running(stub_engine(0.01), ServerConfig(request_timeout=0.2)) as server:
+        answer = server.post("/v1/completions", ENDLESS)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        with pytest.raises(openai.APIError, match=r"more than 0\.2 seconds"):
+            list(server.client().completions.create(**ENDLESS, stream=True))
+        server.wait_until(lambda: not server.engine.running)
+
+
+def test_shutdown_lets_requests_end() -> None:
+    with running(stub_engine(0.01)) as server:
+        stream = server.client().completions.create(model=MODEL, prompt=[1], max_tokens=60, stream=True)
+        next(stream)
+        server.server.should_exit = True
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        server.thread.join(20)
+        assert server.server.exit_code == 0
+
+
+def test_shutdown_ends_those_that_take_too_long() -> None:
+    with running(stub_engine(0.01), ServerConfig(shutdown_timeout=0.3)) as server:
+        stream = server.client().completions.create(**ENDLESS, stream=True)
+        next(stream)
+        server.server.should_exit = True
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        server.thread.join(20)
+        assert not server.engine.running
+
+
+def test_a_port_in_use_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port} is in use.*--port"):
+            bind(ServerConfig(port=port))
+    with pytest.raises(ValueError, match="--host"):
+        bind(ServerConfig(host="no.such.host.invalid"))
