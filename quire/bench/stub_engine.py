@@ -36,7 +36,7 @@ class StubEngine:
         self.stats = SchedulerStats()
         self.rule = rule
         self.step_seconds = step_seconds
-        self.input_processor = InputProcessor(self.config.model, self.max_model_len, self.tokenizer)
+        self.input_processor = InputProcessor(self.config, self.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.dead: str | None = None
         self.running: dict[str, tuple[EngineCoreRequest, int]] = {}  # and how many tokens it has

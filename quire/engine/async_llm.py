@@ -40,7 +40,7 @@ class AsyncLLM:
             self._connection.close(timeout=0)
             raise
         self.max_model_len = ready.max_model_len
-        self.input_processor = InputProcessor(model, ready.max_model_len, self.tokenizer)
+        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream] = {}
@@ -115,10 +115,6 @@ class AsyncLLM:
         self, prompt: Prompt | ParsedPrompt, params: SamplingParams, request_id: str, priority: int
     ) -> OutputStream:
         self._check()
-        if request_id in self.output_processor:
-            raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
-        if priority and self.config.scheduler.scheduling_policy != "priority":
-            raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         self._listen()
         parsed, requests = self.input_processor.process(request_id, prompt, params, priority=priority)
         self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)

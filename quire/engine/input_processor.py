@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from quire.config import ModelConfig
+from quire.config import EngineConfig
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -33,11 +33,13 @@ class ParsedPrompt:
 
 class InputProcessor:
     def __init__(
-        self, model: ModelConfig, max_model_len: int, tokenizer: Tokenizer | None, first_index: int = 0
+        self, config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None, first_index: int = 0
     ) -> None:
         """Requests are numbered from `first_index` on: front ends of one engine have ranges of their own."""
+        model = config.model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.takes_priorities = config.scheduler.scheduling_policy == "priority"
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_logprobs = model.max_logprobs
@@ -53,6 +55,8 @@ class InputProcessor:
         priority: int = 0,
     ) -> tuple[ParsedPrompt, list[EngineCoreRequest]]:
         """One request per completion asked for (`n`); the first computes the prompt, the others fork from it."""
+        if priority and not self.takes_priorities:
+            raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt)
         parsed.token_ids = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
         self._check(parsed.token_ids, params)

@@ -39,7 +39,7 @@ class LLMEngine:
         times.append(time.perf_counter())
         self.client = InprocClient(core)
         self.max_model_len = core.max_model_len
-        self.input_processor = InputProcessor(model, core.max_model_len, self.tokenizer)
+        self.input_processor = InputProcessor(self.config, core.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         device, cache = core.summary
@@ -54,10 +54,6 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        if request_id in self.output_processor:
-            raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
-        if priority and self.config.scheduler.scheduling_policy != "priority":
-            raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         parsed, requests = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
         self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
         try:

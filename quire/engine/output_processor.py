@@ -47,6 +47,8 @@ class OutputProcessor:
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], requests: list[EngineCoreRequest]
     ) -> None:
         """`requests` are the core's, one for each completion."""
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
         params = requests[0].params
         user = UserRequest(
             request_id,
