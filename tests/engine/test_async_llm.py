@@ -43,8 +43,22 @@ def run(scenario, **arguments):
     asyncio.run(main())
 
 
-async def text_of(engine, prompt, request_id, params=GREEDY):
-    return "".join([o.outputs[0].text async for o in engine.generate(prompt, params, request_id)])
+async def text_of(engine, prompt, request_id, params=GREEDY, begun=None):
+    """`begun` is an event to set at the first output."""
+    text = ""
+    async for output in engine.generate(prompt, params, request_id):
+        text += output.outputs[0].text
+        if begun is not None:
+            begun.set()
+    return text
+
+
+async def reading(engine, prompt, request_id, params):
+    """A task that reads a stream and has had its first output."""
+    begun = asyncio.Event()
+    task = asyncio.create_task(text_of(engine, prompt, request_id, params, begun))
+    await begun.wait()
+    return task
 
 
 async def whole(engine):
@@ -77,9 +91,7 @@ def test_leaving_a_stream_aborts_the_request_and_a_slow_reader_gets_merged_delta
         long = GREEDY.replace(max_tokens=200)
         async for _ in engine.generate(PROMPTS[0], long, "left"):
             break
-        reading = asyncio.create_task(text_of(engine, PROMPTS[1], "cancelled", long))
-        await asyncio.sleep(0.3)
-        reading.cancel()
+        (await reading(engine, PROMPTS[1], "cancelled", long)).cancel()
         slow = engine.generate(PROMPTS[2], GREEDY, "slow")
         first = await anext(slow)
         while engine.get_num_unfinished_requests():
@@ -87,10 +99,10 @@ def test_leaving_a_stream_aborts_the_request_and_a_slow_reader_gets_merged_delta
         rest = [output async for output in slow]
         assert len(rest) == 1 and rest[0].finished
         assert first.outputs[0].text + rest[0].outputs[0].text == expected[2]
-        aborted = asyncio.create_task(text_of(engine, PROMPTS[3], "aborted", long))
-        await asyncio.sleep(0.3)
+        aborted = await reading(engine, PROMPTS[3], "aborted", long)
         await engine.abort(["aborted", "unknown"])
-        assert expected[3].startswith((await aborted)[:5])
+        text = await aborted
+        assert text and (text.startswith(expected[3]) or expected[3].startswith(text))
         await whole(engine)
 
     run(scenario)
@@ -99,8 +111,7 @@ def test_leaving_a_stream_aborts_the_request_and_a_slow_reader_gets_merged_delta
 def test_a_killed_engine_is_noticed_and_every_stream_hears_of_it():
     async def scenario(engine):
         long = GREEDY.replace(max_tokens=200)
-        streams = [asyncio.create_task(text_of(engine, p, str(i), long)) for i, p in enumerate(PROMPTS)]
-        await asyncio.sleep(0.5)
+        streams = await asyncio.gather(*(reading(engine, p, str(i), long) for i, p in enumerate(PROMPTS)))
         os.kill(engine._connection.process.pid, signal.SIGKILL)
         killed = time.monotonic()
         results = await asyncio.gather(*streams, return_exceptions=True)

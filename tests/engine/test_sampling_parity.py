@@ -1,5 +1,7 @@
 """Every sampling parameter through the whole engine, in float32, against transformers or a written-out reference."""
 
+import os
+
 import pytest
 import torch
 import transformers
@@ -189,9 +191,14 @@ def test_truncated_prompts(model):
         assert len(llm.generate([5] * 400, longest, use_tqdm=False)[0].prompt_token_ids) == 255
 
 
+def resident_bytes() -> int:
+    """Now, not at the highest point so far: an earlier test may have been larger."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_two_thousand_requests_through_a_quarter_of_the_cache(model):
     import random
-    import resource
 
     r = random.Random(0)
     many = [[r.randrange(1, VOCAB) for _ in range(r.randint(1, 60))] for _ in range(2000)]
@@ -202,11 +209,11 @@ def test_two_thousand_requests_through_a_quarter_of_the_cache(model):
     # 64 requests of up to 90 tokens want about 200 blocks at a time.
     with engine(model, num_gpu_blocks_override=50, max_model_len=128, max_num_seqs=64) as llm:
         first = llm.generate(many[:1000], params[:1000], use_tqdm=False)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = resident_bytes()
         second = llm.generate(many[1000:], params[1000:], use_tqdm=False)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        grown = resident_bytes() - before
         pool = llm.llm_engine.client.core.scheduler.kv.pool
         assert [len(o.outputs[0].token_ids) for o in first + second] == [p.max_tokens for p in params]
         assert llm.llm_engine.stats.num_preemptions > 10
         assert pool.num_free == pool.num_blocks and not llm.llm_engine.client.core.scheduler.requests
-        assert grown < 20_000  # KiB: the second thousand needs no more memory than the first
+        assert grown < 20 << 20  # the second thousand needs no more memory than the first
