@@ -1,26 +1,43 @@
 """The interface between models, attention backends and the runner.
 
-A layer calls `Attention.forward(q, k, v, ctx)`. A backend is chosen once per KV-cache group; its metadata is built once
-per step per group and travels in the explicit ForwardContext.
+A layer calls `Attention.forward(qkv, ctx, ...)`. A backend is chosen once for a model; its metadata is built once per
+step per KV-cache group and travels in the explicit ForwardContext.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+
+from quire.kernels.rope import gather_cos_sin
+from quire.kernels.rope_and_write import Norms
 
 
 @dataclass
 class StepInputs:
     """One step's batch as every backend sees it: n rows, N tokens in all, rows one after the other."""
 
-    num_rows: int
+    rows: torch.Tensor  # [n]: rows of the block tables; -1: padding
     num_tokens: int
     query_start: torch.Tensor  # [n + 1] int32: where each row's tokens begin
-    seq_lens: torch.Tensor  # [n] int32: context length including this step's tokens
-    max_query_len: int
-    max_seq_len: int  # an upper bound known to the host
-    common_prefix_blocks: tuple[int, ...] = ()  # per group, leading blocks that all rows share
+    seq_lens: torch.Tensor  # [n] int32: context length including this step's tokens; 0 for padding
+    one_each: bool  # every row has one token
+    query_blocks: torch.Tensor | None = None  # what the backend's plan_queries made of this step
+    prefix_len: torch.Tensor | None = None  # [1] int32: leading tokens in blocks that all rows share, if worth knowing
+
+
+class Angles:
+    """Rotary angles of a step's tokens: a table and where to look, or the looked-up values."""
+
+    def __init__(self, table: torch.Tensor, positions: torch.Tensor) -> None:
+        self.table = table  # [positions, R]: cosines of R / 2 angles, then sines
+        self.positions = positions  # [N]
+
+    @cached_property
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return gather_cos_sin(self.table, self.positions)
 
 
 class LayerHooks(Protocol):
@@ -37,37 +54,47 @@ class ForwardContext:
 
     step: StepInputs
     metadata: list[Any]  # per group, what the group's backend built
-    slot_mapping: list[
-        torch.Tensor
-    ]  # per group, [N] int64: block * block_size + offset; 0.. of the null block for padding
+    slot_mapping: list[torch.Tensor]  # per group, [N]: block * block_size + offset; in the null block for padding
     layer_hooks: LayerHooks | None = None
 
 
 class AttentionBackend(Protocol):
-    """Kernels for one KV-cache group. Stateless but for what the constructor fixes."""
+    """Kernels for attention over pages."""
 
     name: str
+    block_dim: int
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor; `num_blocks` includes the null block and is dimension `block_dim`."""
         ...
 
-    block_dim: int
-
-    def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> Any:
-        """Metadata of a step. block_table: [n, max_blocks] int32, the rows of this step."""
+    def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray | None:
+        """What the backend wants to know of a step on the device, from what the host knows of it: tokens by row."""
         ...
 
-    def forward(
+    def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
+        """The most entries that plan_queries has for as many tokens in as many rows."""
+        ...
+
+    def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> Any:
+        """Metadata of a step. block_table: [rows, max_blocks] int32, of which `step.rows` are in the step."""
+        ...
+
+    def write(
         self,
-        q: torch.Tensor,  # [N, heads, head_size]
-        k: torch.Tensor,  # [N, kv_heads, head_size]
-        v: torch.Tensor,
+        qkv: torch.Tensor,  # [N, (heads + 2 * kv_heads) * head_size]
+        num_heads: int,
+        norms: Norms | None,
+        angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: Any,
-        scale: float,
-        sliding_window: int | None,
+    ) -> torch.Tensor:  # q [N, heads, head_size]
+        """Norm and rotate queries and keys where asked, and write keys and values to the cache."""
+        ...
+
+    def attend(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scale: float, sliding_window: int | None
     ) -> torch.Tensor:  # [N, heads, head_size]
-        """Write k and v to the cache, then attend. Every key of the step is written before any query attends."""
+        """Over the pages of each row, this step's own keys among them."""
         ...

@@ -8,18 +8,19 @@ serves both all the same.
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from quire.attention.base import StepInputs
+from quire.attention.base import Angles, StepInputs
 from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
 from quire.kernels.kv_write import cache_rows, kv_write
+from quire.kernels.rope_and_write import Norms, norm_and_rope
 
 
 @dataclass
 class Plan:
     """What a step gathers and hides; the same for every layer of a group."""
 
-    write_rows: tuple[torch.Tensor, torch.Tensor]
     decode: list[DecodeBatch]
     prompts: list[PromptRow]
     scratch: torch.Tensor  # [most pages gathered at once, block_size * D]: fresh memory for every layer would cost more
@@ -33,8 +34,14 @@ class TorchMetadata:
     block_table: torch.Tensor
     block_size: int
     plans: dict[tuple[int, int | None], Plan] = field(default_factory=dict)
+    rows_to_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def plan(self, kv_cache: torch.Tensor, window: int | None, slot_mapping: torch.Tensor) -> Plan:
+    def write_rows(self, num_kv_heads: int, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if num_kv_heads not in self.rows_to_write:
+            self.rows_to_write[num_kv_heads] = cache_rows(slot_mapping, num_kv_heads, self.block_size)
+        return self.rows_to_write[num_kv_heads]
+
+    def plan(self, kv_cache: torch.Tensor, window: int | None) -> Plan:
         num_kv_heads = kv_cache.shape[2]
         key = (num_kv_heads, window)
         if key not in self.plans:
@@ -44,8 +51,7 @@ class TorchMetadata:
             gathers = [batch.pages for batch in decode] + [row.pages for row in prompts]
             most = max((len(pages) for pages in gathers), default=0)
             scratch = kv_cache.new_empty(most, self.block_size * kv_cache.shape[-1])
-            write_rows = cache_rows(slot_mapping, num_kv_heads, self.block_size)
-            self.plans[key] = Plan(write_rows, decode, prompts, scratch)
+            self.plans[key] = Plan(decode, prompts, scratch)
         return self.plans[key]
 
 
@@ -59,23 +65,41 @@ class TorchBackend:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
     def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> TorchMetadata:
-        return TorchMetadata(step, block_table, block_size)
+        return TorchMetadata(step, block_table[step.rows], block_size)
 
-    def forward(
+    def plan_queries(self, num_tokens: np.ndarray) -> None:
+        return None
+
+    def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
+        return 0
+
+    def write(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv: torch.Tensor,
+        num_heads: int,
+        norms: Norms | None,
+        angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        metadata: TorchMetadata,
+    ) -> torch.Tensor:
+        num_kv_heads = kv_cache.shape[2]
+        cos_sin = angles.cos_sin if angles is not None else None
+        q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, norms, cos_sin)
+        kv_write(k, v, kv_cache, metadata.write_rows(num_kv_heads, slot_mapping))
+        return q
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
         metadata: TorchMetadata,
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_size = q.shape
-        num_kv_heads = k.shape[1]
-        plan = metadata.plan(kv_cache, sliding_window, slot_mapping)
-        kv_write(k, v, kv_cache, plan.write_rows)
+        num_kv_heads = kv_cache.shape[2]
+        plan = metadata.plan(kv_cache, sliding_window)
 
         pages = kv_cache.view(-1, metadata.block_size * head_size)
         grouped = (q * scale).view(num_tokens, num_kv_heads, -1, head_size)

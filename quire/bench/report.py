@@ -44,8 +44,9 @@ class Metric:
 
     def as_text(self) -> str:
         low, high = min(self.values), max(self.values)
-        spread = f"best {self.best:.4g}, range {low:.4g} to {high:.4g} over {len(self.values)}"
-        lines = [f"  {self.name:<22}{self.median:>10.4g} {self.unit:<6} median ({spread})"]
+        spread = f"median (best {self.best:.4g}, range {low:.4g} to {high:.4g} over {len(self.values)})"
+        shown = f"  {self.name:<22}{self.median:>10.4g} {self.unit:<6} {spread if len(self.values) > 1 else ''}"
+        lines = [shown.rstrip()]
         lines += [f"  {'':<22}{self.times_faster_than(a):>10.2f} x {a.engine}, {a.value:g}" for a in self.anchors]
         return "\n".join(lines)
 
@@ -57,6 +58,8 @@ class Report:
     engine: dict[str, Any]  # the engine options that were given
     machine: dict[str, Any]
     metrics: Sequence[Metric] = field(default_factory=list)
+    anchors_taken_on: str = MACHINE
+    details: dict[str, Any] = field(default_factory=dict)  # what is no metric; in the JSON only
 
     def as_json(self) -> str:
         parts = {
@@ -65,15 +68,17 @@ class Report:
             "engine": self.engine,
             "machine": self.machine,
             "metrics": {metric.name.replace(" ", "_"): metric.as_json() for metric in self.metrics},
-            "anchors_taken_on": MACHINE,
+            "anchors_taken_on": self.anchors_taken_on,
         }
+        if self.details:
+            parts["details"] = self.details
         return json.dumps(parts, indent=2)
 
     def as_text(self) -> str:
         facts = {name: value for name, value in self.machine.items() if name != "probe"}
         lines = [f"quire bench {self.benchmark}: {_listed(self.workload)}", *(m.as_text() for m in self.metrics)]
         if any(metric.anchors for metric in self.metrics):
-            lines.append(f"  x: times faster than the engine's reference number, measured on {MACHINE}")
+            lines.append(f"  x: times faster than the engine's reference number, measured on {self.anchors_taken_on}")
         if self.engine:
             lines.append(f"  engine: {_listed(self.engine)}")
         lines.append(f"  machine: {_listed(facts)}")

@@ -132,6 +132,10 @@ class StubEngine:
     async def reset_prefix_cache(self) -> bool:
         return True
 
+    async def get_state(self) -> dict[str, dict[str, int]]:
+        own = {"requests": len(self.output_processor), "streams": len(self.streams)}
+        return {"front_end": own, "core": {"requests": len(self.running)}}
+
     async def check_health(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)

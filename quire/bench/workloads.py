@@ -6,6 +6,7 @@ The order of the random draws is part of a workload: changing it changes every p
 import random
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 FIRST_TOKEN_ID = 100  # below it are control tokens in common vocabularies
 CPU_TOKEN_ID_LIMIT = 49_000
@@ -99,3 +100,83 @@ def _lookup(shapes: dict[str, Shape], name: str) -> Shape:
     if name not in shapes:
         raise ValueError(f"unknown workload {name!r}; allowed: {', '.join(shapes)}")
     return shapes[name]
+
+
+# The models of the reference numbers as config.json would describe them; their weights are random.
+MODEL_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "attention_bias": False,
+    },
+    "llama3-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+# For trying the card itself: seconds on any machine. Its vocabulary holds the ids that the workload `nano` draws.
+TINY_SHAPE = MODEL_SHAPES["qwen3-0.6b"] | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 12288,
+}
+
+
+def shrunk(workload: Workload) -> Workload:
+    """The same kind of workload at a fraction of the work: few requests, short prompts, some tokens each."""
+    keep = max(1, len(workload.prompts) // 64)
+    prompts = [prompt[-max(4, len(prompt) // 32) :] for prompt in workload.prompts[:keep]]
+    return Workload(prompts, [1 + (length - 1) // 32 for length in workload.output_lens[:keep]])

@@ -7,6 +7,7 @@ from quire.config.cache import CacheConfig
 from quire.config.fields import option, options, validate
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.observability import ObservabilityConfig
 from quire.config.scheduler import SchedulerConfig
 
 
@@ -16,6 +17,7 @@ class DeviceConfig:
 
     device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
     attention_backend: str | None = option(None, "attention kernels; default: the best for the platform")
+    enforce_eager: bool = option(False, "on a GPU: launch every kernel by itself, without CUDA graphs")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -41,6 +43,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @staticmethod
     def parts() -> dict[str, type]:
@@ -51,6 +54,7 @@ class EngineConfig:
             "load": LoadConfig,
             "device": DeviceConfig,
             "transfer": TransferConfig,
+            "observability": ObservabilityConfig,
         }
 
     @classmethod
@@ -83,7 +87,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "tensor parallelism"),
     "pipeline_parallel_size": (1, "pipeline parallelism"),
     "data_parallel_size": (1, "data parallelism"),
-    "quantization": (None, "quantized kernels (a GGUF is dequantized while loading)"),
     "kv_cache_dtype": ("auto", "a quantized KV cache"),
     "enable_lora": (False, "LoRA"),
     "trust_remote_code": (False, "running code from a checkpoint"),

@@ -5,6 +5,7 @@ from quire.config.fields import internal, option, validate
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors")
 
 
 @dataclass
@@ -17,6 +18,9 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     dtype: str = option(
         "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
+    )
+    quantization: str | None = option(
+        None, "of the weights; default: as the checkpoint is; fp8 quantizes while loading", choices=QUANTIZATIONS
     )
     max_model_len: int | None = option(
         None,

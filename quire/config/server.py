@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
+    api_server_count: int = option(1, "processes that take requests, for one engine", minimum=1, maximum=64)
     served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in answers")
     root_path: str = option("", "path under which a proxy shows the server")
 
@@ -47,6 +48,7 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = option((), "header they may send (default: all)")
     allow_credentials: bool = option(False, "let web pages send cookies")
 
+    otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector for a span per request (extra: otel)")
     access_log: bool = option(True, "a log line for each request")
     disable_access_log_for_endpoints: str | None = option(None, "paths without one, comma-separated: /health,/metrics")
     middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class")
@@ -71,12 +73,14 @@ class ServerConfig:
         return frozenset(path.strip() for path in listed if path.strip())
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field; those that hold several values may be given several times."""
+def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+    """A flag for every field, or `only` some; those that hold several values may be given several times."""
     group = parser.add_argument_group((ServerConfig.__doc__ or "").rstrip("."))
     types = typing.get_type_hints(ServerConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
     for name, info in options(ServerConfig).items():
+        if only is not None and name not in only:
+            continue
         if typing.get_origin(types[name]) is tuple:
             help = f"{info.help}; may be given several times".replace("%", "%%")
             group.add_argument(
@@ -86,8 +90,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
             _add_flag(group, name, info, types[name], defaults[name])
 
 
-def server_config(args: argparse.Namespace) -> ServerConfig:
-    given: dict[str, Any] = {name: getattr(args, name) for name in options(ServerConfig) if hasattr(args, name)}
+def server_config(args: argparse.Namespace, only: Collection[str] | None = None) -> ServerConfig:
+    names = options(ServerConfig) if only is None else only
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if hasattr(args, name)}
     several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return ServerConfig(**(given | several))
 

@@ -93,6 +93,17 @@ class BlockPool:
     def get(self, key: BlockKey) -> KVCacheBlock | None:
         return self._cached.get(key)
 
+    def leading(self, names: Iterable[bytes], group: int) -> list[KVCacheBlock]:
+        """The blocks of these names, up to the first that is not there."""
+        found: list[KVCacheBlock] = []
+        get = self._cached.get
+        for name in names:
+            block = get((name, group))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
     def register(self, block: KVCacheBlock, key: BlockKey) -> None:
         """Let later requests find the block. If equal content is known already, that stays the one to find."""
         if block.key is None and key not in self._cached:

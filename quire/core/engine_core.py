@@ -11,7 +11,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
 from quire.core.scheduler import Scheduler
 from quire.distributed.kv_connector import scheduler_connector
-from quire.executor.base import Executor
+from quire.executor.base import Executor, StepResult
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
@@ -34,6 +34,7 @@ class EngineCore:
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens is {step_tokens}, "
                 f"max_model_len {self.max_model_len}; raise the first (--max-num-batched-tokens) or lower the second"
             )
+        self.num_blocks = layout.num_blocks
         executor.initialize_kv_cache(layout, self.max_model_len)
         one = blocks_of_one_request(layout.groups, self.max_model_len, span)
         size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
@@ -60,7 +61,7 @@ class EngineCore:
             chunked_prefill=config.scheduler.enable_chunked_prefill,
             connector=scheduler_connector(config.transfer.kv_connector),
         )
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.scheduler.add_request(request)
@@ -71,6 +72,18 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         # Plans in flight are drained even if all their requests are gone: the scheduler's books close with them.
         return self.scheduler.has_unfinished() or bool(self._in_flight)
+
+    def state(self) -> dict[str, int]:
+        """What is held right now. In an idle engine every block is free and the other numbers are 0."""
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        return {
+            "requests": len(scheduler.requests),
+            "requests_sending": len(scheduler.sending),
+            "rows": len(scheduler.running),
+            "plans_in_flight": len(self._in_flight),
+            "blocks": pool.num_blocks,
+            "blocks_free": pool.num_free,
+        }
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()

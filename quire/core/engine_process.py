@@ -3,27 +3,35 @@
 The engine's thread never touches a socket: two threads do, and talk to it through queues.
 """
 
+import contextlib
 import ctypes
 import logging
+import multiprocessing
 import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
 from quire.config import EngineConfig
+from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
+from quire.core.stats_logger import StatsLogger
 from quire.messages.protocol import (
+    CLIENT_SHIFT,
     AddRequests,
     Call,
     Codec,
     Dead,
     FinishRequests,
     FromEngine,
+    Goodbye,
     Hello,
     Outputs,
     Ready,
@@ -31,12 +39,12 @@ from quire.messages.protocol import (
     Shutdown,
     ToEngine,
 )
-from quire.messages.requests import EngineCoreOutputs, FinishReason
+from quire.messages.requests import EngineCoreOutputs, FinishReason, SchedulerStats
 
 logger = logging.getLogger("quire")
 
-CLIENT_SHIFT = 40  # a request's index is (client << CLIENT_SHIFT) + a number of the client's own
 PR_SET_PDEATHSIG = 1
+STATS_SECONDS = 0.25  # how old the numbers may be in a front end that has no part in what runs
 
 Incoming = tuple[bytes, Any]  # who says what
 
@@ -49,6 +57,8 @@ class EngineProcess:
         self._out: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._addresses: dict[bytes, str] = {}  # front end -> where it listens
         self._clients: dict[int, str] = {}  # client number of an index -> where it listens
+        self._told: dict[int, SchedulerStats] = {}  # client -> the last numbers it got
+        self._stats_due = 0.0
         self._ready: Ready | None = None
         self._stopping = False
         context = zmq.Context()
@@ -64,16 +74,16 @@ class EngineProcess:
         """The exit code."""
         try:
             self.core = self._make_core()
-            self._ready = Ready(self.core.max_model_len, self.core.summary)
-            for address in self._addresses.values():
-                self._out.put((address, self._ready))
+            self._ready = Ready(self.core.max_model_len, self.core.summary, self.core.num_blocks)
             while not self._stopping:
                 self._take_in(block=not self.core.has_unfinished())
                 outputs = self.core.step()
                 if outputs is not None and (len(outputs.index) or outputs.prompt_logprobs):
                     self._pass_on(outputs)
+                self._spread_stats()
         except Exception as error:
             logger.exception("the engine ends")
+            self._take_greetings()
             self._tell_all(Dead(f"{type(error).__name__}: {error}"))
             self._close()
             return 1
@@ -95,7 +105,6 @@ class EngineProcess:
         match message:
             case AddRequests(requests):
                 for request in requests:
-                    self._clients[request.index >> CLIENT_SHIFT] = self._addresses[sender]
                     try:
                         self.core.add_request(request)
                     except ValueError as error:
@@ -105,26 +114,66 @@ class EngineProcess:
             case Call(number, "reset_prefix_cache"):
                 self.core.reset_prefix_cache()
                 self._out.put((self._addresses[sender], Result(number)))
+            case Call(number, "state"):
+                self._out.put((self._addresses[sender], Result(number, values=self.core.state())))
             case Call(number, name):
                 self._out.put((self._addresses[sender], Result(number, f"unknown call {name!r}")))
-            case Hello(address):
+            case Hello(address, client):
                 self._addresses[sender] = address
+                if client is not None:
+                    self._clients[client] = address
                 if self._ready is not None:
                     self._out.put((address, self._ready))
+            case Goodbye(client):
+                running = self.core.scheduler.requests.values()
+                self.core.finish_requests([r.request_id for r in running if r.core.index >> CLIENT_SHIFT == client])
+                gone = self._clients.pop(client, None)
+                self._told.pop(client, None)
+                self._addresses = {who: address for who, address in self._addresses.items() if address != gone}
             case Shutdown():
                 self._stopping = True
+
+    def _take_greetings(self) -> None:
+        """Who has called while the engine was loading, in vain as it turns out."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                sender, message = self._in.get_nowait()
+                if isinstance(message, Hello):
+                    self._handle(sender, message)
 
     def _pass_on(self, outputs: EngineCoreOutputs) -> None:
         """To each front end what is its own."""
         if len(self._clients) == 1:
-            (address,) = self._clients.values()
+            ((client, address),) = self._clients.items()
             self._out.put((address, Outputs(outputs)))
+            self._note_told(client, outputs.stats)
             return
         clients = set(np.unique(outputs.index >> CLIENT_SHIFT).tolist())
         clients |= {part.owner >> CLIENT_SHIFT for part in outputs.prompt_logprobs}
-        for client in clients:
+        for client in clients & self._clients.keys():
             part = outputs.select(client << CLIENT_SHIFT, (client + 1) << CLIENT_SHIFT)
             self._out.put((self._clients[client], Outputs(part)))
+            self._note_told(client, outputs.stats)
+
+    def _note_told(self, client: int, stats: SchedulerStats | None) -> None:
+        if stats is not None:
+            self._told[client] = stats
+
+    def _spread_stats(self) -> None:
+        """Numbers come with outputs. A front end without outputs gets them now and then, and all get the last ones
+        before the engine sleeps."""
+        idle = not self.core.has_unfinished()
+        if not idle and (len(self._clients) < 2 or time.monotonic() < self._stats_due):
+            return
+        stats = self.core.scheduler.stats()
+        self._stats_due = stats.time + STATS_SECONDS
+        news = EngineCoreOutputs.ended([], FinishReason.NONE)
+        news.stats = stats
+        for client, address in self._clients.items():
+            told = self._told.get(client)
+            if told is None or msgspec.structs.replace(told, time=stats.time) != stats:
+                self._out.put((address, Outputs(news)))
+                self._told[client] = stats
 
     def _tell_all(self, message: Any) -> None:
         for address in self._addresses.values():
@@ -147,10 +196,7 @@ class EngineProcess:
             except ValueError as error:
                 logger.warning("ignored: %s", error)
                 continue
-            if isinstance(message, Hello) and self._ready is None:
-                self._addresses[sender] = message.output_address  # the engine is loading and hears nothing yet
-            else:
-                self._in.put((sender, message))
+            self._in.put((sender, message))
 
     def _send(self, context: zmq.Context) -> None:
         codec = Codec(FromEngine)
@@ -173,24 +219,40 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
         return  # not Linux
-    if os.getppid() == 1:
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
         os._exit(1)  # it went before we asked
 
 
-def engine_process_main(config: EngineConfig, address: str) -> None:
-    """What the started process runs."""
+def leave_signals_to_parent() -> None:
+    """A terminal's Ctrl-C, or a service manager's SIGTERM, may reach every process. Only the one that was started by
+    hand may act on it, and tells the others: else an engine would be gone before its requests have ended."""
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)
+
+
+def engine_process_main(config: EngineConfig, address: str, log_level: int = logging.WARNING) -> None:
+    """What the started process runs. `log_level` is the one of the process that starts it."""
     die_with_parent()
+    set_up_logging(log_level)
     # Before torch is imported. libgomp's threads would spin for milliseconds between operations on cores that front
     # ends need; sleeping at once costs a single request a third of its speed. docs/performance.md has the figures.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front end, which tells us
+    # torch and oneDNN each keep 1024 compiled matrix products, one for every number of rows: a gigabyte that fills up
+    # over minutes of mixed traffic. What is thrown away here is made again in about a millisecond.
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    leave_signals_to_parent()
 
     def make_core() -> EngineCore:
         from quire.executor.uniproc import UniProcExecutor
         from quire.platforms.defaults import with_platform_defaults
 
         complete = with_platform_defaults(config)
-        return EngineCore(complete, UniProcExecutor(complete))
+        core = EngineCore(complete, UniProcExecutor(complete))
+        if not complete.observability.disable_log_stats and logger.isEnabledFor(logging.INFO):
+            StatsLogger(core.scheduler).start()
+        return core
 
     os._exit(EngineProcess(make_core, address).run())

@@ -43,7 +43,13 @@ class BlockHasher:
 
         `extra` (LoRA, cache salt) enters the first block, and through its hash all that follow.
         """
-        size, digest = self.block_size, self.digest
-        for i in range(len(hashes), num_tokens // size):
-            tokens = token_ids[i * size : (i + 1) * size].tobytes()
-            hashes.append(digest(hashes[i - 1] + tokens if i else self.root + extra + tokens))
+        size, digest, first = self.block_size, self.digest, len(hashes)
+        count = num_tokens // size - first
+        if count <= 0:
+            return
+        data = token_ids[first * size : (first + count) * size].tobytes()
+        width = len(data) // count
+        parent = hashes[-1] if hashes else self.root + extra
+        for at in range(0, len(data), width):
+            parent = digest(parent + data[at : at + width])
+            hashes.append(parent)

@@ -49,6 +49,8 @@ class KVCacheManager:
             return self.no_hit()
         self.hasher.extend(request.block_hashes, request.token_ids, num_tokens, request.extra_keys)
         hashes, length, before = request.block_hashes, num_tokens - 1, -1
+        if len(self.groups) == 1:
+            length = before = self.groups[0].longest_hit(hashes, length, self.alignment)
         while length != before:
             # What one group lacks shortens the prefix for all; repeat until they agree.
             before = length
@@ -162,13 +164,19 @@ class KVCacheManager:
 
 
 def _common_length(tables: list[list[KVCacheBlock]]) -> int:
+    """By bisection: blocks are shared from the first on, so two tables with the same block somewhere have all the
+    same before it."""
     first, *others = tables
     count = len(first)
     for blocks in others:
-        same = 0
-        while same < min(count, len(blocks)) and blocks[same] is first[same]:
-            same += 1
-        count = same
+        low, high = 0, min(count, len(blocks))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if blocks[middle - 1] is first[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        count = low
         if count == 0:
             break
     return count

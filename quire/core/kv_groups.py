@@ -24,17 +24,16 @@ class FullAttentionGroup:
 
     def longest_hit(self, hashes: list[bytes], num_tokens: int, alignment: int) -> int:
         """The most leading tokens, at most `num_tokens` and a multiple of `alignment`, that need not be computed."""
-        limit = num_tokens // self.block_size
-        count = 0
-        while count < limit and self.cached_block(hashes, count) is not None:
-            count += 1
+        count = len(self._cached_prefix(hashes, num_tokens // self.block_size))
         return count * self.block_size // alignment * alignment
 
     def hit_blocks(self, hashes: list[bytes], num_tokens: int) -> list[KVCacheBlock]:
-        first = self.first_needed(num_tokens)
-        found = [self.cached_block(hashes, i) for i in range(first, num_tokens // self.block_size)]
-        assert None not in found
-        return [self.pool.null_block] * first + [block for block in found if block is not None]
+        """The blocks of a hit of `num_tokens`."""
+        return self._cached_prefix(hashes, num_tokens // self.block_size)
+
+    def _cached_prefix(self, hashes: list[bytes], limit: int) -> list[KVCacheBlock]:
+        step = self._hashes_per_block
+        return self.pool.leading(hashes[step - 1 : limit * step : step], self.index)
 
     def first_needed(self, next_query: int) -> int:
         """The first logical block that a query at position `next_query` or later reads."""
@@ -59,6 +58,12 @@ class SlidingWindowGroup(FullAttentionGroup):
                 run_end = position * self.block_size // alignment * alignment // self.block_size
                 position = run_end
         return run_end * self.block_size
+
+    def hit_blocks(self, hashes: list[bytes], num_tokens: int) -> list[KVCacheBlock]:
+        first = self.first_needed(num_tokens)
+        found = [self.cached_block(hashes, i) for i in range(first, num_tokens // self.block_size)]
+        assert None not in found
+        return [self.pool.null_block] * first + [block for block in found if block is not None]
 
     def first_needed(self, next_query: int) -> int:
         return max(0, next_query - self.window + 1) // self.block_size

@@ -35,6 +35,7 @@ class Request:
         "prompt_planned",
         "request_id",
         "row",
+        "scheduled_at",
         "state",
         "token_ids",
     )
@@ -50,6 +51,7 @@ class Request:
         self.num_cached = -1  # prompt tokens found in a cache when first scheduled
         self.state = RequestState.WAITING if core.fork_of is None else RequestState.WAITING_FORK
         self.row = -1
+        self.scheduled_at = 0.0  # first time; 0 again once the front end knows
         self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
         self.block_hashes: list[bytes] = []
         salted = core.cache_salt is not None or core.lora_id

@@ -5,6 +5,8 @@ requests by some tokens within a budget. Plans may be made while earlier ones ar
 each keeps a snapshot of who was in which row, and its results are read through that.
 """
 
+import bisect
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,9 +19,17 @@ from quire.core.running_set import RunningSet
 from quire.core.waiting_queue import WaitingQueue
 from quire.messages.connector import SchedulerConnector
 from quire.messages.plan import BlockAppends, ModelRunnerOutput, NewRow, SchedulerOutput
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
+from quire.messages.requests import (
+    STEP_TOKEN_BOUNDS,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    Logprobs,
+    SchedulerStats,
+)
 
 NOT_FINISHED, STOP, LENGTH = (np.int8(r) for r in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH))
+NO_TOKEN = "the model's scores hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)"
 
 
 @dataclass(slots=True)
@@ -60,6 +70,10 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.sending: dict[str, Request] = {}  # finished, blocks kept until a connector has read them
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of requests that got their first token
+        self.num_generated_tokens = 0
+        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        self._step_tokens_sum = 0
         self._step = 0
         self._arrivals = 0
         self._frames: deque[Frame] = deque()
@@ -67,6 +81,7 @@ class Scheduler:
         self._siblings: dict[str, list[Request]] = {}  # first of `n` -> those that will fork from it
         self._forkable: list[str] = []  # requests whose prompt the last plan completed
         self._draining: set[Request] = set()  # preempted, with plans in flight
+        self._started: set[Request] = set()  # scheduled, without a token so far
         self._common_prefix: tuple[int, ...] | None = None
 
     # Requests come and go
@@ -114,12 +129,15 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
+            time=time.monotonic(),
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.blocked),
             kv_cache_usage=self.kv.pool.usage,
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.kv.prefix_queries,
             prefix_cache_hits=self.kv.prefix_hits,
+            step_tokens=tuple(self._step_tokens),
+            step_tokens_sum=self._step_tokens_sum,
         )
 
     # A plan
@@ -140,6 +158,7 @@ class Scheduler:
             if new_rows:
                 rows = np.concatenate([rows, np.fromiter((r.row for r in new_rows), np.int64, len(new_rows))])
                 take = np.concatenate([take, np.asarray(new_take, np.int64)])
+                used += sum(new_take)
         if not len(rows) and not self._awaits_connector():
             return None
 
@@ -149,6 +168,8 @@ class Scheduler:
         run.num_computed[rows] = computed
         run.num_pending[rows] += samples
         run.num_frames[rows] += 1
+        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, used)] += 1
+        self._step_tokens_sum += used
         self._register_full_blocks(rows)
         self._note_planned_prompts(rows, computed)
         if new_rows or self._common_prefix is None:
@@ -290,6 +311,8 @@ class Scheduler:
             self.connector.update_state_after_alloc(request, request.block_ids(), external)
         if request.num_cached < 0:
             request.num_cached = min(computed, request.num_prompt_tokens)
+            request.scheduled_at = time.monotonic()
+            self._started.add(request)
         if loads_async and external:
             request.num_computed = computed
             request.state = RequestState.WAITING_REMOTE_KV
@@ -435,6 +458,9 @@ class Scheduler:
 
         stopped = (run.stop_ids[:, rows] == tokens).any(axis=0)
         finish = np.where(stopped, STOP, np.where(at + 1 >= run.token_limit[rows], LENGTH, NOT_FINISHED))
+        missing = np.flatnonzero(tokens < 0)
+        if len(missing):
+            finish[missing] = NOT_FINISHED
         outputs = EngineCoreOutputs(
             index=run.index[rows],
             token_ids=tokens,
@@ -448,14 +474,43 @@ class Scheduler:
                 if live[part.owner]
             ],
         )
+        self.num_generated_tokens += len(rows)
+        if self._started:
+            for place in np.flatnonzero(run.scheduled_at[rows]).tolist():
+                self._note_first_token(run.requests[rows[place]], place, outputs)
         for i in np.flatnonzero(finish):
             request = run.requests[rows[i]]
             if stopped[i] and (request.core.params.ignore_eos or tokens[i] not in request.core.eos_token_ids):
                 outputs.stop_reasons[int(i)] = int(tokens[i])
             self._register(request, int(min(run.num_computed[rows[i]], run.num_tokens[rows[i]])))
             self._end(request)
+        if len(missing):
+            self._fail_without_token(rows, missing, outputs)
         outputs.stats = self.stats()
         return outputs
+
+    def _fail_without_token(self, rows: np.ndarray, places: np.ndarray, outputs: EngineCoreOutputs) -> None:
+        """Rows whose logits named no token end, alone. What they computed may be wrong from any position on, and part
+        of it can be found in the cache: forget all that."""
+        outputs.token_ids = np.delete(outputs.token_ids, places)
+        lengths = np.ones(len(rows), np.int32)
+        lengths[places] = 0
+        np.cumsum(lengths, out=outputs.offsets[1:])
+        outputs.finish[places] = FinishReason.ERROR
+        if outputs.logprobs is not None:
+            kept = np.flatnonzero(~np.isin(outputs.logprobs.position, places))
+            outputs.logprobs = Logprobs(*(column[kept] for column in msgspec.structs.astuple(outputs.logprobs)))
+        for place in places.tolist():
+            outputs.errors[place] = NO_TOKEN
+            self._end(self.running.requests[rows[place]], failed=True)
+        self.kv.reset_prefix_cache()
+
+    def _note_first_token(self, request: Request, place: int, outputs: EngineCoreOutputs) -> None:
+        outputs.scheduled[place] = request.scheduled_at
+        self._started.discard(request)
+        request.scheduled_at = self.running.scheduled_at[request.row] = 0.0
+        if request.core.fork_of is None:
+            self.num_prompt_tokens += request.num_prompt_tokens
 
     def fail_plan(self, plan: SchedulerOutput, cause: str) -> EngineCoreOutputs:
         """The step raised. Its requests end with the cause; all others compute again, since blocks that the failed
@@ -470,7 +525,9 @@ class Scheduler:
         for request in reversed(self.running.all()):
             self._preempt(request)
         self.kv.reset_prefix_cache()
-        return EngineCoreOutputs.ended([r.core.index for r in failed], FinishReason.ERROR, cause)
+        outputs = EngineCoreOutputs.ended([r.core.index for r in failed], FinishReason.ERROR, cause)
+        outputs.stats = self.stats()
+        return outputs
 
     def _discard_stale(self, frame: Frame, live: np.ndarray) -> None:
         for request in frame.requests[~live]:
@@ -488,6 +545,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.blocked.pop(request.request_id, None)
         self._draining.discard(request)
+        self._started.discard(request)
         request.state = RequestState.FINISHED
         request.prompt_planned = False
         del self.requests[request.request_id]

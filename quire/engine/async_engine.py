@@ -40,6 +40,10 @@ class AsyncEngine(Protocol):
 
     async def reset_prefix_cache(self) -> bool: ...
 
+    async def get_state(self) -> dict[str, dict[str, int]]:
+        """What front end ("front_end") and core ("core") hold right now: requests, blocks."""
+        ...
+
     async def check_health(self) -> None:
         """EngineDeadError, with the cause, if the engine cannot serve."""
         ...

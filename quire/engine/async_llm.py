@@ -9,9 +9,9 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.async_engine import EngineDeadError
-from quire.engine.engine_connection import EngineConnection
+from quire.engine.engine_connection import EngineConnection, EngineWire
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
-from quire.engine.metrics import Metric
+from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import RequestOutput
@@ -27,11 +27,13 @@ logger = logging.getLogger("quire")
 class AsyncLLM:
     """The constructor returns when the model is loaded. This process imports no torch."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, wire: EngineWire | None = None) -> None:
+        """Starts an engine of its own, unless there is a `wire` to one that others use too."""
         began = time.perf_counter()
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
-        self._connection = EngineConnection(self.config)
+        self._owns_engine = wire is None
+        self._connection = wire or EngineConnection(self.config)
         try:
             model = self.config.model
             self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
@@ -40,19 +42,23 @@ class AsyncLLM:
             self._connection.close(timeout=0)
             raise
         self.max_model_len = ready.max_model_len
-        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer)
+        self._num_blocks = ready.num_blocks
+        client = self._connection.client or 0
+        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream] = {}
-        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, int]]] = {}
         self._num_calls = 0
         self._dead: EngineDeadError | None = None
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: threading.Thread | None = None
         device, cache = ready.summary
-        for line in (f"{self.model_name} · {device}", cache, f"ready in {time.perf_counter() - began:.1f} s"):
-            logger.info(line)
+        self.summary = [f"{self.model_name} · {device}", cache, f"ready in {time.perf_counter() - began:.1f} s"]
+        if self._owns_engine:
+            for line in self.summary:
+                logger.info(line)
 
     async def generate(
         self,
@@ -83,33 +89,48 @@ class AsyncLLM:
         self._abort(request_ids)
 
     async def reset_prefix_cache(self) -> bool:
+        await self._call("reset_prefix_cache")
+        return True
+
+    async def get_state(self) -> dict[str, dict[str, int]]:
+        """What this front end and the engine's core hold at this moment."""
+        own = {"requests": len(self.output_processor), "streams": len(self._streams), "calls": len(self._calls)}
+        return {"front_end": own, "core": await self._call("state")}
+
+    async def _call(self, name: str) -> dict[str, int]:
         self._check()
         self._listen()
         self._num_calls += 1
         done = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
-        self._connection.send(Call(self._num_calls, "reset_prefix_cache"))
-        await done
-        return True
+        self._connection.send(Call(self._num_calls, name))
+        return await done
 
     async def check_health(self) -> None:
         self._check()
+        self._listen()
         self._connection.check_alive()
+
+    def engine_died(self, cause: str) -> None:
+        """Someone else, who started the engine, has seen it end."""
+        self._die(EngineDeadError(cause))
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor)
 
     def get_metrics(self) -> list[Metric]:
-        return self.output_processor.metrics.snapshot(self.stats, self.model_name)
+        own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
+        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
 
-    def shutdown(self) -> None:
-        """End the engine process. Streams that are open end with an error."""
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End the engine process, after `timeout` seconds by force; one that others use too goes on. Streams that are
+        open end with an error."""
         if self._closing:
             return
         self._closing = True
         self._die(EngineDeadError("the engine was shut down"))
         if self._listener is not None:
             self._listener.join()
-        self._connection.close()
+        self._connection.close(timeout)
 
     def _add(
         self, prompt: Prompt | ParsedPrompt, params: SamplingParams, request_id: str, priority: int
@@ -170,10 +191,12 @@ class AsyncLLM:
                         stream.put(output)
                 if ended:
                     self._connection.send(FinishRequests(ended))
-            case Result(number, error):
+            case Result(number, error, values):
                 done = self._calls.pop(number)
+                if done.cancelled():
+                    return
                 if error is None:
-                    done.set_result(None)
+                    done.set_result(values)
                 else:
                     done.set_exception(RuntimeError(error))
             case Dead(cause):
@@ -183,7 +206,7 @@ class AsyncLLM:
         if self._dead is not None:
             return
         self._dead = error
-        if not self._closing:
+        if not self._closing and self._owns_engine:
             logger.error("the engine is dead: %s", error)
         for stream in self._streams.values():
             stream.fail(error)

@@ -26,6 +26,7 @@ class Completion:
     num_hidden: int = 0  # last tokens that have no text: the one that ended it
     tokens_sent: int = 0
     text_sent: int = 0
+    last_token_at: float = 0.0  # of the monotonic clock
 
     def __post_init__(self) -> None:
         if self.params.stop:

@@ -1,9 +1,16 @@
 """How a front end reaches the core."""
 
-from typing import Protocol
+from collections import deque
+from typing import Any, Protocol
 
+from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
+from quire.engine.async_engine import EngineDeadError
+from quire.engine.engine_connection import EngineConnection
+from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
+
+WAIT = 0.2  # seconds between looks at whether the engine lives; a message is taken at once
 
 
 class EngineCoreClient(Protocol):
@@ -38,3 +45,63 @@ class InprocClient:
 
     def shutdown(self) -> None:
         self.core.shutdown()
+
+
+class SyncMPClient:
+    """The core in a process of its own, which steps by itself: get_output() waits for what comes next."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts the engine; `wait_ready` says when the model is loaded."""
+        self.connection = EngineConnection(config)
+        self._outputs: deque[EngineCoreOutputs] = deque()  # arrived while something else was awaited
+        self._num_calls = 0
+        self._dead: EngineDeadError | None = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(AddRequests([request]))
+
+    def finish_requests(self, request_ids: list[str]) -> None:
+        if request_ids and self._dead is None:
+            self._send(FinishRequests(request_ids))
+
+    def get_output(self) -> EngineCoreOutputs | None:
+        """None now and then, so that the caller can see to other things."""
+        if self._outputs:
+            return self._outputs.popleft()
+        message = self._receive()
+        return message.outputs if isinstance(message, Outputs) else None
+
+    def reset_prefix_cache(self) -> None:
+        self._num_calls += 1
+        self._send(Call(self._num_calls, "reset_prefix_cache"))
+        while True:
+            message = self._receive()
+            if isinstance(message, Outputs):
+                self._outputs.append(message.outputs)
+            elif isinstance(message, Result) and message.number == self._num_calls:
+                return
+
+    def shutdown(self) -> None:
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was shut down")
+        self.connection.close()
+
+    def _send(self, message: Any) -> None:
+        if self._dead is not None:
+            raise self._dead
+        self.connection.send(message)
+
+    def _receive(self) -> Any | None:
+        if self._dead is not None:
+            raise self._dead
+        try:
+            message = self.connection.receive(WAIT)
+            if message is None:
+                self.connection.check_alive()
+        except EngineDeadError as error:
+            self._dead = error
+            raise
+        if isinstance(message, Dead):
+            self._dead = EngineDeadError(message.cause)
+            raise self._dead
+        return message

@@ -2,6 +2,7 @@
 
 import random
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -9,6 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from quire.config import EngineConfig
+from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -32,10 +34,8 @@ class ParsedPrompt:
 
 
 class InputProcessor:
-    def __init__(
-        self, config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None, first_index: int = 0
-    ) -> None:
-        """Requests are numbered from `first_index` on: front ends of one engine have ranges of their own."""
+    def __init__(self, config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None, client: int = 0) -> None:
+        """Front ends of one engine have numbers, and with them indices, core ids and seeds of their own."""
         model = config.model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -43,8 +43,9 @@ class InputProcessor:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_logprobs = model.max_logprobs
-        self._seeds = random.Random(model.seed)
-        self._count = first_index
+        self._seeds = random.Random(f"{model.seed} {client}" if client else model.seed)
+        self._count = client << CLIENT_SHIFT
+        self._prefix = f"{client}\0" if client else ""
 
     def process(
         self,
@@ -63,14 +64,16 @@ class InputProcessor:
         if params.bad_words:
             params = params.with_known(bad_words_token_ids=self._bad_words(params.bad_words))
         forked = params.with_known(prompt_logprobs=None) if params.n > 1 else params  # the first one scores the prompt
-        ids = np.asarray(parsed.token_ids, np.int32)
+        # Through an array: several times as fast as numpy's own way from a list.
+        ids = np.frombuffer(array("i", parsed.token_ids), np.int32)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        core_id = self._prefix + request_id
         requests = []
         for i in range(params.n):
             self._count += 1
             requests.append(
                 EngineCoreRequest(
-                    request_id=request_id if i == 0 else f"{request_id}\0{i}",
+                    request_id=core_id if i == 0 else f"{core_id}\0{i}",
                     index=self._count,
                     prompt_token_ids=ids,
                     params=forked if i else params,
@@ -79,7 +82,7 @@ class InputProcessor:
                     arrival_time=time.time() if arrival_time is None else arrival_time,
                     priority=priority,
                     cache_salt=parsed.cache_salt,
-                    fork_of=request_id if i else None,
+                    fork_of=core_id if i else None,
                 )
             )
         return parsed, requests
@@ -168,16 +171,27 @@ def _parse(prompt: Any) -> ParsedPrompt:
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{key} is {value!r}; it must be a text")
         return ParsedPrompt(text, ids, salt)
-    try:
-        array = np.asarray(prompt)
-    except ValueError:  # ragged
-        array = np.asarray(None)
-    if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)):
-        return ParsedPrompt(None, array.tolist())
+    token_ids = _token_ids(prompt)
+    if token_ids is not None:
+        return ParsedPrompt(None, token_ids)
     raise ValueError(
         "a prompt is a text, a list of token ids, or a dict with prompt or prompt_token_ids; "
         f"got {type(prompt).__name__}"
     )
+
+
+def _token_ids(prompt: Any) -> list[int] | None:
+    """A list of integers from anything that is a sequence of them; None for anything else."""
+    if isinstance(prompt, list) and not any(isinstance(token, bool) for token in prompt[:1]):
+        try:
+            return array("q", prompt).tolist()
+        except (TypeError, OverflowError):
+            pass
+    try:
+        found = np.asarray(prompt)
+    except ValueError:  # ragged
+        return None
+    return found.tolist() if found.ndim == 1 and (found.dtype.kind in "iu" or not len(found)) else None
 
 
 def child_seed(seed: int, child: int) -> int:

@@ -1,17 +1,19 @@
 """The synchronous engine: requests in, steps, outputs out."""
 
+import itertools
 import logging
 import time
 
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
-from quire.engine.core_client import InprocClient
+from quire.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
-from quire.engine.metrics import Metric
+from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.engine.setup import resolve_config
 from quire.executor.uniproc import UniProcExecutor
+from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.platforms.defaults import with_platform_defaults
@@ -21,13 +23,29 @@ logger = logging.getLogger("quire")
 
 
 class LLMEngine:
-    def __init__(self, config: EngineConfig, import_seconds: float | None = None) -> None:
-        """`import_seconds` is the time a command took to get here, for the start-up lines."""
+    def __init__(
+        self, config: EngineConfig, import_seconds: float | None = None, *, multiprocess: bool = False
+    ) -> None:
+        """`import_seconds` is the time a command took to get here, for the start-up lines. With `multiprocess` the core
+        has a process of its own."""
         times = [time.perf_counter()]
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
         model = self.config.model
         self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
+        self.client: EngineCoreClient
+        self.client, ready = self._start_process() if multiprocess else self._start_here(times)
+        times.append(time.perf_counter())
+        self.max_model_len = ready.max_model_len
+        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.stats = SchedulerStats()
+        self._num_blocks = ready.num_blocks
+        device, cache = ready.summary
+        for line in (f"{checkpoint.name} · {device}", cache, _time_line(times, import_seconds)):
+            logger.info(line)
+
+    def _start_here(self, times: list[float]) -> tuple[InprocClient, Ready]:
         self.config = with_platform_defaults(self.config)
         executor = UniProcExecutor(self.config)
         times.append(time.perf_counter())
@@ -36,15 +54,15 @@ class LLMEngine:
         except BaseException:
             executor.shutdown()
             raise
-        times.append(time.perf_counter())
-        self.client = InprocClient(core)
-        self.max_model_len = core.max_model_len
-        self.input_processor = InputProcessor(self.config, core.max_model_len, self.tokenizer)
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self.stats = SchedulerStats()
-        device, cache = core.summary
-        for line in (f"{checkpoint.name} · {device}", cache, _time_line(times, import_seconds)):
-            logger.info(line)
+        return InprocClient(core), Ready(core.max_model_len, core.summary, core.num_blocks)
+
+    def _start_process(self) -> tuple[SyncMPClient, Ready]:
+        client = SyncMPClient(self.config)
+        try:
+            return client, client.connection.wait_ready()
+        except BaseException:
+            client.connection.close(timeout=0)
+            raise
 
     def add_request(
         self,
@@ -79,7 +97,8 @@ class LLMEngine:
         return ready
 
     def get_metrics(self) -> list[Metric]:
-        return self.output_processor.metrics.snapshot(self.stats, self.model_name)
+        own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
+        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
 
     def has_unfinished_requests(self) -> bool:
         return len(self.output_processor) > 0
@@ -96,8 +115,10 @@ class LLMEngine:
 
 
 def _time_line(times: list[float], import_seconds: float | None) -> str:
-    """Where the time went."""
-    phases = {"import": import_seconds, "model load": times[1] - times[0], "cache": times[2] - times[1]}
+    """Where the time went. What another process did is one phase."""
+    ends = ["model load", "cache"] if len(times) == 3 else ["engine process"]
+    spent = [end - start for start, end in itertools.pairwise(times)]
+    phases = {"import": import_seconds, **dict(zip(ends, spent, strict=True))}
     measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
     parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in measured.items())
     return f"ready in {sum(measured.values()):.1f} s: {parts}"

@@ -1,19 +1,39 @@
-"""Counters and times of an engine, named like vLLM's with the prefix `quire:`."""
+"""Counters and times of an engine, named like vLLM's with the prefix `quire:`. docs/metrics.md lists them."""
 
 import bisect
+import dataclasses
 from collections import Counter as Tally
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quire.config import CacheConfig
 from quire.engine.outputs import RequestMetrics
-from quire.messages.requests import SchedulerStats
+from quire.messages.requests import STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
+from quire.messages.sampling_params import SamplingParams
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+# As vLLM has them, with smaller ones in front for small models and fast devices.
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
+    *(80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    *(5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
+COMPLETIONS = (1, 2, 5, 10, 20)
 
 
 @dataclass(frozen=True)
 class Metric:
     name: str
     labels: dict[str, str]
+    # Set for what the engine itself counts: every front end reports the same number, and the newest is right.
+    as_of: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -35,66 +55,209 @@ class Histogram(Metric):
 
 @dataclass(slots=True)
 class Observations:
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    """A histogram that grows."""
+
+    bounds: Sequence[float] = FIRST_TOKEN_SECONDS
+    counts: list[int] = field(init=False)
     sum: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
-        self.sum += seconds
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
-        buckets, total = {}, 0
-        for bound, count in zip([*map(str, SECONDS), "+Inf"], self.counts, strict=True):
-            total += count
-            buckets[bound] = total
-        return Histogram(name, labels, total, self.sum, buckets)
+        return histogram(name, labels, self.bounds, self.counts, self.sum)
+
+
+def histogram(
+    name: str,
+    labels: dict[str, str],
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    sum: float,
+    as_of: float | None = None,
+) -> Histogram:
+    buckets, total = {}, 0
+    for bound, count in zip([*(repr(float(bound)) for bound in bounds), "+Inf"], counts, strict=True):
+        total += count
+        buckets[bound] = total
+    return Histogram(name, labels, total, sum, buckets, as_of=as_of)
+
+
+def combined(reports: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """What several front ends of one engine report, as one: their own numbers added up, the engine's taken once."""
+    found: dict[tuple[str, ...], Metric] = {}
+    for metric in (metric for report in reports for metric in report):
+        key = (metric.name, *(text for pair in sorted(metric.labels.items()) for text in pair))
+        found[key] = _merged(found[key], metric) if key in found else metric
+    return list(found.values())
+
+
+def _merged(a: Metric, b: Metric) -> Metric:
+    if a.as_of is not None and b.as_of is not None:
+        return a if a.as_of >= b.as_of else b
+    if isinstance(a, Histogram) and isinstance(b, Histogram):
+        buckets = {bound: count + b.buckets[bound] for bound, count in a.buckets.items()}
+        return dataclasses.replace(a, count=a.count + b.count, sum=a.sum + b.sum, buckets=buckets)
+    if isinstance(a, Counter) and isinstance(b, Counter):
+        return dataclasses.replace(a, value=a.value + b.value)
+    assert isinstance(a, Gauge) and isinstance(b, Gauge), f"{a.name} has two kinds"
+    return dataclasses.replace(a, value=a.value + b.value)
 
 
 class EngineMetrics:
-    """What the front end sees; the scheduler's numbers come with every step."""
+    """What a front end sees of its own requests."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self.generation_tokens = 0
         self.finish_reasons: Tally[str] = Tally()
-        self.time_to_first_token = Observations()
-        self.time_per_output_token = Observations()
-        self.request_latency = Observations()
-
-    def added(self, num_prompt_tokens: int) -> None:
-        self.prompt_tokens += num_prompt_tokens
+        self.time_to_first_token = Observations(FIRST_TOKEN_SECONDS)
+        self.inter_token = Observations(TOKEN_SECONDS)
+        self.per_output_token = Observations(TOKEN_SECONDS)
+        self.latency = Observations(REQUEST_SECONDS)
+        self.queue = Observations(REQUEST_SECONDS)
+        self.prefill = Observations(REQUEST_SECONDS)
+        self.decode = Observations(REQUEST_SECONDS)
+        self.inference = Observations(REQUEST_SECONDS)
+        self.request_prompt_tokens = Observations(TOKENS)
+        self.request_computed_tokens = Observations(TOKENS)
+        self.request_generation_tokens = Observations(TOKENS)
+        self.request_longest = Observations(TOKENS)
+        self.request_max_tokens = Observations(TOKENS)
+        self.request_n = Observations(COMPLETIONS)
 
     def generated(self, count: int) -> None:
         self.generation_tokens += count
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached: int) -> None:
         self.time_to_first_token.add(seconds)
+        self.prompt_tokens += num_prompt_tokens
+        self.cached_prompt_tokens += num_cached
+
+    def between_tokens(self, now: float, before: Mapping[float, int]) -> None:
+        """How many completions got a token now, by the time of the one before: in a steady step they are few times."""
+        for then, count in before.items():
+            self.inter_token.add(now - then, count)
 
     def finished(self, reason: str) -> None:
+        """One completion; a request has `n`."""
         self.finish_reasons[reason] += 1
 
-    def ended(self, times: RequestMetrics, num_tokens: int) -> None:
+    def ended(
+        self,
+        times: RequestMetrics,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        num_cached: int,
+        num_tokens: Sequence[int],
+    ) -> None:
+        """A request with all its completions; `num_tokens` has a number for each."""
+        longest = max(num_tokens)
+        self.request_prompt_tokens.add(num_prompt_tokens)
+        self.request_computed_tokens.add(num_prompt_tokens - num_cached)
+        self.request_generation_tokens.add(sum(num_tokens))
+        self.request_longest.add(longest)
+        self.request_n.add(params.n)
+        if params.max_tokens is not None:
+            self.request_max_tokens.add(params.max_tokens)
         assert times.finished_time is not None
-        self.request_latency.add(times.finished_time - times.arrival_time)
-        if times.first_token_time is not None and num_tokens > 1:
-            self.time_per_output_token.add((times.finished_time - times.first_token_time) / (num_tokens - 1))
+        self.latency.add(times.finished_time - times.arrival_time)
+        for observations, seconds in (
+            (self.queue, times.time_in_queue),
+            (self.prefill, times.time_in_prefill),
+            (self.decode, times.time_in_decode),
+            (self.inference, times.time_in_inference),
+        ):
+            if seconds is not None:
+                observations.add(seconds)
+        if times.time_in_decode is not None and longest > 1:
+            self.per_output_token.add(times.time_in_decode / (longest - 1))
 
     def snapshot(self, stats: SchedulerStats, model_name: str) -> list[Metric]:
         labels = {"model_name": model_name}
+        named = {
+            "time_to_first_token_seconds": self.time_to_first_token,
+            "inter_token_latency_seconds": self.inter_token,
+            "request_time_per_output_token_seconds": self.per_output_token,
+            "e2e_request_latency_seconds": self.latency,
+            "request_queue_time_seconds": self.queue,
+            "request_prefill_time_seconds": self.prefill,
+            "request_decode_time_seconds": self.decode,
+            "request_inference_time_seconds": self.inference,
+            "request_prompt_tokens": self.request_prompt_tokens,
+            "request_prefill_kv_computed_tokens": self.request_computed_tokens,
+            "request_generation_tokens": self.request_generation_tokens,
+            "request_max_num_generation_tokens": self.request_longest,
+            "request_params_max_tokens": self.request_max_tokens,
+            "request_params_n": self.request_n,
+        }
         return [
-            Gauge("quire:num_requests_running", labels, stats.num_running),
-            Gauge("quire:num_requests_waiting", labels, stats.num_waiting),
-            Gauge("quire:kv_cache_usage_perc", labels, stats.kv_cache_usage),
-            Counter("quire:num_preemptions", labels, stats.num_preemptions),
-            Counter("quire:prefix_cache_queries", labels, stats.prefix_cache_queries),
-            Counter("quire:prefix_cache_hits", labels, stats.prefix_cache_hits),
+            *scheduler_metrics(stats, labels),
             Counter("quire:prompt_tokens", labels, self.prompt_tokens),
+            Counter("quire:prompt_tokens_cached", labels, self.cached_prompt_tokens),
             Counter("quire:generation_tokens", labels, self.generation_tokens),
             *(
-                Counter("quire:request_success", {**labels, "finished_reason": reason}, count)
-                for reason, count in sorted(self.finish_reasons.items())
+                Counter("quire:request_success", {**labels, "finished_reason": reason}, self.finish_reasons[reason])
+                for reason in map(str, FinishReason)
+                if reason != str(FinishReason.NONE)
             ),
-            self.time_to_first_token.histogram("quire:time_to_first_token_seconds", labels),
-            self.time_per_output_token.histogram("quire:time_per_output_token_seconds", labels),
-            self.request_latency.histogram("quire:e2e_request_latency_seconds", labels),
+            *(seen.histogram(f"quire:{name}", labels) for name, seen in named.items()),
         ]
+
+
+def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Metric]:
+    at, bounds = stats.time, STEP_TOKEN_BOUNDS
+    return [
+        Gauge("quire:num_requests_running", labels, stats.num_running, as_of=at),
+        Gauge("quire:num_requests_waiting", labels, stats.num_waiting, as_of=at),
+        Gauge("quire:kv_cache_usage_perc", labels, stats.kv_cache_usage, as_of=at),
+        Counter("quire:num_preemptions", labels, stats.num_preemptions, as_of=at),
+        Counter("quire:prefix_cache_queries", labels, stats.prefix_cache_queries, as_of=at),
+        Counter("quire:prefix_cache_hits", labels, stats.prefix_cache_hits, as_of=at),
+        histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
+    ]
+
+
+def cache_config_info(config: CacheConfig, num_blocks: int, model_name: str) -> Gauge:
+    """How the KV cache is set up, as labels."""
+    labels = {name: str(value) for name, value in sorted(dataclasses.asdict(config).items())}
+    labels |= {"model_name": model_name, "num_gpu_blocks": str(num_blocks)}
+    return Gauge("quire:cache_config_info", labels, 1, as_of=0.0)
+
+
+HELP = {
+    "quire:num_requests_running": "Requests that the engine runs now.",
+    "quire:num_requests_waiting": "Requests that wait for the engine.",
+    "quire:kv_cache_usage_perc": "Used part of the KV cache, from 0 to 1.",
+    "quire:num_preemptions": "Requests that lost their KV cache to others and computed again.",
+    "quire:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "quire:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "quire:iteration_tokens_total": "Tokens of each engine step.",
+    "quire:prompt_tokens": "Prompt tokens of requests that got their first token.",
+    "quire:prompt_tokens_cached": "Those of them that came from a cache.",
+    "quire:generation_tokens": "Tokens generated.",
+    "quire:request_success": "Completions that ended, by reason.",
+    "quire:time_to_first_token_seconds": "From arrival to the first token.",
+    "quire:inter_token_latency_seconds": "Between one output of a completion and the next.",
+    "quire:request_time_per_output_token_seconds": "A request's mean time per token after the first.",
+    "quire:e2e_request_latency_seconds": "From arrival to the end.",
+    "quire:request_queue_time_seconds": "From arrival until the request is first scheduled.",
+    "quire:request_prefill_time_seconds": "From first scheduled to the first token.",
+    "quire:request_decode_time_seconds": "From the first token to the last.",
+    "quire:request_inference_time_seconds": "From first scheduled to the last token.",
+    "quire:request_prompt_tokens": "Prompt tokens of a request.",
+    "quire:request_prefill_kv_computed_tokens": "Prompt tokens of a request that came from no cache.",
+    "quire:request_generation_tokens": "Generated tokens of a request.",
+    "quire:request_max_num_generation_tokens": "Tokens of a request's longest completion.",
+    "quire:request_params_max_tokens": "The parameter max_tokens, where it was given.",
+    "quire:request_params_n": "The parameter n.",
+    "quire:cache_config_info": "How the KV cache is set up; the value is always 1.",
+    "quire:http_requests": "HTTP requests answered.",
+    "quire:http_requests_in_progress": "HTTP requests being answered now.",
+    "quire:http_request_duration_seconds": "From an HTTP request's head to its answer's last byte.",
+}

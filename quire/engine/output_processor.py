@@ -1,6 +1,7 @@
 """The core's columns back to each user's request: text, logprobs, metrics."""
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,7 @@ class UserRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics
+    clock: float  # the wall clock minus the monotonic one, when the request came
     num_running: int
     num_cached: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -56,11 +58,11 @@ class OutputProcessor:
             prompt_token_ids,
             params,
             RequestMetrics(requests[0].arrival_time),
+            time.time() - time.monotonic(),
             num_running=len(requests),
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
         self._requests[request_id] = user
-        self.metrics.added(len(prompt_token_ids))
         for i, request in enumerate(requests):
             completion = Completion(request.request_id, i, params, self._detokenizer(prompt_token_ids, params))
             user.completions.append(completion)
@@ -83,12 +85,13 @@ class OutputProcessor:
         for completion in request.completions:
             completion.finish(str(FinishReason.ABORT), None)
         request.num_running = 0
+        self._note_end(request, time.monotonic())
         return _output(request, request.completions)
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Take in one step. An output for each request that has news its user wants now, and the core's ids of those
         that end here, at a stop string or in a circle."""
-        now = time.time()
+        now = time.monotonic()
         for part in outputs.prompt_logprobs:
             self._add_prompt_logprobs(part)
         tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
@@ -96,14 +99,17 @@ class OutputProcessor:
         self.metrics.generated(len(tokens))
         ready: list[RequestOutput] = []
         ended: list[str] = []
+        token_before: defaultdict[float, int] = defaultdict(int)
         for i, index in enumerate(outputs.index.tolist()):
             if index not in self._running:
                 continue  # it ended here while the core went on
             request, completion = self._running[index]
-            if request.metrics.first_token_time is None and offsets[i] < offsets[i + 1]:
-                request.metrics.first_token_time = now
-                request.num_cached = int(outputs.num_cached[i])
-                self.metrics.first_token(now - request.metrics.arrival_time)
+            if offsets[i] < offsets[i + 1]:
+                if completion.last_token_at:
+                    token_before[completion.last_token_at] += 1
+                elif request.metrics.first_token_time is None:
+                    self._begin(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
+                completion.last_token_at = now
             completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
             if i in logprobs_at and outputs.logprobs is not None:
                 at = logprobs_at[i]
@@ -120,15 +126,36 @@ class OutputProcessor:
                 ready.append(_output(request, [completion]))
             elif request.num_running == 0:
                 ready.append(_output(request, request.completions))
+        self.metrics.between_tokens(now, token_before)
         return ready, ended
+
+    def _begin(self, request: UserRequest, num_cached: int, scheduled: float | None, now: float) -> None:
+        """Its first token is here."""
+        times = request.metrics
+        times.first_token_time = now + request.clock
+        if scheduled is not None:
+            times.first_scheduled_time = scheduled + request.clock
+        request.num_cached = num_cached
+        seconds = max(0.0, times.first_token_time - times.arrival_time)
+        self.metrics.first_token(seconds, len(request.prompt_token_ids), num_cached)
+
+    @staticmethod
+    def _note_end(request: UserRequest, now: float) -> None:
+        times = request.metrics
+        times.finished_time = now + request.clock
+        times.num_generation_tokens = sum(len(completion.token_ids) for completion in request.completions)
+        if times.first_token_time is not None:
+            times.last_token_time = max(c.last_token_at for c in request.completions) + request.clock
 
     def _end(self, index: int, request: UserRequest, completion: Completion, now: float) -> None:
         del self._running[index]
         request.num_running -= 1
         self.metrics.finished(completion.finish_reason or "")
         if request.num_running == 0:
-            request.metrics.finished_time = now
-            self.metrics.ended(request.metrics, max(len(c.token_ids) for c in request.completions))
+            self._note_end(request, now)
+            num_tokens = [len(completion.token_ids) for completion in request.completions]
+            num_prompt, num_cached = len(request.prompt_token_ids), request.num_cached or 0
+            self.metrics.ended(request.metrics, request.params, num_prompt, num_cached, num_tokens)
             del self._requests[request.request_id]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:

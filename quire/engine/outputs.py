@@ -26,9 +26,40 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
+    """Times of the wall clock. Their differences were measured by one that is never set, so they hold even if the wall
+    clock was."""
+
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None  # known at the end
     finished_time: float | None = None
+    num_generation_tokens: int = 0  # of all completions, known at the end
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def time_in_prefill(self) -> float | None:
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def time_in_decode(self) -> float | None:
+        return _between(self.first_token_time, self.last_token_time)
+
+    @property
+    def time_in_inference(self) -> float | None:
+        return _between(self.first_scheduled_time, self.last_token_time)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    # Rounding of the conversion may put what came at once a little before.
+    return None if start is None or end is None else max(0.0, end - start)
 
 
 @dataclass(slots=True)

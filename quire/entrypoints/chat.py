@@ -124,6 +124,9 @@ def _as_dict(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} needs content: a text, or a list of text parts")
     if content is not None and not isinstance(content, (str, list, tuple)):
         raise ValueError(f"{where}.content must be a text or a list of parts, not {type(content).__name__}")
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, (list, tuple)):
+        raise ValueError(f"{where}.tool_calls must be a list, not {type(calls).__name__}")
     return dict(message)
 
 
@@ -133,7 +136,7 @@ def _text_part(part: Any, where: str) -> dict[str, str]:
     if not isinstance(part, Mapping):
         raise ValueError(f"{where} must be an object like {{'type': 'text', 'text': ...}}")
     kind = part.get("type", "text")
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise ValueError(f"{where} is of type {kind!r}; only text is supported so far, images and audio come later")
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{where} needs a text")

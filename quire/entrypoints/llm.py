@@ -25,11 +25,14 @@ class LLM:
     llm = LLM()
     outputs = llm.generate("The sky is", SamplingParams(temperature=0, max_tokens=20))
     print(outputs[0].outputs[0].text)
+
+    With `multiprocess=True` the engine has a process of its own: this one is free between steps, and outlives it. A
+    program that does so needs the usual `if __name__ == "__main__":` of Python's multiprocessing.
     """
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+    def __init__(self, model: str | None = None, *, multiprocess: bool = False, **engine_args: Any) -> None:
         set_up_logging()
-        self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args))
+        self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args), multiprocess=multiprocess)
         self._counter = 0
 
     def generate(

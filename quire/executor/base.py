@@ -1,10 +1,15 @@
 """What the core asks of those who run the model."""
 
-from concurrent.futures import Future
 from typing import Protocol
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+
+
+class StepResult(Protocol):
+    def result(self) -> ModelRunnerOutput:
+        """Waits until the device is done; an error of the step is raised here."""
+        ...
 
 
 class Executor(Protocol):
@@ -22,8 +27,8 @@ class Executor(Protocol):
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
-        """Sample for the plan executed last. An error of either call is the future's."""
+    def sample_tokens(self) -> StepResult:
+        """Sample for the plan executed last. An error of either call is the result's."""
         ...
 
     def describe(self) -> str:

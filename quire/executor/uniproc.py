@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.executor.base import StepResult
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
@@ -16,8 +17,8 @@ Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class UniProcExecutor:
-    """With asynchronous scheduling the worker lives on a thread of its own, so that the core plans while the model
-    computes; without, calls run in place.
+    """On a CPU with asynchronous scheduling the worker lives on a thread of its own, so that the core plans while the
+    model computes. On a GPU, calls run in place: they only enqueue, and handing them to a thread would cost more.
 
     That thread makes every tensor operation, loading included: OpenMP keeps a pool of threads for each thread that ever
     computed, and with more pools than cores its waits turn from spinning to sleeping, which made steps 1.4 times
@@ -28,7 +29,7 @@ class UniProcExecutor:
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
         self._tasks: Tasks = queue.SimpleQueue()
         self._stop: Callable[[], object] | None = None
-        if config.scheduler.depth > 0:
+        if config.scheduler.depth > 0 and config.device.device == "cpu":
             thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-worker", daemon=True)
             thread.start()
             # Also if nobody calls shutdown(): a thread inside torch while the interpreter ends aborts the process.
@@ -51,8 +52,15 @@ class UniProcExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._submit(lambda: self._execute(plan))
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
-        return self._submit(self._sample)
+    def sample_tokens(self) -> StepResult:
+        if self._stop is not None:
+            return self._submit(lambda: self._sample().result())
+        try:
+            return self._sample()
+        except Exception as error:
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            return failed
 
     def describe(self) -> str:
         return self._submit(lambda: self.worker.describe()).result()
@@ -82,12 +90,12 @@ class UniProcExecutor:
         except Exception as error:
             self._error = error
 
-    def _sample(self) -> ModelRunnerOutput:
+    def _sample(self) -> StepResult:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        output: ModelRunnerOutput = self.worker.sample_tokens()
-        return output
+        pending: StepResult = self.worker.sample_tokens()
+        return pending
 
 
 def _run(tasks: Tasks) -> None:

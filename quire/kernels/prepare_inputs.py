@@ -1,51 +1,62 @@
-"""A step's model inputs, computed on the device from the rows' own state."""
+"""A step's model inputs, computed on the device from the rows' own state, which moves on by them."""
 
 from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.dispatch import use_triton
+
 
 @dataclass(slots=True)
 class PreparedInputs:
-    """n rows, N tokens in all."""
+    """n rows, N tokens in all. Row -1 is padding: token 0 at position 0, written to the null block."""
 
-    input_ids: torch.Tensor  # [N] int64
-    positions: torch.Tensor  # [N] int64
-    slot_mapping: list[torch.Tensor]  # per group, [N] int64
-    query_start: torch.Tensor  # [n + 1] int32
-    seq_lens: torch.Tensor  # [n] int32
-    last_token: torch.Tensor  # [n] int64: where each row's last token stands among the N
+    input_ids: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N]
+    slot_mapping: list[torch.Tensor]  # per group, [N]: block * block_size + offset
+    seq_lens: torch.Tensor  # [n] int32: 0 for padding
 
 
-def prepare_inputs(
-    rows: torch.Tensor,  # [n] int64
-    num_new: torch.Tensor,  # [n] int64: tokens each row advances
-    total: int,  # N, known to the host
+def prepare_inputs_torch(
+    rows: torch.Tensor,  # [n]
+    query_start: torch.Tensor,  # [n + 1]: where each row's tokens begin
+    token_rows: torch.Tensor | None,  # [N]: which of the n each token belongs to; None: token i to row i
     token_ids: torch.Tensor,  # [rows, max_model_len] int32
-    num_computed: torch.Tensor,  # [rows] int64
+    num_computed: torch.Tensor,  # [rows] int64: advanced
     block_tables: list[torch.Tensor],  # per group, [rows, max_blocks] int32
     block_sizes: list[int],
 ) -> PreparedInputs:
+    rows = rows.long()
     computed = num_computed[rows]
-    ends = torch.cumsum(num_new, 0)
-    if total == len(rows):  # one token each: nothing to expand
+    num_new = query_start.diff()
+    if token_rows is None:
         row_of_token, positions = rows, computed
     else:
-        of_token = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), num_new, output_size=total)
+        of_token = token_rows.long()
         row_of_token = rows[of_token]
-        offset = torch.arange(total, device=rows.device) - (ends - num_new)[of_token]
+        offset = torch.arange(len(of_token), device=rows.device) - query_start[of_token]
         positions = computed[of_token] + offset
-    query_start = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
-    query_start[1:] = ends
     slots = [
         table[row_of_token, positions // size].long() * size + positions % size
         for table, size in zip(block_tables, block_sizes, strict=True)
     ]
-    return PreparedInputs(
-        input_ids=token_ids[row_of_token, positions].long(),
-        positions=positions,
-        slot_mapping=slots,
-        query_start=query_start,
-        seq_lens=(computed + num_new).int(),
-        last_token=ends - 1,
-    )
+    seq_lens = computed + num_new
+    num_computed[rows] = seq_lens
+    return PreparedInputs(token_ids[row_of_token, positions].long(), positions, slots, seq_lens.int())
+
+
+def prepare_inputs(
+    rows: torch.Tensor,
+    query_start: torch.Tensor,
+    token_rows: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    num_computed: torch.Tensor,
+    block_tables: list[torch.Tensor],
+    block_sizes: list[int],
+) -> PreparedInputs:
+    state = (token_ids, num_computed, block_tables, block_sizes)
+    if use_triton(token_ids):
+        from quire.kernels.triton import prepare_inputs as kernel
+
+        return PreparedInputs(*kernel.prepare_inputs(rows, query_start, token_rows, *state))
+    return prepare_inputs_torch(rows, query_start, token_rows, *state)

@@ -1,15 +1,36 @@
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.dispatch import use_triton
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., D], weight [D] -> [..., D], computed in float32 whatever the dtype of x."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def fused_add_rms_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [N, D] -> (norm of their sum, their sum)."""
+    total = x + residual
+    return rms_norm_torch(total, weight, eps), total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if use_triton(x):
+        from quire.kernels.triton import rms_norm as kernel
+
+        return kernel.rms_norm(x, weight, eps)
+    return rms_norm_torch(x, weight, eps)
 
 
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [N, D] -> (norm of their sum, their sum)."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+    """The caller must not use `residual` afterwards: the sum may have been written over it."""
+    if use_triton(x):
+        from quire.kernels.triton import rms_norm as kernel
+
+        return kernel.fused_add_rms_norm(x, residual, weight, eps)
+    return fused_add_rms_norm_torch(x, residual, weight, eps)

@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-from quire.attention.base import AttentionBackend, ForwardContext
+from quire.attention.base import Angles, AttentionBackend, ForwardContext
+from quire.kernels.rope_and_write import Norms
 from quire.messages.kv_cache import KVCacheSpec
 
 
@@ -38,12 +39,15 @@ class Attention(nn.Module):
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
         return KVCacheSpec(block_size, self.num_kv_heads, self.head_size, dtype.itemsize, self.sliding_window)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """q [N, heads, D], k and v [N, kv_heads, D] -> [N, heads * D]."""
+    def forward(
+        self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, norms: Norms | None = None
+    ) -> torch.Tensor:
+        """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; queries and keys are normed, then rotated."""
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        out = self.backend.forward(q, k, v, self.kv_cache, slots, metadata, self.scale, self.sliding_window)
+        q = self.backend.write(qkv, self.num_heads, norms, angles, self.kv_cache, slots, metadata)
+        out = self.backend.attend(q, self.kv_cache, metadata, self.scale, self.sliding_window)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from quire.kernels.skinny_linear import Norm
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.parallel import SINGLE, TensorParallel
-from quire.quantization.base import LinearMethod
+from quire.quantization.base import LinearMethod, Partition
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
 
@@ -26,6 +27,7 @@ class ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.method = method or UnquantizedLinearMethod()
+        self.in_features = in_features
         self.out_partition_sizes = out_partition_sizes
         self.method.create_weights(self, in_features, out_partition_sizes, dtype, device)
         self.bias = new_parameter(sum(out_partition_sizes), dtype=dtype, device=device) if bias else None
@@ -33,20 +35,30 @@ class ParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)
 
+    def fused(
+        self,
+        x: torch.Tensor,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        """See LinearMethod.apply_fused and can_fuse."""
+        return self.method.apply_fused(self, x, self.bias, norm, residual, silu)
+
     def process_after_loading(self) -> None:
         self.method.process_after_loading(self)
 
     def _output_slots(self, shards: list[tuple[ShardId, int, int]]) -> dict[tuple[str, ShardId], LoadSlot]:
         """Slots of partitions given as (shard, outputs of all workers, this worker's first)."""
-        slots: dict[tuple[str, ShardId], LoadSlot] = {}
+        partitions: list[Partition] = []
+        bias: dict[tuple[str, ShardId], LoadSlot] = {}
         offset = 0
         for (shard, total, start), size in zip(shards, self.out_partition_sizes, strict=True):
-            view = self.weight.data.narrow(0, offset, size)
-            slots["weight", shard] = LoadSlot(view, (total, view.shape[1]), 0, start)
+            partitions.append(Partition(shard, offset, size, (total, self.in_features), 0, start))
             if self.bias is not None:
-                slots["bias", shard] = LoadSlot(self.bias.data.narrow(0, offset, size), (total,), 0, start, "zeros")
+                bias["bias", shard] = LoadSlot(self.bias.data.narrow(0, offset, size), (total,), 0, start, "zeros")
             offset += size
-        return slots
+        return self.method.load_slots(self, partitions) | bias
 
 
 class MergedColumnParallelLinear(ParallelLinear):
@@ -149,10 +161,8 @@ class RowParallelLinear(ParallelLinear):
         return self.tp.all_reduce(self.method.apply(self, x, bias))
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        start = self.local_in * self.tp.rank
-        slots: dict[tuple[str, ShardId], LoadSlot] = {
-            ("weight", None): LoadSlot(self.weight.data, self.full_shape, 1, start)
-        }
+        whole = Partition(None, 0, self.full_shape[0], self.full_shape, 1, self.local_in * self.tp.rank)
+        slots = self.method.load_slots(self, [whole])
         if self.bias is not None:
             slots["bias", None] = LoadSlot(self.bias.data, self.full_shape[:1], dummy="zeros")
         return slots

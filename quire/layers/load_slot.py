@@ -1,6 +1,7 @@
 """Where a checkpoint tensor goes: a view into a parameter, and the part of the tensor this worker holds."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -17,10 +18,16 @@ class LoadSlot:
     dim: int = 0  # split among workers along this dimension,
     start: int = 0  # this worker's part beginning here
     dummy: Literal["normal", "ones", "zeros"] = "normal"  # what stands in for it when there is no checkpoint
+    any_shape: bool = False  # the checkpoint may store as many elements in another shape
 
     @property
     def is_whole(self) -> bool:
         return tuple(self.view.shape) == self.full_shape
+
+    @contextmanager
+    def opened(self) -> Iterator[torch.Tensor]:
+        """The view to write this worker's part into; what is written counts from the end of the block on."""
+        yield self.view
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         return full.narrow(self.dim, self.start, self.view.shape[self.dim])

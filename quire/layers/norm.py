@@ -18,5 +18,9 @@ class RMSNorm(nn.Module):
         """The norm of x + residual, and the sum: the new residual."""
         return fused_add_rms_norm(x, residual, self.weight, self.eps)
 
+    @property
+    def for_fusing(self) -> tuple[torch.Tensor, float]:
+        return self.weight, self.eps
+
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
         return {("weight", None): LoadSlot(self.weight.data, tuple(self.weight.shape), dummy="ones")}

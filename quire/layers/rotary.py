@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.kernels.rope import gather_cos_sin
+from quire.attention.base import Angles
 from quire.layers.rope_scaling import RopeScaling, RopeSource, read_scaling
 
 # Rows of the table computed at a time: float32 temporaries stay small beside a table of a million positions.
@@ -62,6 +62,5 @@ class RotaryEmbedding(nn.Module):
             rows.copy_(parameters.cos_sin(part))
         self.register_buffer("cache", cache, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [N] -> cos and sin for kernels.rope.apply_rope."""
-        return gather_cos_sin(self.cache, positions)
+    def forward(self, positions: torch.Tensor) -> Angles:
+        return Angles(self.cache, positions)

@@ -14,12 +14,21 @@ from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
 INLINE_BYTES = 1024  # a smaller array costs less inside the message than as a frame
 ARRAY_KINDS = "biuf"
+CLIENT_SHIFT = 40  # a request's index is (client << CLIENT_SHIFT) + a number of the client's own
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A front end's first word: where it listens for outputs."""
+    """A front end's first word: where it listens, and the number of its range of request indices. Without a number it
+    only hears of the engine's beginning and end."""
 
     output_address: str
+    client: int | None = 0
+
+
+class Goodbye(msgspec.Struct, tag=True):
+    """A front end has gone, by its own word or by that of who saw it die: nobody waits for its requests."""
+
+    client: int
 
 
 class AddRequests(msgspec.Struct, tag=True):
@@ -46,6 +55,7 @@ class Ready(msgspec.Struct, tag=True):
 
     max_model_len: int
     summary: list[str]  # for the start-up lines
+    num_blocks: int = 0  # of the KV cache
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -55,6 +65,7 @@ class Outputs(msgspec.Struct, tag=True):
 class Result(msgspec.Struct, tag=True):
     number: int
     error: str | None = None
+    values: dict[str, int] = {}
 
 
 class Dead(msgspec.Struct, tag=True):
@@ -63,7 +74,7 @@ class Dead(msgspec.Struct, tag=True):
     cause: str
 
 
-ToEngine = Hello | AddRequests | FinishRequests | Call | Shutdown
+ToEngine = Hello | Goodbye | AddRequests | FinishRequests | Call | Shutdown
 FromEngine = Ready | Outputs | Result | Dead
 
 

@@ -55,13 +55,21 @@ class PromptLogprobs(msgspec.Struct):
     ranks: np.ndarray  # [m]
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 class SchedulerStats(msgspec.Struct):
+    """The engine's own numbers, the same for all its front ends; the newest are right."""
+
+    time: float = 0.0  # of the monotonic clock, which all processes of a machine share
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)  # steps by size, up to each bound and beyond
+    step_tokens_sum: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct):
@@ -74,6 +82,7 @@ class EngineCoreOutputs(msgspec.Struct):
     num_cached: np.ndarray  # [n] int32, prompt tokens that came from the prefix cache
     stop_reasons: dict[int, int] = {}  # row -> the stop token that ended it, if not an EOS
     errors: dict[int, str] = {}  # row -> cause, where finish is ERROR
+    scheduled: dict[int, float] = {}  # row -> when it was first scheduled (monotonic), where this is its first token
     logprobs: Logprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = []
     stats: SchedulerStats | None = None
@@ -116,6 +125,7 @@ class EngineCoreOutputs(msgspec.Struct):
             num_cached=self.num_cached[rows],
             stop_reasons={place[row]: reason for row, reason in self.stop_reasons.items() if row in place},
             errors={place[row]: cause for row, cause in self.errors.items() if row in place},
+            scheduled={place[row]: at for row, at in self.scheduled.items() if row in place},
             logprobs=logprobs,
             prompt_logprobs=[part for part in self.prompt_logprobs if low <= part.owner < high],
             stats=self.stats,

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from quire.attention.base import ForwardContext
-from quire.kernels.rope import apply_rope
+from quire.attention.base import Angles, ForwardContext
+from quire.kernels.rope_and_write import Norms
 from quire.kernels.silu_mul import silu_mul
+from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.attention import Attention
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -17,8 +18,8 @@ from quire.layers.parallel import SINGLE, TensorParallel
 from quire.layers.rotary import RopeParameters, RotaryEmbedding
 from quire.models.decoder_config import DecoderConfig
 from quire.models.weight_map import Rule, WeightMap
-
-CosSin = tuple[torch.Tensor, torch.Tensor]
+from quire.quantization.base import Quantization
+from quire.quantization.unquantized import UNQUANTIZED
 
 DECODER_WEIGHTS = WeightMap(
     rules=(
@@ -44,37 +45,55 @@ MAX_EXTRA_FOR_TIED_HEAD = 0.28
 
 class SelfAttention(nn.Module):
     def __init__(
-        self, config: DecoderConfig, layer: int, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+        self,
+        config: DecoderConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel,
+        quantization: Quantization,
     ) -> None:
         super().__init__()
         c = config
+        name = f"model.layers.{layer}.self_attn"
+        qkv_method = quantization.linear_method(name, ("q_proj", "k_proj", "v_proj"))
+        o_method = quantization.linear_method(name, ("o_proj",))
         self.head_dim = c.head_dim
         self.qkv_proj = QKVParallelLinear(
-            c.hidden_size, c.head_dim, c.num_heads, c.num_kv_heads, c.qkv_bias, dtype, device, tp
+            c.hidden_size, c.head_dim, c.num_heads, c.num_kv_heads, c.qkv_bias, dtype, device, tp, qkv_method
         )
-        self.o_proj = RowParallelLinear(c.num_heads * c.head_dim, c.hidden_size, c.o_bias, dtype, device, tp)
+        self.o_proj = RowParallelLinear(c.num_heads * c.head_dim, c.hidden_size, c.o_bias, dtype, device, tp, o_method)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, device) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype, device) if c.qk_norm else None
         self.attn = Attention(layer, self.num_heads, self.num_kv_heads, c.head_dim, c.head_dim**-0.5, c.windows[layer])
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin, ctx: ForwardContext) -> torch.Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        q_and_k, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = q_and_k.split((self.num_heads, self.num_kv_heads), dim=1)
-            q_and_k = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        # Queries and keys lie side by side and turn by the same angles: one call instead of two.
-        q, k = apply_rope(q_and_k, *cos_sin).split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v, ctx))
+    def forward(self, x: torch.Tensor, angles: Angles, ctx: ForwardContext) -> torch.Tensor:
+        return self.o_proj(self.attn(self.qkv_proj(x), ctx, angles, self.norms()))
+
+    def norms(self) -> Norms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
 
 class MLP(nn.Module):
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel,
+        quantization: Quantization,
+    ) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], bias, dtype, device, tp)
-        self.down_proj = RowParallelLinear(inner, hidden, bias, dtype, device, tp)
+        name = f"model.layers.{layer}.mlp"
+        gate_up_method = quantization.linear_method(name, ("gate_proj", "up_proj"))
+        down_method = quantization.linear_method(name, ("down_proj",))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], bias, dtype, device, tp, gate_up_method)
+        self.down_proj = RowParallelLinear(inner, hidden, bias, dtype, device, tp, down_method)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
@@ -82,25 +101,40 @@ class MLP(nn.Module):
 
 class DecoderLayer(nn.Module):
     def __init__(
-        self, config: DecoderConfig, layer: int, dtype: torch.dtype, device: torch.device, tp: TensorParallel
+        self,
+        config: DecoderConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel,
+        quantization: Quantization,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = SelfAttention(config, layer, dtype, device, tp)
+        self.self_attn = SelfAttention(config, layer, dtype, device, tp, quantization)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device, tp)
+        self.mlp = MLP(config, layer, dtype, device, tp, quantization)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin, ctx: ForwardContext
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x is what the layer before added, residual the stream before that (None in the first layer)."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos_sin, ctx)
+        x = self.self_attn(x, angles, ctx)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
+
+    def forward_fused(self, stream: torch.Tensor, angles: Angles, ctx: ForwardContext) -> torch.Tensor:
+        """The whole residual stream in and out, for few rows on a GPU, where each kernel spared is a gain."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = attention.qkv_proj.fused(stream, norm=self.input_layernorm.for_fusing)
+        heads = attention.attn(qkv, ctx, angles, attention.norms())
+        stream = attention.o_proj.fused(heads, residual=stream)
+        inner = mlp.gate_up_proj.fused(stream, norm=self.post_attention_layernorm.for_fusing, silu=True)
+        return mlp.down_proj.fused(inner, residual=stream)
 
 
 class DecoderModel(nn.Module):
@@ -108,6 +142,7 @@ class DecoderModel(nn.Module):
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS
     num_parameters: int
+    max_fused_rows = 0
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
@@ -115,13 +150,19 @@ class DecoderModel(nn.Module):
         return DecoderConfig.from_hf(hf)
 
     def __init__(
-        self, hf: dict[str, Any], dtype: torch.dtype, device: torch.device, tp: TensorParallel = SINGLE
+        self,
+        hf: dict[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         """Parameters are left uninitialised; models/loader.py fills them."""
         super().__init__()
         self.config = c = self.configure(hf)
+        self.tp = tp
         self.embed_tokens = VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(c, i, dtype, device, tp) for i in range(c.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(c, i, dtype, device, tp, quantization) for i in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
         tied_to = self.embed_tokens if c.tie_word_embeddings else None
         self.lm_head = LMHead(c.vocab_size, c.hidden_size, dtype, device, tied_to)
@@ -140,13 +181,21 @@ class DecoderModel(nn.Module):
         if intermediate is not None:
             raise NotImplementedError("pipeline stages are not connected yet")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cos_sin = [rotary(positions) for rotary in self.rotaries]
+        angles = [rotary(positions) for rotary in self.rotaries]
+        if len(x) <= self.max_fused_rows:
+            return self._forward_fused(x, angles, ctx)
         residual: torch.Tensor | None = None
         for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
-            x, residual = layer(x, residual, cos_sin[rotary], ctx)
+            x, residual = layer(x, residual, angles[rotary], ctx)
         if residual is None:
             return self.norm(x)
         return self.norm.add(x, residual)[0]
+
+    def _forward_fused(self, stream: torch.Tensor, angles: list[Angles], ctx: ForwardContext) -> torch.Tensor:
+        for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            stream = layer.forward_fused(stream, angles[rotary], ctx)
+        return self.norm(stream)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] in the compute dtype."""
@@ -165,6 +214,9 @@ class DecoderModel(nn.Module):
             linear.process_after_loading()
         if not self.lm_head.tied or self.lm_head.weight.numel() <= MAX_EXTRA_FOR_TIED_HEAD * total:
             self.lm_head.process_after_loading()
+
+        fuses = self.tp.size == 1 and all(linear.method.can_fuse(linear) for linear in self._linears())
+        self.max_fused_rows = MAX_FUSED_ROWS if fuses else 0
 
     def _linears(self) -> Iterator[ParallelLinear]:
         return (module for module in self.modules() if isinstance(module, ParallelLinear))

@@ -1,9 +1,10 @@
 """Architectures we have written, imported on demand."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.models.decoder import DecoderModel
+if TYPE_CHECKING:
+    from quire.models.decoder import DecoderModel
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "quire.models.llama:LlamaForCausalLM",
@@ -13,7 +14,7 @@ ARCHITECTURES = {
 }
 
 
-def model_class(hf_config: dict[str, Any]) -> type[DecoderModel]:
+def model_class(hf_config: dict[str, Any]) -> "type[DecoderModel]":
     """The class for the first of the config's `architectures` that is supported."""
     names = hf_config.get("architectures") or []
     for name in names:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.dispatch import use_triton
+from quire.kernels.gather_logprobs import gather_logprobs
 from quire.messages.sampling_params import ALL_LOGPROBS
 
 # Rows of logits handled at a time for a prompt: all at once would take gigabytes for a long one.
@@ -22,12 +24,20 @@ class TokenLogprobs:
 def token_logprobs(scores: torch.Tensor, chosen: torch.Tensor, count: int, as_logits: bool = False) -> TokenLogprobs:
     """scores [m, vocab] are logits; `count` may be -1 for the whole vocabulary. With `as_logits` they are not
     normalised."""
+    vocab = scores.shape[1]
+    whole = count == ALL_LOGPROBS
+    if use_triton(scores) and not whole:
+        found = gather_logprobs(scores, chosen)
+        top = scores.topk(min(count, vocab), dim=1)
+        values = torch.cat([found.chosen.unsqueeze(1), top.values.float()], 1)
+        if not as_logits:
+            values -= found.logsumexp.unsqueeze(1)
+        return TokenLogprobs(torch.cat([chosen.unsqueeze(1), top.indices], 1), values, found.ranks)
     values = scores.float() if as_logits else scores.float().log_softmax(dim=1)
     chosen = chosen.unsqueeze(1)
     own = values.gather(1, chosen)
     ranks = (values > own).sum(dim=1) + 1
-    vocab = values.shape[1]
-    top = values.topk(vocab if count == ALL_LOGPROBS else min(count, vocab), dim=1)
+    top = values.topk(vocab if whole else min(count, vocab), dim=1)
     return TokenLogprobs(torch.cat([chosen, top.indices], 1), torch.cat([own, top.values], 1), ranks)
 
 

@@ -1,9 +1,13 @@
 """Repetition, presence and frequency penalties."""
 
+from collections.abc import Collection
+
 import torch
 
+from quire.kernels.apply_penalties import apply_penalties
 from quire.messages.plan import NewRow
 from quire.messages.sampling_params import SamplingParams
+from quire.sample.parameters import to_device
 from quire.sample.processors import SampleBatch
 
 
@@ -28,6 +32,10 @@ class Penalties:
     def active(self) -> bool:
         return bool(self.slots)
 
+    @property
+    def rows(self) -> Collection[int]:
+        return self.slots.keys()
+
     def add_row(self, new: NewRow) -> None:
         params = new.params
         if not _asks(params):
@@ -51,13 +59,7 @@ class Penalties:
         places, slots = self._users(batch)
         if not len(places):
             return logits
-        repetition, frequency, presence = self._strength[slots].T.unsqueeze(2)
-        counts = self._counts[slots]
-        chosen = logits[places]
-        seen = self._in_prompt[slots] | (counts > 0)
-        scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-        chosen = torch.where(seen, scaled, chosen) - frequency * counts - presence * (counts > 0)
-        logits[places] = chosen
+        apply_penalties(logits, places, slots, self._in_prompt, self._counts, self._strength)
         return logits
 
     def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None:
@@ -68,7 +70,7 @@ class Penalties:
     def _users(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
         places = [i for i, row in enumerate(batch.row_list) if row in self.slots]
         slots = [self.slots[batch.row_list[i]] for i in places]
-        return torch.tensor(places, device=self.device), torch.tensor(slots, device=self.device)
+        return to_device(places, self.device), to_device(slots, self.device)
 
     def _grow(self) -> None:
         have = len(self._counts)

@@ -9,18 +9,29 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.dispatch import use_triton
 from quire.kernels.philox import philox_uniform
+from quire.kernels.sample_tokens import (
+    NO_TOKEN,
+    Draw,
+    TokenRows,
+    draw_torch,
+    has_token,
+    sample_and_append,
+    sample_tokens,
+)
 from quire.messages.plan import NewRow
 from quire.sample.logprobs import TokenLogprobs, token_logprobs, widest
 from quire.sample.masks import AllowedTokens, BadWords, LogitBias, MinTokens
+from quire.sample.parameters import ParameterTable, to_device
 from quire.sample.penalties import Penalties
 from quire.sample.processors import LogitsProcessor, SampleBatch
-from quire.sample.warpers import MinP, Temperature, TopKTopP
+from quire.sample.warpers import MinP, Temperature, TopKTopP, Warper
 
 
 @dataclass(slots=True)
 class Sampled:
-    token_ids: torch.Tensor  # [n] int64
+    token_ids: torch.Tensor  # [n] int64; -1 where the logits hold NaN or allow no token
     places: list[int]  # rows of the batch that asked for logprobs
     logprobs: TokenLogprobs | None
 
@@ -35,78 +46,130 @@ class Sampler:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         """`processors` are users' own; they come before the built-in ones."""
-        built_in: list[LogitsProcessor] = [
+        self.parameters = ParameterTable(num_rows, device)
+        self._users = list(processors)
+        self._edits = (
             LogitBias(device),
             Penalties(vocab_size, device),
             AllowedTokens(device),
             MinTokens(device),
             BadWords(device),
-            Temperature(num_rows, device),
-            MinP(num_rows, device),
-            TopKTopP(num_rows, device),
-        ]
-        self.processors = [*processors, *built_in]
-        self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.greedy = torch.ones(num_rows, dtype=torch.bool, device=device)
+        )
+        by_row = self.parameters.device
+        self._filters = (MinP(by_row), TopKTopP(by_row))
+        self.processors: list[LogitsProcessor] = [*self._users, *self._edits, Temperature(by_row), *self._filters]
         self.raw_logprobs = logprobs_mode.startswith("raw")
         self.as_logits = logprobs_mode.endswith("logits")
         self._random_rows: set[int] = set()
+        self._eager_rows: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
 
     def add_row(self, new: NewRow) -> None:
         row, params = new.row, new.params
-        self.seeds[row] = new.seed
-        self.greedy[row] = params.greedy
+        self.parameters.set(row, params, new.seed)
         if not params.greedy:
             self._random_rows.add(row)
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
         for processor in self.processors:
             processor.add_row(new)
+        if params.logprobs is not None or any(row in edit.rows for edit in self._edits):
+            self._eager_rows.add(row)
 
     def remove_row(self, row: int) -> None:
         self._random_rows.discard(row)
+        self._eager_rows.discard(row)
         self._num_logprobs.pop(row, None)
         for processor in self.processors:
             processor.remove_row(row)
 
+    def graph_features(self, row_list: list[int]) -> Draw | None:
+        """What sample_in_graph() must be captured with to serve these rows; None if only sample() can.
+
+        Also brings the parameters of new rows to the device, so call it before the graph is replayed, on its stream.
+        """
+        self.parameters.upload()
+        if _any(self._eager_rows, row_list) or any(processor.active for processor in self._users):
+            return None
+        return self._draw_of(row_list)
+
+    def sample_in_graph(
+        self, logits: torch.Tensor, rows: torch.Tensor, state: TokenRows, features: Draw, out: torch.Tensor
+    ) -> None:
+        """logits [n, vocab]; rows [n], -1 for padding -> out [n] int32, and every row that has computed all its tokens
+        gets its own appended. A row with NaN in its logits, or no possible token: -1, and token 0 in its state.
+
+        Only kernels on the current stream: it can be captured, and replayed with other rows.
+        """
+        sample_and_append(logits, rows, state, self.parameters.device, features, out)
+
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
         """logits: [n, vocab], any float dtype; left as they are."""
-        raw = logits
-        any_random = not self._random_rows.isdisjoint(batch.row_list)
-        used = [p for p in self.processors if p.active and (any_random or p.changes_argmax)]
-        if used or any_random:
-            logits = logits.to(torch.float32, copy=True)  # processors work in place
-        for processor in used:
-            if processor.changes_argmax:
-                logits = processor.apply(logits, batch)
-        tokens = logits.argmax(dim=1)
-        if any_random:
-            for processor in used:
-                if not processor.changes_argmax:
-                    logits = processor.apply(logits, batch)
-            tokens = torch.where(self.greedy[batch.rows], tokens, self._draw(logits, batch))
-        for processor in used:
-            processor.sampled(tokens, batch)
+        self.parameters.upload()
+        draw = self._draw_of(batch.row_list)
+        used = [p for p in self.processors if p.active and (draw >= Draw.RANDOM or p.changes_argmax)]
         places = [i for i, row in enumerate(batch.row_list) if row in self._num_logprobs] if self._num_logprobs else []
-        return Sampled(tokens, places, self._logprobs(raw if self.raw_logprobs else logits, tokens, places, batch))
+        if use_triton(logits):
+            processed, tokens = self._choose_fused(logits, batch, draw, used, bool(places))
+        else:
+            processed, tokens = self._choose(logits, batch, draw, used)
+        known = tokens.clamp(min=0)  # an index even where there is no token
+        for processor in used:
+            processor.sampled(known, batch)
+        return Sampled(tokens, places, self._logprobs(logits if self.raw_logprobs else processed, known, places, batch))
 
-    def _draw(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        """One uniform number per row finds its token in the cumulative distribution, in order of token id."""
-        uniform = philox_uniform(self.seeds[batch.rows], batch.positions)
-        cumulative = logits.softmax(dim=1).cumsum(dim=1)
-        target = (uniform * cumulative[:, -1].double()).float().unsqueeze(1)
-        # right=True skips tokens of probability 0. Rounding can push the target to the very end: step back to the last
-        # possible token.
-        found = torch.searchsorted(cumulative, target, right=True)
-        last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
-        return torch.minimum(found, last).squeeze(1)
+    def _choose(
+        self, logits: torch.Tensor, batch: SampleBatch, draw: Draw, used: list[LogitsProcessor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Processed logits, and [n] tokens."""
+        if used or draw >= Draw.RANDOM:
+            logits = logits.to(torch.float32, copy=True)  # processors work in place
+        logits = _apply([p for p in used if p.changes_argmax], logits, batch)
+        tokens = logits.argmax(dim=1)
+        possible = has_token(logits, tokens)
+        if draw >= Draw.RANDOM:
+            logits = _apply([p for p in used if not p.changes_argmax], logits, batch)
+            by_row = self.parameters.device
+            # One uniform number per row finds its token in the cumulative distribution, in order of token id.
+            drawn = draw_torch(logits, philox_uniform(by_row.seeds[batch.rows], batch.positions))
+            tokens = torch.where(by_row.greedy[batch.rows].bool(), tokens, drawn)
+        return logits, torch.where(possible, tokens, NO_TOKEN)
+
+    def _choose_fused(
+        self, logits: torch.Tensor, batch: SampleBatch, draw: Draw, used: list[LogitsProcessor], logprobs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by the kernels that a graph captures: temperature, min-p, top-k and top-p are part of the draw."""
+        before_draw = [p for p in used if not isinstance(p, Warper)]
+        if before_draw:
+            logits = logits.to(torch.float32, copy=True)
+            logits = _apply([p for p in before_draw if p.changes_argmax], logits, batch)
+            logits = _apply([p for p in before_draw if not p.changes_argmax], logits, batch)
+        tokens = sample_tokens(logits, batch.rows, batch.positions, self.parameters.device, draw)
+        if logprobs and not self.raw_logprobs:
+            logits = logits.to(torch.float32, copy=True)
+            logits = _apply([p for p in used if isinstance(p, Warper)], logits, batch)
+        return logits, tokens
+
+    def _draw_of(self, row_list: list[int]) -> Draw:
+        if not _any(self._random_rows, row_list):
+            return Draw.GREEDY
+        return Draw.WARPED if any(_any(warper.rows, row_list) for warper in self._filters) else Draw.RANDOM
 
     def _logprobs(
         self, scores: torch.Tensor, tokens: torch.Tensor, places: list[int], batch: SampleBatch
     ) -> TokenLogprobs | None:
         if not places:
             return None
-        where = torch.tensor(places, device=scores.device)
+        where = to_device(places, scores.device)
         count = widest([self._num_logprobs[batch.row_list[i]] for i in places])
         return token_logprobs(scores[where], tokens[where], count, self.as_logits)
+
+
+def _any(rows: set[int], row_list: list[int]) -> bool:
+    return bool(rows) and not rows.isdisjoint(row_list)
+
+
+def _apply(processors: list[LogitsProcessor], logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    for processor in processors:
+        logits = processor.apply(logits, batch)
+    return logits

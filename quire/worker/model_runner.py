@@ -1,6 +1,7 @@
 """Runs the model over the rows a plan names."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,14 +10,23 @@ import torch
 
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
 from quire.kernels.prepare_inputs import prepare_inputs
+from quire.kernels.sample_tokens import Draw
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.sample.processors import SampleBatch
-from quire.sample.sampler import Sampled, Sampler
+from quire.sample.sampler import Sampler
+from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_scores import PromptScores
 from quire.worker.rows import RowState
+from quire.worker.transfer import Pending, to_device
+
+# A prefix that all rows share is attended to once for all of them from this length, and number of rows, on.
+MIN_SHARED_PREFIX = 512
+MIN_SHARING_ROWS = 9
+# Sizes of a step beyond these take the same kernels as the last.
+COMPILED_ROWS = [rows for rows in DECODE_ROWS if rows <= 96]
 
 
 @dataclass(slots=True)
@@ -24,8 +34,8 @@ class PendingStep:
     """Between forward pass and sampling."""
 
     plan: SchedulerOutput
-    rows: torch.Tensor
-    logits: torch.Tensor | None = None
+    rows: torch.Tensor | None = None  # [n or more]: beyond the plan's own, padding
+    logits: torch.Tensor | None = None  # as many
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
@@ -38,6 +48,7 @@ class ModelRunner:
         vocab_size: int,
         logprobs_mode: str = "raw_logprobs",
         connector: WorkerConnector | None = None,
+        use_graphs: bool = False,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -45,13 +56,17 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.logprobs_mode = logprobs_mode
         self.connector = connector
+        self.use_graphs = use_graphs
+        self.graphs: StepGraphs | None = None
         self._pending: PendingStep | None = None
+        self._compiling: bool | None = None  # None: not yet
 
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
         """Allocate rows and cache; hand every attention layer its part."""
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device)
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode)
         self.prompt_scores = PromptScores(self.model.compute_logits, self.logprobs_mode)
+        self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in self.model.attention_layers()}
         # Tensor i backs layer i of every group: all have pages of equal bytes, so one allocation is viewed in each
         # group's shape.
@@ -69,11 +84,19 @@ class ModelRunner:
             self.connector.bind([caches[i] for i in sorted(caches)])
 
     @torch.inference_mode()
+    def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
+        self.compile_kernels()
+        if self.use_graphs:
+            max_rows = len(self.rows.num_tokens)
+            self.graphs = StepGraphs(self._captured_step, self.backend, max_rows, max_tokens, self.device)
+            self.graphs.capture_at_start(largest_only)
+
+    @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._apply_changes(plan)
         if self.connector is not None:
             self.connector.start_load_kv(plan.connector_meta)
-        step = PendingStep(plan, torch.from_numpy(plan.rows).to(self.device).long())
+        step = PendingStep(plan)
         if len(plan.rows):
             self._forward(step)
         if self.connector is not None:
@@ -81,42 +104,53 @@ class ModelRunner:
         self._pending = step
 
     @torch.inference_mode()
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> Pending[ModelRunnerOutput]:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
-        output = self._sample(step) if step.logits is not None else _nothing_sampled()
-        if self.connector is not None:
-            # Last: news taken before something fails would be lost.
-            output.finished_sending, output.finished_recving = self.connector.get_finished()
-        return output
+        # Last: news taken before something fails would be lost.
+        if step.logits is None:
+            return Pending(lambda: self._with_news(_nothing_sampled()))
+        return self._sample(step, step.logits)
 
-    def _sample(self, step: PendingStep) -> ModelRunnerOutput:
-        assert step.logits is not None
-        state = self.rows
-        positions = state.num_tokens[step.rows]
+    def _sample(self, step: PendingStep, logits: torch.Tensor) -> Pending[ModelRunnerOutput]:
+        plan, state = step.plan, self.rows
+        assert step.rows is not None
+        count, row_list = len(plan.rows), plan.rows.tolist()
+        features = self.sampler.graph_features(row_list) if self.device.type == "cuda" else None
+        if features is not None:
+            self.sampler.sample_in_graph(logits, step.rows, state, features, self.sampled)
+            return Pending(lambda ids: self._with_news(_output(ids, None, step.prompt_logprobs)), self.sampled[:count])
+        rows = step.rows[:count].long()
+        positions = state.num_tokens[rows]
         batch = SampleBatch(
-            rows=step.rows,
-            row_list=step.plan.rows.tolist(),
+            rows=rows,
+            row_list=row_list,
             positions=positions,
-            done=state.num_computed[step.rows] == positions,
+            done=state.num_computed[rows] == positions,
             token_ids=state.token_ids,
         )
-        sampled = self.sampler.sample(step.logits, batch)
+        sampled = self.sampler.sample(logits[:count], batch)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
-        token_ids = sampled.token_ids.int().cpu().numpy()[:, None]
-        return ModelRunnerOutput(
-            token_ids=token_ids,
-            num_sampled=np.ones(len(token_ids), np.int32),
-            logprobs=_to_host(sampled),
-            prompt_logprobs=step.prompt_logprobs,
-        )
+        found = sampled.logprobs
+
+        def make(ids: np.ndarray, *scores: np.ndarray) -> ModelRunnerOutput:
+            logprobs = Logprobs(np.asarray(sampled.places), *scores) if scores else None
+            return self._with_news(_output(ids, logprobs, step.prompt_logprobs))
+
+        scores = (found.token_ids, found.logprobs, found.ranks) if found is not None else ()
+        return Pending(make, sampled.token_ids.int(), *scores)
+
+    def _with_news(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        if self.connector is not None:
+            output.finished_sending, output.finished_recving = self.connector.get_finished()
+        return output
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         for row in plan.finished_rows:
             self.sampler.remove_row(row)
             self.prompt_scores.remove_row(row)
+        self.rows.add(plan.new_rows)
         for new in plan.new_rows:
-            self.rows.add(new)
             self.sampler.add_row(new)
             self.prompt_scores.add_row(new)
         self.rows.append_blocks(plan.appended)
@@ -127,33 +161,124 @@ class ModelRunner:
                 tensor.index_copy_(dim, target, tensor.index_select(dim, source))
 
     def _forward(self, pending: PendingStep) -> None:
-        state, plan, rows = self.rows, pending.plan, pending.rows
-        num_new = torch.from_numpy(plan.num_tokens).to(self.device).long()
-        inputs = prepare_inputs(
-            rows, num_new, plan.total_tokens, state.token_ids, state.num_computed, state.block_tables, state.block_sizes
-        )
-        step = StepInputs(
-            num_rows=len(plan.rows),
-            num_tokens=plan.total_tokens,
-            query_start=inputs.query_start,
-            seq_lens=inputs.seq_lens,
-            max_query_len=int(plan.num_tokens.max()),
-            max_seq_len=state.token_ids.shape[1],
-            common_prefix_blocks=plan.common_prefix_blocks,
-        )
-        metadata = [
-            self.backend.build(step, table[rows], size)
-            for table, size in zip(state.block_tables, state.block_sizes, strict=True)
+        plan = pending.plan
+        one_each = len(plan.rows) == plan.total_tokens
+        prefix_len = self._shared_prefix(plan) if one_each else 0
+        if self.graphs is not None and self.connector is None and not self.prompt_scores.active:
+            if one_each:
+                replayed = self.graphs.run_decode(plan.rows, prefix_len)
+            else:
+                replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens)
+            if replayed is not None:
+                pending.rows, pending.logits = replayed
+                return
+        query_start = np.zeros(len(plan.rows) + 1, np.int32)
+        np.cumsum(plan.num_tokens, out=query_start[1:])
+        token_rows = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.num_tokens)
+        blocks = self.backend.plan_queries(plan.num_tokens)
+        arrays: list[np.ndarray | Sequence[int]] = [
+            plan.rows,
+            query_start,
+            token_rows,
+            query_start[1:] - 1,
+            [prefix_len],
         ]
-        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self.connector)
-        hidden = self.model(inputs.input_ids, inputs.positions, ctx)
-        state.advance(rows, num_new)
-        pending.logits = self.model.compute_logits(hidden[inputs.last_token])
+        arrays += [blocks] if blocks is not None else []
+        rows, query_start_, token_rows_, last, prefix, *rest = to_device(self.device, *arrays)
+        pending.rows = rows
+        hidden = self._hidden(
+            rows,
+            query_start_,
+            None if one_each else token_rows_,
+            rest[0].view(-1, 2) if rest else None,
+            prefix if prefix_len else None,
+        )
+        pending.logits = self.model.compute_logits(hidden if one_each else hidden[last])
         pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
+
+    @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """All that steps of any size will launch: none may wait for a compiler later."""
+        if not self.use_graphs or self._compiling is not None:
+            return
+        from quire.kernels.triton.precompile import collecting, compile_all
+
+        buffers = StepBuffers(len(self.rows.num_tokens), 0, 0, self.device)
+        self._compiling = True
+        with collecting() as jobs:
+            self.run_padding(16)
+            for num_rows in COMPILED_ROWS:
+                if num_rows <= len(self.rows.num_tokens):
+                    logits = self._captured_step(GraphKey(num_rows, num_rows, one_each=True), buffers)
+            for num_rows in (MIN_SHARING_ROWS, len(self.rows.num_tokens)):
+                if num_rows <= len(self.rows.num_tokens) and len(self.rows.block_sizes) == 1:
+                    self._captured_step(GraphKey(num_rows, num_rows, one_each=True, shared_prefix=True), buffers)
+            for draw in Draw:
+                self.sampler.sample_in_graph(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
+        self._compiling = False
+        compile_all(jobs)
+
+    @torch.inference_mode()
+    def run_padding(self, num_tokens: int) -> None:
+        """A step of nobody's tokens: takes the memory and compiles the kernels of one with as many."""
+        rows = min(num_tokens, len(self.rows.num_tokens))
+        query_start = np.minimum(np.arange(rows + 1), rows - 1)
+        query_start[-1] = num_tokens
+        arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
+        rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
+        hidden = self._hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
+        self.model.compute_logits(hidden[:rows])
+
+    def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
+        rows = buffers.rows[: key.num_rows]
+        if key.one_each:
+            prefix = buffers.prefix_len if key.shared_prefix else None
+            return self.model.compute_logits(self._hidden(rows, buffers.query_start, None, None, prefix))
+        token_rows = buffers.token_rows[: key.num_tokens]
+        blocks = buffers.query_blocks[: self.backend.max_query_blocks(key.num_tokens, key.num_rows)]
+        hidden = self._hidden(rows, buffers.query_start, token_rows, blocks, None)
+        return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]])
+
+    def _hidden(
+        self,
+        rows: torch.Tensor,
+        query_start: torch.Tensor,
+        token_rows: torch.Tensor | None,  # None: one token each
+        query_blocks: torch.Tensor | None,
+        prefix_len: torch.Tensor | None,
+    ) -> torch.Tensor:
+        state = self.rows
+        tables, sizes = state.block_tables, state.block_sizes
+        inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
+        if self._compiling:
+            inputs.input_ids.zero_()  # nothing was launched that would have filled it
+        step = StepInputs(
+            rows=rows,
+            num_tokens=len(inputs.input_ids),
+            query_start=query_start,
+            seq_lens=inputs.seq_lens,
+            one_each=token_rows is None,
+            query_blocks=query_blocks,
+            prefix_len=prefix_len,
+        )
+        metadata = [self.backend.build(step, table, size) for table, size in zip(tables, sizes, strict=True)]
+        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self.connector)
+        return self.model(inputs.input_ids, inputs.positions, ctx)
+
+    def _shared_prefix(self, plan: SchedulerOutput) -> int:
+        """Tokens of the prefix that all rows share, if it is worth attending to at once; else 0."""
+        if len(self.rows.block_sizes) != 1 or len(plan.rows) < MIN_SHARING_ROWS or not plan.common_prefix_blocks:
+            return 0
+        length = plan.common_prefix_blocks[0] * self.rows.block_sizes[0]
+        return length if length >= MIN_SHARED_PREFIX else 0
 
 
 def _nothing_sampled() -> ModelRunnerOutput:
     return ModelRunnerOutput(np.empty((0, 1), np.int32), np.empty(0, np.int32))
+
+
+def _output(ids: np.ndarray, logprobs: Logprobs | None, prompt_logprobs: list[PromptLogprobs]) -> ModelRunnerOutput:
+    return ModelRunnerOutput(ids[:, None], np.ones(len(ids), np.int32), logprobs, prompt_logprobs)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -163,15 +288,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # start-up.
     flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(flat).view(dtype).view(shape)
-
-
-def _to_host(sampled: Sampled) -> Logprobs | None:
-    found = sampled.logprobs
-    if found is None:
-        return None
-    return Logprobs(
-        np.asarray(sampled.places),
-        found.token_ids.cpu().numpy(),
-        found.logprobs.cpu().numpy(),
-        found.ranks.cpu().numpy(),
-    )

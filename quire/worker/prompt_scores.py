@@ -23,6 +23,10 @@ class PromptScores:
         self.as_logits = logprobs_mode.endswith("logits")
         self._rows: dict[int, PromptRow] = {}
 
+    @property
+    def active(self) -> bool:
+        return bool(self._rows)
+
     def add_row(self, new: NewRow) -> None:
         count = new.params.prompt_logprobs
         if count is not None:

@@ -1,45 +1,62 @@
 """The worker's persistent state: one row per running request, on the device. Plans bring only what changed."""
 
+import numpy as np
 import torch
 
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends, NewRow
+from quire.worker.transfer import to_device
 
 
 class RowState:
     def __init__(self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device) -> None:
+        self.device = device
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
-        self.block_tables = [
-            torch.zeros(num_rows, -(-max_model_len // size), dtype=torch.int32, device=device)
-            for size in self.block_sizes
-        ]
+        # All tables in one piece of memory, so that blocks of every group are appended by one write.
+        widths = [-(-max_model_len // size) for size in self.block_sizes]
+        self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
+        parts = self._all_tables.split([num_rows * width for width in widths])
+        self.block_tables = [part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)]
+        self._widths = np.array(widths)
+        self._bases = num_rows * (np.cumsum(widths) - widths)
 
-    def add(self, new: NewRow) -> None:
-        row, count = new.row, len(new.token_ids)
-        self.token_ids[row, :count] = torch.from_numpy(new.token_ids)
-        self.num_tokens[row] = count
-        self.num_computed[row] = new.num_computed
-        for table, ids in zip(self.block_tables, new.block_ids, strict=True):
-            table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    def add(self, new_rows: list[NewRow]) -> None:
+        if not new_rows:
+            return
+        width = self.token_ids.shape[1]
+        rows = np.array([new.row for new in new_rows])
+        counts = [len(new.token_ids) for new in new_rows]
+        computed = [new.num_computed for new in new_rows]
+        token_at = np.concatenate([np.arange(len(new.token_ids)) + new.row * width for new in new_rows])
+        tokens = np.concatenate([new.token_ids for new in new_rows])
+        entries = [
+            (np.arange(len(ids)) + self._bases[group] + new.row * self._widths[group], ids)
+            for new in new_rows
+            for group, ids in enumerate(new.block_ids)
+        ]
+        block_at = np.concatenate([at for at, _ in entries])
+        blocks = np.concatenate([np.asarray(ids, np.int64) for _, ids in entries])
+        arrays = to_device(self.device, rows, counts, computed, token_at, tokens, block_at, blocks)
+        rows_, counts_, computed_, token_at_, tokens_, block_at_, blocks_ = arrays
+        self.num_tokens[rows_.long()] = counts_.long()
+        self.num_computed[rows_.long()] = computed_.long()
+        self.token_ids.view(-1).index_copy_(0, token_at_.long(), tokens_)
+        self._all_tables.index_copy_(0, block_at_.long(), blocks_)
 
     def append_blocks(self, appended: BlockAppends) -> None:
         if not appended.rows:
             return
-        device = self.num_tokens.device
-        columns = torch.tensor([appended.rows, appended.groups, appended.positions, appended.block_ids], device=device)
-        for group, table in enumerate(self.block_tables):
-            rows, _, positions, ids = columns if len(self.block_tables) == 1 else columns[:, columns[1] == group]
-            table[rows, positions] = ids.int()
-
-    def advance(self, rows: torch.Tensor, num_new: torch.Tensor) -> None:
-        self.num_computed[rows] += num_new
+        groups = np.array(appended.groups)
+        at = self._bases[groups] + np.array(appended.rows) * self._widths[groups] + np.array(appended.positions)
+        at_, blocks_ = to_device(self.device, at, appended.block_ids)
+        self._all_tables.index_copy_(0, at_.long(), blocks_)
 
     def append_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor, done: torch.Tensor) -> None:
         """Rows that are `done` with all they know get their sampled token; the others drop it."""
         known = self.num_tokens[rows]
         at = known.clamp(max=self.token_ids.shape[1] - 1)
-        self.token_ids[rows, at] = torch.where(done, token_ids.int(), self.token_ids[rows, at])
+        self.token_ids[rows, at] = torch.where(done, token_ids.clamp(min=0).int(), self.token_ids[rows, at])
         self.num_tokens[rows] = known + done

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from quire.attention.selector import choose_backend
+from quire.attention.selector import AttentionShape, choose_backend
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
@@ -12,7 +12,9 @@ from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.models.loader import load_model
 from quire.platforms import current_platform
+from quire.worker.memory import step_memory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.transfer import Pending
 
 logger = logging.getLogger("quire")
 
@@ -38,13 +40,22 @@ class Worker:
             self.platform.device,
             progress=config.load.use_tqdm_on_load,
             max_model_len=config.model.max_model_len,
+            quantization=config.model.quantization,
         )
-        head_size = self.model.attention_layers()[0].head_size
-        backend, why = choose_backend(self.platform, self.dtype, head_size, config.device.attention_backend)
+        first = self.model.attention_layers()[0]
+        assert config.scheduler.max_num_seqs is not None
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        shape = AttentionShape(self.max_num_seqs, first.num_heads, first.num_kv_heads, first.head_size)
+        backend, why = choose_backend(self.platform, self.dtype, shape, config.device.attention_backend)
         logger.debug(why)
-        connector = worker_connector(config.transfer.kv_connector)
         self.runner = ModelRunner(
-            self.model, backend, self.platform.device, config.model.vocab_size, config.model.logprobs_mode, connector
+            self.model,
+            backend,
+            self.platform.device,
+            config.model.vocab_size,
+            config.model.logprobs_mode,
+            worker_connector(config.transfer.kv_connector),
+            use_graphs=self.platform.name == "cuda" and backend.name == "triton" and not config.device.enforce_eager,
         )
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
@@ -53,24 +64,32 @@ class Worker:
 
     def kv_cache_memory(self) -> int:
         """Measured after the weights are in place."""
-        free = self.platform.available_memory()
+        cache = self.config.cache
         if self.platform.name == "cpu":
-            return int(free * self.config.cache.cpu_memory_utilization)
-        return int(free * self.config.cache.gpu_memory_utilization)
+            return int(self.platform.available_memory() * cache.cpu_memory_utilization)
+        max_tokens = self.config.scheduler.max_num_batched_tokens
+        assert max_tokens is not None
+        needed = step_memory(self.runner, self.kv_cache_specs(), self.max_num_seqs, max_tokens, self.dtype)
+        free, total = torch.cuda.mem_get_info(self.platform.device)
+        return int(total * cache.gpu_memory_utilization) - (total - free) - needed
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
-        max_num_seqs = self.config.scheduler.max_num_seqs
-        assert max_num_seqs is not None
-        self.runner.initialize(config, max_num_seqs, max_model_len, self.dtype)
+        self.runner.initialize(config, self.max_num_seqs, max_model_len, self.dtype)
+        max_tokens = self.config.scheduler.max_num_batched_tokens
+        assert max_tokens is not None
+        self.runner.capture_graphs(max_tokens)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)
 
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> Pending[ModelRunnerOutput]:
         return self.runner.sample_tokens()
 
     def describe(self) -> str:
         count = self.model.num_parameters
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-        place = f"{self.platform.name}, {torch.get_num_threads()} threads"
+        if self.platform.name == "cpu":
+            place = f"cpu, {torch.get_num_threads()} threads"
+        else:
+            place = torch.cuda.get_device_name(self.platform.device)
         return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention"

@@ -6,10 +6,11 @@ import torch
 from quire.attention.base import StepInputs
 from quire.attention.cpu import TorchBackend
 from quire.attention.pages import similar_lengths
-from quire.attention.selector import choose_backend
+from quire.attention.selector import AttentionShape, choose_backend
 from quire.platforms import current_platform
 
 HEAD = 16
+SHAPE = AttentionShape(max_rows=8, num_heads=4, num_kv_heads=2, head_size=64)
 
 
 def dense(q, k, v, window):
@@ -50,10 +51,12 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     pad = [torch.zeros(padding, n, HEAD) for n in (heads, kv_heads, kv_heads)]
     slots.append(torch.zeros(padding, dtype=torch.long))
     starts = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).int()
-    step = StepInputs(len(rows), int(starts[-1]), starts, torch.tensor(lens).int(), max(n for _, n in rows), max(lens))
+    one_each = all(new == 1 for _, new in rows)
+    step = StepInputs(torch.arange(len(rows)), int(starts[-1]), starts, torch.tensor(lens).int(), one_each)
     metadata = backend.build(step, table, block_size)
-    args = (torch.cat([*q, pad[0]]), torch.cat([*k, pad[1]]), torch.cat([*v, pad[2]]), cache, torch.cat(slots))
-    return backend.forward(*args, metadata, HEAD**-0.5, window), torch.cat(wanted)
+    qkv = torch.cat([torch.cat([*part, padded]) for part, padded in zip((q, k, v), pad, strict=True)], dim=1)
+    queries = backend.write(qkv.flatten(1), heads, None, None, cache, torch.cat(slots), metadata)
+    return backend.attend(queries, cache, metadata, HEAD**-0.5, window), torch.cat(wanted)
 
 
 MIXES = {
@@ -91,7 +94,7 @@ def test_equal_rows_stay_together():
 
 
 def test_selector_says_why_and_lists_what_is_allowed():
-    backend, reason = choose_backend(current_platform("cpu"), torch.bfloat16, 64)
+    backend, reason = choose_backend(current_platform("cpu"), torch.bfloat16, SHAPE)
     assert backend.name == "torch" and "bfloat16" in reason
     with pytest.raises(ValueError, match="'flash'; allowed: torch"):
-        choose_backend(current_platform("cpu"), torch.bfloat16, 64, "flash")
+        choose_backend(current_platform("cpu"), torch.bfloat16, SHAPE, "flash")

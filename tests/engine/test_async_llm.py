@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +13,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.async_engine import EngineDeadError
 from quire.engine.async_llm import AsyncLLM
+from quire.engine.engine_connection import EngineConnection, EngineWire
+from quire.engine.setup import resolve_config
 from quire.messages.sampling_params import RequestOutputKind
 
 ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 27}
@@ -37,8 +41,8 @@ def run(scenario, **arguments):
             await asyncio.wait_for(scenario(engine), 120)
         finally:
             engine.shutdown()
-        assert not engine._connection.process.is_alive()
-        assert not engine._connection._folder.exists()
+        assert not engine._connection.host.process.is_alive()
+        assert not engine._connection.host.folder.exists()
 
     asyncio.run(main())
 
@@ -112,16 +116,68 @@ def test_a_killed_engine_is_noticed_and_every_stream_hears_of_it():
     async def scenario(engine):
         long = GREEDY.replace(max_tokens=200)
         streams = await asyncio.gather(*(reading(engine, p, str(i), long) for i, p in enumerate(PROMPTS)))
-        os.kill(engine._connection.process.pid, signal.SIGKILL)
+        os.kill(engine._connection.host.process.pid, signal.SIGKILL)
         killed = time.monotonic()
         results = await asyncio.gather(*streams, return_exceptions=True)
         assert time.monotonic() - killed < 1
-        assert all(isinstance(r, EngineDeadError) and "exit code -9" in str(r) for r in results)
+        assert all(isinstance(r, EngineDeadError) and "killed by SIGKILL" in str(r) for r in results)
         for use in (engine.check_health(), text_of(engine, "x", "late"), engine.reset_prefix_cache()):
             with pytest.raises(EngineDeadError):
                 await use
 
     run(scenario)
+
+
+def test_several_front_ends_share_an_engine(expected):
+    """Each has its own requests, also under equal ids; one that leaves takes its requests along."""
+
+    async def scenario():
+        config = EngineConfig.from_kwargs(**ARGUMENTS)
+        host = EngineConnection(resolve_config(config)[0], client=None)
+        try:
+            folder = host.host.folder
+            first, second = (AsyncLLM(config, EngineWire(folder, client)) for client in (0, 1))
+            host.wait_ready()
+            host.host.all_connected()
+            assert not folder.exists()  # nothing that a kill could leave behind
+            texts = await asyncio.gather(
+                *(text_of(front, p, str(i)) for front in (first, second) for i, p in enumerate(PROMPTS))
+            )
+            assert texts == expected * 2
+            left = await reading(first, PROMPTS[0], "left", GREEDY.replace(max_tokens=200))
+            running = await reading(second, PROMPTS[1], "running", GREEDY.replace(max_tokens=20))
+            while second.stats.num_running < 2:
+                await asyncio.sleep(0.01)
+            first.shutdown()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await left
+            assert (await running).startswith(expected[1])
+            while (await second.get_state())["core"]["requests"]:
+                await asyncio.sleep(0.01)
+            await whole(second)
+            second.shutdown()
+        finally:
+            host.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_an_engine_process_for_synchronous_use(expected):
+    with LLM(multiprocess=True, **ARGUMENTS) as llm:
+        assert [o.outputs[0].text for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+        sampled = llm.generate(PROMPTS[0], GREEDY.replace(temperature=1.0, n=2, logprobs=1), use_tqdm=False)[0]
+        assert all(len(part.logprobs) == 12 for part in sampled.outputs)
+        with pytest.raises(ValueError, match="empty"):
+            llm.generate([[]], use_tqdm=False)
+        assert llm.llm_engine.reset_prefix_cache()
+        llm.llm_engine.add_request("gone", PROMPTS[0], GREEDY)
+        os.kill(llm.llm_engine.client.connection.host.process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+                llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.client.connection.host.process.is_alive()
+    with pytest.raises(EngineDeadError, match="longest that fits"):
+        LLM(multiprocess=True, num_gpu_blocks_override=2, max_model_len=100)
 
 
 def test_an_engine_that_cannot_start_says_why():
@@ -131,10 +187,20 @@ def test_an_engine_that_cannot_start_says_why():
         start(model="no/such/model")
 
 
-def test_the_engine_dies_with_its_front_end(tmp_path):
-    import subprocess
-    import sys
+def test_a_program_that_forgets_to_shut_down_ends(tmp_path):
+    program = tmp_path / "forgetful.py"
+    program.write_text(
+        "from quire import LLM\n"
+        "if __name__ == '__main__':\n"
+        f"    llm = LLM(multiprocess=True, **{ARGUMENTS!r})\n"
+        "    print(llm.llm_engine.client.connection.host.process.pid, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, cwd=os.getcwd())
+    assert done.returncode == 0, done.stderr
+    assert not os.path.exists(f"/proc/{int(done.stdout.split()[-1])}")
 
+
+def test_the_engine_dies_with_its_front_end(tmp_path):
     program = tmp_path / "front_end.py"
     program.write_text(
         "import os, signal\n"
@@ -144,7 +210,7 @@ def test_the_engine_dies_with_its_front_end(tmp_path):
         f"    engine = AsyncLLM(EngineConfig.from_kwargs(**{ARGUMENTS!r}))\n"
         "    import sys\n"
         "    assert 'torch' not in sys.modules\n"
-        "    print(engine._connection.process.pid, flush=True)\n"
+        "    print(engine._connection.host.process.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, cwd=os.getcwd())

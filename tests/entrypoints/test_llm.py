@@ -63,7 +63,8 @@ def test_metrics_and_cached_tokens(llm):
     cold, warm = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == (len(warm.prompt_token_ids) - 1) // 16 * 16
     m = warm.metrics
-    assert m.arrival_time <= m.first_token_time <= m.finished_time
+    assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time <= m.finished_time
+    assert m.num_generation_tokens == len(warm.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
@@ -311,3 +312,12 @@ def test_engine_metrics(llm):
     assert after[key].value - before[key].value == 2
     assert after[("quire:num_requests_running", name)].value == 0
     assert after[("quire:time_to_first_token_seconds", name)].count >= 2
+    for phase in ("queue", "prefill", "decode", "inference"):
+        key = (f"quire:request_{phase}_time_seconds", name)
+        assert after[key].count - before[key].count == 2 and after[key].sum > before[key].sum
+    key = ("quire:inter_token_latency_seconds", name)
+    assert after[key].count - before[key].count == 8
+    key = ("quire:iteration_tokens_total", name)
+    assert after[key].sum > before[key].sum
+    (info,) = (m for m in llm.get_metrics() if m.name == "quire:cache_config_info")
+    assert int(info.labels["num_gpu_blocks"]) > 0

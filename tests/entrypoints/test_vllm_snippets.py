@@ -62,7 +62,6 @@ def test_a_long_prefix_is_computed_once():
         {"speculative_config": {"method": "ngram", "prompt_lookup_max": 5, "num_speculative_tokens": 3}},
         {"spec_method": "ngram", "spec_tokens": 5},
         {"tensor_parallel_size": 4},
-        {"quantization": "awq"},
         {"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}},
     ],
 )

@@ -18,14 +18,23 @@ def reference(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "setting", ["all at once", "chunks of 16", "preemption", "depth 0", "depth 2, chunks, preemption"]
+    ("setting", "graphs"),
+    [
+        ("all at once", True),
+        ("all at once", False),
+        ("chunks of 16", False),
+        ("preemption", True),
+        ("depth 0", False),
+        ("depth 2, chunks, preemption", True),
+    ],
 )
-def test_equal_to_transformers(reference, setting):
+def test_equal_to_transformers(reference, setting, graphs):
     from quire import LLM
 
     arguments = {"kv_cache_memory_bytes": 1 << 25, "max_model_len": 256, **SETTINGS[setting]}
     if "num_gpu_blocks_override" in arguments:
         arguments["num_gpu_blocks_override"] *= reference.num_groups
+    arguments["enforce_eager"] = not graphs
     with LLM(reference.path, device="cuda", dtype="float32", skip_tokenizer_init=True, **arguments) as llm:
         assert_equal(llm.generate(reference.prompts, GREEDY, use_tqdm=False), reference)
 
@@ -49,6 +58,7 @@ def test_sampling_parameters_run_on_the_device(reference):
         n=3,
         max_tokens=16,
     )
-    with LLM(reference.path, device="cuda", dtype="float32", skip_tokenizer_init=True, max_model_len=256) as llm:
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "enforce_eager": True}
+    with LLM(reference.path, device="cuda", dtype="float32", kv_cache_memory_bytes=1 << 25, **arguments) as llm:
         first, second = (llm.generate(reference.prompts, params, use_tqdm=False) for _ in range(2))
     assert [[c.token_ids for c in o.outputs] for o in first] == [[c.token_ids for c in o.outputs] for o in second]

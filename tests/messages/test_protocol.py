@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RepetitionDetection, SamplingParams
 
 
@@ -46,6 +46,23 @@ def test_outputs_survive_the_way():
     assert np.array_equal(got.token_ids, sent.token_ids) and got.stop_reasons == {3: 9}
     assert np.array_equal(got.logprobs.logprobs, sent.logprobs.logprobs)
     assert got.finish.dtype == np.int8 and FinishReason(int(got.finish[0])) == FinishReason.NONE
+
+
+def test_a_front_end_s_part_of_the_outputs():
+    all_of_them = EngineCoreOutputs(
+        index=np.array([10, 21, 22, 11]),
+        token_ids=np.arange(5, dtype=np.int32),
+        offsets=np.array([0, 1, 2, 4, 5], np.int32),
+        finish=np.zeros(4, np.int8),
+        num_cached=np.zeros(4, np.int32),
+        scheduled={2: 1.5, 3: 2.5},
+        stats=SchedulerStats(time=3.0, step_tokens=tuple(range(14))),
+    )
+    part = all_of_them.select(20, 30)
+    assert part.index.tolist() == [21, 22] and part.token_ids.tolist() == [1, 2, 3]
+    assert part.scheduled == {1: 1.5}
+    got = Codec(FromEngine).decode(Codec(ToEngine).encode(Outputs(part))).outputs
+    assert got.scheduled == {1: 1.5} and got.stats == all_of_them.stats
 
 
 def test_what_is_not_a_message_is_refused():

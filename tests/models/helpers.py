@@ -74,14 +74,16 @@ class TinyRunner:
             self.lens[row] += len(new)
         seq_lens = [self.lens[row] for row in rows]
         query_start = torch.tensor([0, *counts]).cumsum(0).int()
-        step = StepInputs(len(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), max(counts), max(seq_lens))
+        step = StepInputs(
+            torch.tensor(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), one_each=max(counts) == 1
+        )
         slots, metadata = [], []
         row_of_token = torch.tensor(rows).repeat_interleave(torch.tensor(counts))
         at = torch.tensor(positions)
         for table in self.tables:
             blocks = table[row_of_token, at // self.block_size].long()
             slots.append(blocks * self.block_size + at % self.block_size)
-            metadata.append(self.backend.build(step, table[rows], self.block_size))
+            metadata.append(self.backend.build(step, table, self.block_size))
         ids = torch.tensor([t for _, new in batch for t in new])
         with torch.inference_mode():
             hidden = self.model(ids, at, ForwardContext(step, metadata, slots))

@@ -1,45 +1,81 @@
 """`quire chat`: talk with a model."""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument
 from quire.entrypoints.cli import start
-from quire.entrypoints.cli.sampling_flags import add_sampling_flags, sampling_params
+from quire.entrypoints.cli.api_client import add_client_flags, client_from
+from quire.entrypoints.cli.sampling_flags import add_sampling_flags, given_settings
+from quire.messages.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.entrypoints.cli.chat_model import ChatModel
 
 TAKEN = ("seed",)  # the sampling seed, as in `quire generate`
 # A conversation wants longer and less random answers than SamplingParams's defaults give.
-DEFAULTS = {"temperature": 0.7, "max_tokens": 1024}
+DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 1024}
 
 
 def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire chat",
         description="Talk with a model; /help lists the commands. If standard input is no terminal, each line is a "
-        "message and only the answers are printed.",
+        "message and only the answers are printed. With --url a server answers, and sampling parameters that are not "
+        "given are left to it.",
     )
     add_model_argument(parser)
     group = parser.add_argument_group("Conversation")
     group.add_argument("--system-prompt", metavar="TEXT", help="how the model should behave")
+    group.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer and end")
+    add_client_flags(parser, default_url=None)
     add_sampling_flags(parser, **DEFAULTS)
     add_engine_flags(parser, leave_out=TAKEN)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args, **DEFAULTS)
-    if params.n != 1:
+    settings = given_settings(args)
+    if settings.get("n", 1) != 1:
         raise ValueError("n is always 1 in a chat")
+    return _with_server(args, settings) if args.url is not None else _with_engine(args, {**DEFAULTS, **settings})
+
+
+def _with_engine(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    for name in ("model_name", "api_key"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for a server; give its address with --url")
+    SamplingParams(**settings)  # what is wrong together is said now
+    engine = start.start_engine(args, leave_out=TAKEN)
+    try:
+        from quire.entrypoints.cli.chat_model import LocalModel
+
+        renderer = start.chat_renderer(engine)
+        renderer.render([{"role": "user", "content": "Hello"}])  # no template, or a broken one: said now
+        return _talk(LocalModel(engine, renderer), args, settings)
+    finally:
+        engine.shutdown()
+
+
+def _with_server(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    from quire.entrypoints.cli.chat_model import RemoteModel
+
+    start.refuse_engine_flags(args, allowed=(*TAKEN, "model"))
+    client = client_from(args)
+    name = args.model_name or getattr(args, "model", None) or client.first_model()
+    return _talk(RemoteModel(client, name), args, settings)
+
+
+def _talk(model: "ChatModel", args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from quire.entrypoints.cli.chat_session import ChatSession
     from quire.entrypoints.cli.terminal import Terminal
 
-    engine = start.start_engine(args, leave_out=TAKEN)
-    try:
-        renderer = start.chat_renderer(engine)
-        renderer.render([{"role": "user", "content": "Hello"}])  # no template, or a broken one: said now
-        terminal = Terminal()
-        terminal.note("/help lists the commands, Ctrl-D ends")
-        session = ChatSession(engine, renderer, terminal, params, args.system_prompt)
-        session.run()
-    finally:
-        engine.shutdown()
+    terminal = Terminal()
+    session = ChatSession(model, terminal, settings, args.system_prompt)
+    if args.quick is not None:
+        terminal.interactive = False
+        session.answer(args.quick)
+        return 0
+    terminal.note("/help lists the commands, Ctrl-D ends")
+    session.run()
     return 1 if session.failed and not terminal.interactive else 0

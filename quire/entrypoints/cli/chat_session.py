@@ -5,37 +5,28 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from quire.entrypoints.cli.chat_model import ChatAnswer, ChatModel
 from quire.entrypoints.cli.sampling_flags import fields, with_value
 from quire.entrypoints.cli.terminal import Terminal
-from quire.entrypoints.interruption import interruption
-from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine
-    from quire.entrypoints.chat import ChatRenderer
+from quire.messages.sampling_params import SamplingParams
 
 
 class ChatSession:
+    """`settings` are the sampling parameters that the command or its user chose; /set adds to them."""
+
     def __init__(
-        self,
-        engine: "LLMEngine",
-        renderer: "ChatRenderer",
-        terminal: Terminal,
-        params: SamplingParams,
-        system: str | None = None,
+        self, model: ChatModel, terminal: Terminal, settings: dict[str, Any], system: str | None = None
     ) -> None:
-        self.engine = engine
-        self.renderer = renderer
+        self.model = model
         self.terminal = terminal
-        self.params = params
+        self.settings = settings
         self.system = system
         self.history: list[dict[str, str]] = []
         self.failed = False
-        self._count = 0
         self._commands: dict[str, Callable[[str], bool | None]] = {
             "help": self._help,
             "system": self._system,
@@ -77,29 +68,23 @@ class ChatSession:
 
     def answer(self, text: str) -> None:
         asked: dict[str, str] = {"role": "user", "content": text}
-        [prompt] = self.renderer.prompts([[*self._messages(), asked]])
-        self._count += 1
-        request_id = f"chat-{self._count}"
-        self.engine.add_request(request_id, prompt, self.params.replace(output_kind=RequestOutputKind.DELTA))
-        began, tokens, parts, reason, error = time.perf_counter(), 0, [], None, None
-        with interruption() as interrupted:
-            while reason is None and not interrupted():
-                for output in self.engine.step():
-                    completion = output.outputs[0]
-                    parts.append(completion.text)
-                    self.terminal.write_answer(completion.text)
-                    tokens += len(completion.token_ids)
-                    reason, error = completion.finish_reason, output.error
-            if reason is None:
-                self.engine.abort_request(request_id)
-                reason = "interrupted"
+        began = time.perf_counter()
+        begun = False
+
+        def write(part: str) -> None:
+            nonlocal begun
+            begun = True
+            self.terminal.write_answer(part)
+
+        try:
+            answer = self.model.answer([*self._messages(), asked], self.settings, write)
+        except ValueError:
+            if begun:
+                self.terminal.write("\n")
+            raise
         self.terminal.write("\n")
-        if error is not None:
-            raise ValueError(error)
-        self.history += [asked, {"role": "assistant", "content": "".join(parts)}]
-        seconds = time.perf_counter() - began
-        ended = {"length": ", stopped by max_tokens or the model's length", "interrupted": ", interrupted"}
-        self.terminal.note(f"{tokens} tokens, {tokens / seconds:.0f} tok/s{ended.get(reason, '')}")
+        self.history += [asked, {"role": "assistant", "content": answer.text}]
+        self.terminal.note(_summary(answer, time.perf_counter() - began))
 
     def _messages(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -135,19 +120,18 @@ class ChatSession:
         name, _, value = rest.partition(" ")
         if not name or not value.strip():
             raise ValueError(f"/set NAME VALUE; names: {', '.join(fields())}")
-        changed = with_value(self.params, name.replace("-", "_"), value.strip())
+        field = name.replace("-", "_")
+        changed = with_value(SamplingParams(**{"max_tokens": None, **self.settings}), field, value.strip())
         if changed.n != 1:
             raise ValueError("n is always 1 in a chat")
-        self.params = changed
-        self.terminal.note(f"{name} is {getattr(self.params, name.replace('-', '_'))!r}")
+        self.settings[field] = getattr(changed, field)
+        self.terminal.note(f"{name} is {self.settings[field]!r}")
 
     def _show(self, _: str) -> None:
-        defaults: Any = SamplingParams()
-        shown = {"model": self.engine.model_name, "system": self.system, "messages": len(self.history)}
+        shown = {"model": self.model.name, "system": self.system, "messages": len(self.history)}
         for name in fields():
-            value = getattr(self.params, name)
-            if value != getattr(defaults, name) or name in ("temperature", "max_tokens"):
-                shown[name] = msgspec.to_builtins(value)
+            if name in self.settings:
+                shown[name] = msgspec.to_builtins(self.settings[name])
         self.terminal.write("".join(f"{name}: {value}\n" for name, value in shown.items()))
 
     def _clear(self, _: str) -> None:
@@ -169,3 +153,11 @@ class ChatSession:
 
     def _quit(self, _: str) -> bool:
         return False
+
+
+def _summary(answer: ChatAnswer, seconds: float) -> str:
+    ended = {"length": "stopped by max_tokens or the model's length", "interrupted": "interrupted"}
+    parts = (
+        [] if answer.num_tokens is None else [f"{answer.num_tokens} tokens", f"{answer.num_tokens / seconds:.0f} tok/s"]
+    )
+    return ", ".join([*parts, *([ended[answer.reason]] if answer.reason in ended else [])])

@@ -21,11 +21,18 @@ class Command:
 COMMANDS = {
     "serve": Command("quire.entrypoints.cli.serve", "answer OpenAI's HTTP API"),
     "generate": Command("quire.entrypoints.cli.generate", "continue prompts from flags, a file or standard input"),
-    "chat": Command("quire.entrypoints.cli.chat", "talk with a model in the terminal"),
+    "chat": Command("quire.entrypoints.cli.chat", "talk with a model in the terminal, here or on a server"),
+    "complete": Command("quire.entrypoints.cli.complete", "continue prompts with a running server"),
+    "run-batch": Command("quire.entrypoints.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
+    "collect-env": Command("quire.entrypoints.cli.collect_env", "facts about this machine for a bug report"),
     "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),
     "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),
     "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
+    "bench serve": Command("quire.bench.serve", "a server under load: throughput, latencies, goodput"),
+    "bench http": Command("quire.bench.http_offline", "HTTP streaming against offline, same requests, in one run"),
+    "bench soak": Command("quire.bench.soak", "minutes of mixed traffic; memory and blocks must come back"),
     "bench frontend": Command("quire.bench.frontend", "tokens per second that one API process can stream"),
+    "bench card": Command("quire.bench.card", "all workloads of the reference numbers, beside vLLM's figures"),
     "bench core": Command("quire.bench.core_step", "host time of a decode step, without the model"),
 }
 

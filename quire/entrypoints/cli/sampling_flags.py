@@ -46,13 +46,13 @@ def fields() -> dict[str, msgspec.structs.FieldInfo]:
     return {f.name: f for f in msgspec.structs.fields(SamplingParams) if f.name not in NOT_FOR_USERS}
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, *, show_defaults: bool = True, **defaults: Any) -> None:
     """`defaults` are those of this command, where they differ from SamplingParams's; they are only shown here."""
     group = parser.add_argument_group("Sampling")
     for name, field in fields().items():
         default = defaults.get(name, field.default)
         is_plain = isinstance(default, (int, float, str)) and not isinstance(default, bool)
-        shown = f" (default: {default})" if is_plain else ""
+        shown = f" (default: {default})" if is_plain and show_defaults else ""
         help = HELP.get(name, f"sampling parameter {name}").replace("%", "%%") + shown
         common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
         flag = "--" + name.replace("_", "-")
@@ -66,8 +66,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
-    given = {name: getattr(args, name) for name in fields() if hasattr(args, name)}
-    return SamplingParams(**{**defaults, **given})
+    return SamplingParams(**{**defaults, **_given(args)})
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Only what was given, checked, for a server that has defaults of its own."""
+    given = _given(args)
+    SamplingParams(**{"max_tokens": None, **given})
+    return given
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in fields() if hasattr(args, name)}
 
 
 def with_value(params: SamplingParams, name: str, text: str) -> SamplingParams:

@@ -1,10 +1,18 @@
 """`quire serve`: the OpenAI-compatible server."""
 
 import argparse
+import logging
 import os
+import socket
+from typing import TYPE_CHECKING
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
-from quire.config.server import add_server_flags, load_api_keys, server_config
+from quire.config.server import ServerConfig, add_server_flags, load_api_keys, server_config
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+logger = logging.getLogger("quire")
 
 
 def parser() -> FlagParser:
@@ -28,9 +36,14 @@ def run(args: argparse.Namespace) -> int:
     api_keys = load_api_keys(config, os.environ)
     engine_config = EngineConfig.from_kwargs(**engine_kwargs(args))
     set_up_logging()
+    from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.openai.middleware import import_middleware
-    from quire.entrypoints.openai.server import Server, announce, base_url, bind
+    from quire.entrypoints.openai.server import bind
 
+    if config.otlp_traces_endpoint is not None:
+        from quire.entrypoints.tracing import check_tracing
+
+        check_tracing()
     for place in config.middleware:
         import_middleware(place)
     for file in (config.ssl_keyfile, config.ssl_certfile):
@@ -38,17 +51,34 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{file} is not a file (--ssl-keyfile, --ssl-certfile)")
     sock = bind(config)
     try:
-        from quire.engine.async_llm import AsyncLLM
-        from quire.entrypoints.openai.app import build_app
-
-        engine = AsyncLLM(engine_config)
-        try:
-            app = build_app(engine, config, engine.config, api_keys)
-            url = base_url(sock, config)
-            server = Server(app, config, ready=lambda: announce(url, app.state.context))
-            server.run(sockets=[sock])
-        finally:
-            engine.shutdown()
+        return _serve(config, engine_config, api_keys, sock)
+    except EngineDeadError as error:
+        logger.error("the engine could not start: %s", error)
+        return 1
     finally:
         sock.close()
-    return server.exit_code
+
+
+def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[str, ...], sock: socket.socket) -> int:
+    """The exit code."""
+    if config.api_server_count > 1:
+        from quire.entrypoints.openai.supervisor import Supervisor
+
+        return Supervisor(config, engine_config, api_keys, sock).run()
+    from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.openai.app import build_app
+    from quire.entrypoints.openai.server import Server, announce, base_url
+
+    engine = AsyncLLM(engine_config)
+    server = None
+    try:
+        app = build_app(engine, config, engine.config, api_keys)
+        url, name = base_url(sock, config), app.state.context.model_names[0]
+        server = Server(app, config, ready=lambda: announce(url, name))
+        server.run(sockets=[sock])
+    finally:
+        in_order = server is not None and not server.force_exit
+        engine.shutdown(timeout=10.0 if in_order else 0.0)
+    if server.failure is not None:
+        logger.error("%s; the server has ended", server.failure)
+    return 128 + server.signal if server.signal else server.exit_code

@@ -31,3 +31,11 @@ def chat_renderer(engine: "LLMEngine") -> "ChatRenderer":
     if engine.tokenizer is None:
         raise ValueError("a chat needs a tokenizer: drop --skip-tokenizer-init")
     return ChatRenderer(engine.tokenizer, engine.config.model.chat_template)
+
+
+def refuse_engine_flags(args: argparse.Namespace, allowed: Collection[str] = ()) -> None:
+    """With --url the engine is the server's; a flag for one in this process would silently do nothing."""
+    given = sorted(engine_kwargs(args, allowed))
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{names} with --url: the server has an engine of its own; give such flags to quire serve")

@@ -19,15 +19,21 @@ from quire.entrypoints.openai.context import ServerContext
 from quire.entrypoints.openai.errors import ApiError, json_response
 from quire.entrypoints.openai.middleware import ApiKeys, Errors, Tracking, import_middleware
 from quire.entrypoints.openai.openapi import openapi_document
+from quire.entrypoints.openai.peers import Fleet, Peers
 from quire.entrypoints.openai.plain import PlainEndpoints
-from quire.entrypoints.openai.rate_limit import RateLimit
+from quire.entrypoints.openai.rate_limit import RateLimit, Windows
 
 
 def build_app(
-    engine: AsyncEngine, config: ServerConfig, engine_config: EngineConfig, api_keys: Sequence[str] = ()
+    engine: AsyncEngine,
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    api_keys: Sequence[str] = (),
+    peers: Peers | None = None,
 ) -> Starlette:
-    """`api_keys` are all that open the server, from wherever they came; see `load_api_keys`."""
-    context = ServerContext(engine, config, engine_config)
+    """`api_keys` are all that open the server, from wherever they came; see `load_api_keys`. `peers` are the server's
+    other API processes."""
+    context = ServerContext(engine, config, engine_config, peers)
     routes = [
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
@@ -35,7 +41,8 @@ def build_app(
     ]
 
     async def openapi(request: Request) -> Response:
-        return json_response(openapi_document(routes))
+        with_keys = bool(api_keys or config.api_key)
+        return json_response(openapi_document(routes, config, context.model_names, with_keys))
 
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     app = Starlette(
@@ -66,9 +73,9 @@ def _layers(context: ServerContext, paths: list[str], api_keys: Sequence[str]) -
     layers.append(Middleware(Errors))
     if api_keys:
         layers.append(Middleware(ApiKeys, api_keys))
-    if config.rate_limit_requests is not None or config.rate_limit_token is not None:
-        limits = (config.rate_limit_interval, config.rate_limit_requests, config.rate_limit_token)
-        layers.append(Middleware(RateLimit, *limits))
+    windows = Windows.of(config)
+    if windows is not None:
+        layers.append(Middleware(RateLimit, context.peers if isinstance(context.peers, Fleet) else windows))
     return layers + [Middleware(import_middleware(place)) for place in config.middleware]
 
 

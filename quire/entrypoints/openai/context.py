@@ -13,11 +13,14 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.config.server import ServerConfig
 from quire.engine.async_engine import AsyncEngine
+from quire.engine.metrics import Metric
 from quire.entrypoints.chat import ChatRenderer
 from quire.entrypoints.openai.body import BodyDecoder
 from quire.entrypoints.openai.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.openai.http_metrics import HttpMetrics
 from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.peers import Peers
+from quire.entrypoints.tracing import Tracer
 from quire.tokenizer.tokenizer import Tokenizer
 
 
@@ -35,8 +38,11 @@ class Job:
 
 
 class ServerContext:
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, engine_config: EngineConfig) -> None:
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, engine_config: EngineConfig, peers: Peers | None = None
+    ) -> None:
         self.engine = engine
+        self.peers = peers or Peers()
         self.config = config
         self.engine_config = engine_config
         self.created = int(time.time())
@@ -44,6 +50,8 @@ class ServerContext:
         self.decoder = BodyDecoder(config.strict_fields)
         self.params = ParamsBuilder(config, engine.max_model_len, engine_config.model.vocab_size)
         self.http_metrics = HttpMetrics()
+        endpoint = config.otlp_traces_endpoint
+        self.tracer = Tracer(endpoint, self.model_names[0]) if endpoint is not None else None
         self.jobs: dict[str, Job] = {}
         self.draining = False
         facts = (__version__, engine.model_name, engine_config.model.dtype, engine_config.device.device)
@@ -77,7 +85,8 @@ class ServerContext:
         if limit is None:
             return
         places = self.engine_config.scheduler.max_num_seqs
-        unfinished = max(self.engine.get_num_unfinished_requests(), len(self.jobs))
+        self.note_load()
+        unfinished = self.peers.num_unfinished
         waiting = max(self.engine.stats.num_waiting, unfinished - places if places is not None else 0)
         if waiting >= limit and unfinished > 0:
             raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
@@ -89,10 +98,26 @@ class ServerContext:
         if id in self.jobs:
             id = f"{id}-{uuid.uuid4().hex[:8]}"
         job = self.jobs[id] = Job(id, num_prompts)
+        self.note_load()
         try:
             yield job
         finally:
             del self.jobs[id]
+            self.note_load()
+
+    def note_load(self) -> None:
+        jobs = len(self.jobs)
+        self.peers.note(jobs, max(self.engine.get_num_unfinished_requests(), jobs))
+
+    def own_metrics(self) -> list[Metric]:
+        """Those of this process."""
+        return [*self.engine.get_metrics(), *self.http_metrics.snapshot()]
+
+    async def abort(self, request_ids: list[str]) -> list[str]:
+        """End requests of this process; those that it has."""
+        known = [self.jobs[id] for id in request_ids if id in self.jobs]
+        await self.engine.abort([engine_id for job in known for engine_id in job.engine_ids()])
+        return [job.id for job in known]
 
     def abort_all(self) -> None:
         """At shutdown: every open request is ended with an error that its client sees."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.input_processor import ParsedPrompt
@@ -71,6 +72,8 @@ class GenerationEndpoint(ABC, Generic[R]):
             logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
             answer = self.answer(job.id, model, request, logprobs)
             outputs = generation.outputs(context.engine, job, prompts, params, request.priority or 0)
+            if context.tracer is not None:
+                outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:
                 if request.stream:
                     await self._stream(outputs, answer, job, scope, receive, send)

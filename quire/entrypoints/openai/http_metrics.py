@@ -3,7 +3,7 @@
 from collections import Counter as Tally
 from collections.abc import Iterable
 
-from quire.engine.metrics import Counter, Gauge, Histogram, Metric, Observations
+from quire.engine.metrics import HELP, REQUEST_SECONDS, Counter, Gauge, Histogram, Metric, Observations
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -17,7 +17,7 @@ class HttpMetrics:
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """`handler` is a route of ours, never a path as it came: there would be no end of those."""
         self.requests[method, handler, status] += 1
-        self.seconds.setdefault(handler, Observations()).add(seconds)
+        self.seconds.setdefault(handler, Observations(REQUEST_SECONDS)).add(seconds)
 
     def snapshot(self) -> list[Metric]:
         counters = [
@@ -32,13 +32,15 @@ class HttpMetrics:
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """Metrics of one name are written together, under one TYPE line, as the format asks."""
+    """Metrics of one name are written together, under one HELP and one TYPE line, as the format asks."""
     families: dict[str, list[str]] = {}
     for metric in metrics:
         name, kind = metric.name, _kind(metric)
         if isinstance(metric, Counter) and not name.endswith("_total"):
             name += "_total"
-        lines = families.setdefault(name, [f"# TYPE {name} {kind}"])
+        if name not in families:
+            families[name] = [f"# HELP {name} {HELP.get(metric.name, '')}".rstrip(), f"# TYPE {name} {kind}"]
+        lines = families[name]
         if isinstance(metric, Histogram):
             for bound, count in metric.buckets.items():
                 lines.append(f"{name}_bucket{_labels({**metric.labels, 'le': bound})} {count}")

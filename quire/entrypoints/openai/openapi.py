@@ -1,4 +1,5 @@
-"""GET /openapi.json: the endpoints for tools that read OpenAPI, made from the routes and the request bodies."""
+"""GET /openapi.json: the endpoints for tools that read OpenAPI, made from the routes, the request bodies and the
+server's limits."""
 
 import re
 from collections.abc import Sequence
@@ -8,6 +9,10 @@ import msgspec
 from starlette.routing import Route
 
 from quire import __version__
+from quire.config.server import ServerConfig
+from quire.entrypoints.chat import TEXT_PARTS
+from quire.entrypoints.openai.openapi_answers import ANSWERS
+from quire.entrypoints.openai.params import MAX_PRIORITY, STRUCTURED
 from quire.entrypoints.openai.protocol import (
     AbortRequest,
     ChatRequest,
@@ -15,7 +20,9 @@ from quire.entrypoints.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quire.messages.sampling_params import MAX_TEMPERATURE
 
+GENERATING = ("/v1/completions", "/v1/chat/completions")
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -26,12 +33,18 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 ERRORS = {
     "400": "a field is wrong",
     "401": "the API key is missing or not known",
-    "404": "the model or path does not exist",
+    "404": "the model does not exist",
+    "408": "the body did not arrive in time",
     "413": "the body is too large",
     "429": "the rate limit is used up",
     "500": "the request failed inside",
     "503": "too many requests wait, or the engine is not running",
+    "504": "the request took longer than the server allows",
 }
+ANYWHERE = ("401", "429", "500", "503")
+WITH_BODY = ("400", "404", "408", "413")
+OPEN_PATHS = ("/health", "/ready", "/ping")
+EMPTY_PATHS = OPEN_PATHS  # the status is all they answer
 TEXT_PATHS = {"/metrics": "text/plain"}
 ERROR_SCHEMA = {
     "type": "object",
@@ -49,37 +62,158 @@ ERROR_SCHEMA = {
         }
     },
 }
+TOKEN_ID = {"minimum": 0, "maximum": 2**31 - 1}
+PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "integer", **TOKEN_ID},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", **TOKEN_ID}},
+    ]
+}
+COMPLETION_LIMITS = {"prompt": {"minLength": 1, "minItems": 1, "items": PROMPT}}
+CONTENT_PART = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {"type": {"enum": sorted(TEXT_PARTS)}, "text": {"type": "string"}},
+}
+MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"anyOf": [{"type": "string"}, CONTENT_PART]}},
+                {"type": "null"},
+            ]
+        },
+        "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+    },
+}
 
 
-def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
-    references, schemas = msgspec.json.schema_components(BODIES.values(), ref_template="#/components/schemas/{name}")
-    bodies = dict(zip(BODIES, references, strict=True))
+def openapi_document(
+    routes: Sequence[Route], config: ServerConfig, model_names: Sequence[str], with_keys: bool = False
+) -> dict[str, Any]:
+    kinds = [*BODIES.values(), *ANSWERS.values()]
+    references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    by_kind = dict(zip(kinds, references, strict=True))
+    for kind in BODIES.values():
+        limits = _limits(config, model_names) | (COMPLETION_LIMITS if kind is CompletionRequest else {})
+        _add_limits(schemas[kind.__name__]["properties"], limits)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         operations = paths.setdefault(re.sub(r"{(\w+):\w+}", r"{\1}", route.path), {})
+        kinds_here = BODIES.get(route.path), ANSWERS.get(route.path)
+        body, answer = (by_kind[kind] if kind is not None else None for kind in kinds_here)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(route, bodies.get(route.path))
+            operations[method.lower()] = _operation(route, body, answer, with_keys)
+    components: dict[str, Any] = {"schemas": {**schemas, "Error": ERROR_SCHEMA}}
+    if with_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
+        "servers": [{"url": config.root_path or "/"}],
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": ERROR_SCHEMA}},
+        "components": components,
     }
 
 
-def _operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
+def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What a type alone does not say, by field. The checks themselves are in params.py and SamplingParams."""
+    return {
+        "model": {"enum": list(model_names)},
+        "n": {"minimum": 1, "maximum": config.max_n},
+        "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+        "max_completion_tokens": {"minimum": 1},
+        "max_tokens": {"minimum": 0},
+        "min_tokens": {"minimum": 0},
+        "stop": {"minLength": 1, "maxItems": config.max_stop, "items": {"type": "string", "minLength": 1}},
+        "bad_words": {"items": {"type": "string", "minLength": 1}},
+        "logprobs": {"minimum": -1},
+        "prompt_logprobs": {"minimum": -1},
+        "top_logprobs": {"minimum": 0},
+        "stop_token_ids": {"items": {"type": "integer", **TOKEN_ID}},
+        "allowed_token_ids": {"minItems": 1, "items": {"type": "integer", **TOKEN_ID}},
+        "tokens": {"items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}},
+        "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+        "request_id": {"pattern": r"^[\x21-\x7e]{1,128}$"},
+        "messages": {"minItems": 1, "items": MESSAGE},
+        "suffix": {"maxLength": 0},  # accepted when it asks for nothing
+        "tool_choice": {"enum": ["none", "auto"]},
+        "modalities": {"items": {"const": "text"}},
+        "functions": {"maxItems": 0},
+        "function_call": {"enum": ["none", "auto", None]},
+        "audio": {"type": "null"},
+        "use_beam_search": {"const": False},
+        "response_format": {"properties": {"type": {"const": "text"}}, "required": ["type"]},
+        **{name: {"type": "null", "description": "not available yet"} for name in STRUCTURED},
+    }
+
+
+# A limit belongs to one of the types that a field may have.
+TYPE_OF = {
+    "minimum": ("integer", "number"),
+    "maximum": ("integer", "number"),
+    "exclusiveMinimum": ("integer", "number"),
+    "minLength": ("string",),
+    "pattern": ("string",),
+    "enum": ("string", None),
+    "const": ("boolean",),
+    "maxLength": ("string",),
+    "properties": ("object",),
+    "required": ("object",),
+    "type": (None,),
+    "description": (None,),
+    "minItems": ("array",),
+    "maxItems": ("array",),
+    "items": ("array",),
+}
+
+
+def _add_limits(properties: dict[str, Any], limits: dict[str, dict[str, Any]]) -> None:
+    for name in properties.keys() & limits.keys():
+        schema = properties[name]
+        for choice in schema.get("anyOf", [schema]):
+            choice |= {key: value for key, value in limits[name].items() if choice.get("type") in TYPE_OF[key]}
+
+
+def _operation(
+    route: Route, body: dict[str, Any] | None, answer: dict[str, Any] | None, with_keys: bool
+) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    content: dict[str, Any] = {TEXT_PATHS.get(route.path, "application/json"): {}}
-    if route.path in ("/v1/completions", "/v1/chat/completions"):
-        content["text/event-stream"] = {}
-    answers: dict[str, Any] = {"200": {"description": "the answer", "content": content}}
-    answers |= {status: {"description": text, "content": error} for status, text in ERRORS.items()}
+    names = re.findall(r"{(\w+)", route.path)
+    statuses = [*ANYWHERE, *(WITH_BODY if body else ()), *(["404"] if names else [])]
+    statuses += ["504"] if route.path in GENERATING else []
+    answers = {"200": {"description": "the answer", **_content(route.path, answer)}}
+    answers |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
     operation: dict[str, Any] = {"responses": answers}
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    names = re.findall(r"{(\w+)", route.path)
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
+    if with_keys and route.path not in OPEN_PATHS:
+        operation["security"] = [{"key": []}]
     return operation
+
+
+def _content(path: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+    if path in EMPTY_PATHS:
+        return {}
+    if path in TEXT_PATHS:
+        return {"content": {TEXT_PATHS[path]: {"schema": {"type": "string"}}}}
+    content: dict[str, Any] = {"application/json": {"schema": answer or {"type": "object"}}}
+    if path in GENERATING:
+        content["text/event-stream"] = {}
+    return {"content": content}

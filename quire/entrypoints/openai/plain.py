@@ -10,11 +10,12 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.engine.async_engine import EngineDeadError
+from quire.engine.metrics import combined
 from quire.entrypoints.openai.body import T, read_body
 from quire.entrypoints.openai.chat import render
 from quire.entrypoints.openai.context import ServerContext
 from quire.entrypoints.openai.endpoint import LONG_TEXT, in_thread_if
-from quire.entrypoints.openai.errors import bad_request, engine_dead, json_response, refused_value
+from quire.entrypoints.openai.errors import bad_request, engine_dead, json_response, overloaded, refused_value
 from quire.entrypoints.openai.http_metrics import CONTENT_TYPE, prometheus_text
 from quire.entrypoints.openai.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 
@@ -112,12 +113,15 @@ class PlainEndpoints:
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        metrics = [*self.engine.get_metrics(), *self.context.http_metrics.snapshot()]
+        others = await self.context.peers.metrics()
+        if others is None:  # a sum without them would look like a restart
+            raise overloaded("an API process of this server does not answer", 1)
+        metrics = combined([self.context.own_metrics(), *others])
         return Response(prometheus_text(metrics), headers={"content-type": CONTENT_TYPE})
 
     async def load(self, request: Request) -> Response:
-        stats = self.engine.stats
-        shape = {"server_load": len(self.context.jobs), "running": stats.num_running, "waiting": stats.num_waiting}
+        stats, jobs = self.engine.stats, self.context.peers.num_jobs
+        shape = {"server_load": jobs, "running": stats.num_running, "waiting": stats.num_waiting}
         return json_response(shape)
 
     # For administrators
@@ -127,17 +131,19 @@ class PlainEndpoints:
 
     async def abort_requests(self, http: Request) -> Response:
         request = await self._body(http, AbortRequest)
-        known = [self.context.jobs[id] for id in request.request_ids if id in self.context.jobs]
-        await self.engine.abort([engine_id for job in known for engine_id in job.engine_ids()])
-        return json_response({"aborted": [job.id for job in known]})
+        aborted = await self.context.abort(request.request_ids)
+        aborted += await self.context.peers.abort(request.request_ids)
+        return json_response({"aborted": aborted})
 
     async def server_info(self, request: Request) -> Response:
         server = dataclasses.asdict(self.context.config)
         server |= {name: "hidden" for name in SECRETS if server[name]}
         engine = dataclasses.asdict(self.context.engine_config)
         engine["model"].pop("hf_config", None)
+        state = await self.engine.get_state()
+        state["front_end"]["jobs"] = len(self.context.jobs)
         shape = {"version": __version__, "model": self.engine.model_name, "server": server, "engine": engine}
-        return json_response(shape)
+        return json_response(shape | {"state": state})
 
     async def _body(self, request: Request, into: type[T]) -> T:
         body = await read_body(request.scope, request.receive, self.context.config.max_request_bytes)

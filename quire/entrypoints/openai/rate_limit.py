@@ -4,10 +4,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.config.server import ServerConfig
 from quire.entrypoints.openai.errors import ApiError, retry
+from quire.entrypoints.openai.line import Refusal
 from quire.entrypoints.openai.middleware import OPEN_PATHS, path_of
 
 MAX_CLIENTS = 65536  # remembered; the one not seen for longest is forgotten first
@@ -20,39 +23,57 @@ class Window:
     tokens: int = 0
 
 
-class RateLimit:
-    """A client is an API key, or an address where there are no keys. Tokens are known only at the end of a request: who
-    has used up an interval's waits for the next one."""
+class Limiter(Protocol):
+    async def take(self, client: bytes) -> Refusal | None:
+        """One more request of this client, unless it is refused."""
+        ...
+
+    def charge(self, client: bytes, tokens: int) -> None: ...
+
+
+class Windows:
+    """What each client has used of its interval. Tokens are known only at the end of a request: who has used up an
+    interval's waits for the next one."""
 
     def __init__(
         self,
-        app: ASGIApp,
         interval: float,
         requests: int | None,
         tokens: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.app = app
         self.interval = interval
         self.requests = requests
         self.tokens = tokens
         self.clock = clock
-        self.windows: OrderedDict[bytes | str, Window] = OrderedDict()
+        self.windows: OrderedDict[bytes, Window] = OrderedDict()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
-            client = scope.get("quire.key") or (scope["client"][0] if scope.get("client") else "")
-            window = self._window(client)
-            self._check(window)
-            window.requests += 1
+    @classmethod
+    def of(cls, config: ServerConfig) -> "Windows | None":
+        """None if nothing is limited."""
+        if config.rate_limit_requests is None and config.rate_limit_token is None:
+            return None
+        return cls(config.rate_limit_interval, config.rate_limit_requests, config.rate_limit_token)
 
-            def charge(tokens: int) -> None:
-                self._window(client).tokens += tokens
+    async def take(self, client: bytes) -> Refusal | None:
+        return self.take_now(client)
 
-            scope["quire.charge"] = charge
-        await self.app(scope, receive, send)
+    def take_now(self, client: bytes) -> Refusal | None:
+        window = self._window(client)
+        for kind, used, limit in (
+            ("requests", window.requests, self.requests),
+            ("tokens", window.tokens, self.tokens),
+        ):
+            if limit is not None and used >= limit:
+                message = f"{used} {kind} within {self.interval:g} seconds; the limit is {limit}"
+                return Refusal(kind, message, window.began + self.interval - self.clock())
+        window.requests += 1
+        return None
 
-    def _window(self, client: bytes | str) -> Window:
+    def charge(self, client: bytes, tokens: int) -> None:
+        self._window(client).tokens += tokens
+
+    def _window(self, client: bytes) -> Window:
         now = self.clock()
         window = self.windows.get(client)
         if window is None or now - window.began >= self.interval:
@@ -62,12 +83,21 @@ class RateLimit:
             self.windows.popitem(last=False)
         return window
 
-    def _check(self, window: Window) -> None:
-        for kind, used, limit in (
-            ("requests", window.requests, self.requests),
-            ("tokens", window.tokens, self.tokens),
-        ):
-            if limit is not None and used >= limit:
-                left = window.began + self.interval - self.clock()
-                message = f"{used} {kind} within {self.interval:g} seconds; the limit is {limit}"
-                raise ApiError(429, message, type=kind, code="rate_limit_exceeded", headers=retry(left))
+
+class RateLimit:
+    """A client is an API key, or an address where there are no keys."""
+
+    def __init__(self, app: ASGIApp, limiter: Limiter) -> None:
+        self.app = app
+        self.limiter = limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
+            address = scope["client"][0] if scope.get("client") else ""
+            client: bytes = scope.get("quire.key") or address.encode()
+            refusal = await self.limiter.take(client)
+            if refusal is not None:
+                headers = retry(refusal.seconds_left)
+                raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
+            scope["quire.charge"] = lambda tokens: self.limiter.charge(client, tokens)
+        await self.app(scope, receive, send)

@@ -56,9 +56,18 @@ def base_url(sock: socket.socket, config: ServerConfig) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with our order of events at the end. `exit_code` is 1 if the engine died."""
+    """uvicorn's, with our order of events at the end. `exit_code` is 1 if the engine died, `failure` says how."""
 
-    def __init__(self, app: Starlette, config: ServerConfig, ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        config: ServerConfig,
+        ready: Callable[[], None] | None = None,
+        *,
+        supervised: bool = False,
+    ) -> None:
+        """`ready` is called in the event loop when the server listens. A supervised server leaves signals, and words
+        about the end, to its supervisor."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -82,7 +91,10 @@ class Server(uvicorn.Server):
         self.context: ServerContext = app.state.context
         self.drain_seconds = config.shutdown_timeout
         self.ready = ready
+        self.supervised = supervised
         self.exit_code = 0
+        self.failure: str | None = None
+        self.signal = 0  # the second one, if that ended the server
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -90,32 +102,49 @@ class Server(uvicorn.Server):
             self.ready()
 
     async def on_tick(self, counter: int) -> bool:
+        self.context.note_load()
         if counter % TICKS_PER_CHECK == 0 and not self.should_exit:
             try:
                 await self.context.engine.check_health()
             except EngineDeadError as error:
-                logger.error("the engine has died: %s", error)
-                self.exit_code, self.should_exit = 1, True
+                self.fail(str(error))
         return await super().on_tick(counter)
+
+    def fail(self, engine_cause: str | None) -> None:
+        """A part of the server has died: every request ends with an error, and then the server."""
+        if engine_cause is not None:
+            self.failure = f"the engine has died: {engine_cause}"
+            if not self.supervised:
+                logger.error(self.failure)
+        self.exit_code, self.should_exit = 1, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.context.draining = True
+        loop, seconds = asyncio.get_running_loop(), 0.0 if self.exit_code else self.drain_seconds
         open_requests = len(self.context.jobs)
-        if open_requests:
-            logger.info("shutting down; %d requests have %g s to end", open_requests, self.drain_seconds)
-        asyncio.get_running_loop().call_later(self.drain_seconds, self.context.abort_all)
+        if open_requests and not self.exit_code:
+            logger.info("shutting down; %d requests have %g s to end", open_requests, seconds)
+        # A client that does not even read its error cannot hold up the end.
+        timers = [loop.call_later(seconds, self.context.abort_all), loop.call_later(seconds + GRACE, self._force)]
         await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
+        if self.context.tracer is not None and not self.force_exit:
+            await asyncio.to_thread(self.context.tracer.close)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second leaves at once."""
         if self.should_exit:
-            self.force_exit = True
+            self.force_exit, self.signal = True, sig
         self.should_exit = True
+
+    def _force(self) -> None:
+        self.force_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         # uvicorn would raise the signal again afterwards, which ends the process before its engine is shut down.
-        if threading.current_thread() is not threading.main_thread():
+        if self.supervised or threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in SIGNALS}
@@ -126,8 +155,7 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
 
-def announce(url: str, context: ServerContext) -> None:
-    name = context.model_names[0]
+def announce(url: str, name: str) -> None:
     logger.info("serving %s at %s/v1", name, url)
     message = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
     logger.info("try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'", url, message)

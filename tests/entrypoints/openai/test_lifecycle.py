@@ -1,5 +1,6 @@
 """Clients that leave, engines that die, servers that end."""
 
+import os
 import socket
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.openai.server import bind
+from tests.entrypoints.openai.processes import resident
 from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
 
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": [1], "max_tokens": 8000}
@@ -37,7 +39,9 @@ def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
             sock.sendall(head + body)
             server.wait_until(lambda: len(server.server.context.jobs) == 1)
+            memory = resident(os.getpid())
             server.wait_until(lambda: not server.engine.running)
+            assert (resident(os.getpid()) - memory) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
             assert server.client().completions.create(model=MODEL, prompt=[1], max_tokens=3).choices[0].text
             assert len(server.server.context.jobs) == 1
         server.wait_until(lambda: not server.server.context.jobs)

@@ -1,16 +1,14 @@
 """`quire serve` itself: its own process, the real engine, signals."""
 
+import contextlib
 import os
-import re
-import select
 import signal
+import socket
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,84 +16,80 @@ import pytest
 
 from quire.config.server import ServerConfig, server_config
 from quire.entrypoints.cli import serve
+from tests.entrypoints.openai.processes import SECONDS, serving
 from tests.entrypoints.openai.running import running, stub_engine
 
-
-@contextmanager
-def serving(log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "512", *flags]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stderr=out, stdout=out, stdin=subprocess.PIPE)
-    try:
-        yield process, _wait_for_url(process, log)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(10)
+COUNTS = pytest.mark.parametrize("count", ["1", "2"])
+ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "stream": True, "extra_body": {"ignore_eos": True}}
 
 
-def _wait_for_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = re.search(r"serving .* at (\S+)/v1\n", log.read_text())
-        if found:
-            return found[1]
-        try:
-            process.wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
-        break
-    raise AssertionError(f"the server did not start:\n{log.read_text()}")
-
-
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
-
-
-def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with serving(log, "--served-model-name", "tiny", "--num-gpu-blocks-override", "256") as (process, url):
-        assert "curl" in log.read_text()
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60)
+@COUNTS
+def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str) -> None:
+    flags = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256", "--api-server-count", count)
+    with serving(tmp_path, *flags) as server:
+        assert server.log.read_text().count("curl") == 1
+        assert len(server.apis) == (int(count) if count != "1" else 0)
+        client = server.client()
         answer = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0
         )
         assert answer.usage is not None and answer.usage.completion_tokens >= 1
-        stream = client.completions.create(
-            model="tiny", prompt="Once", max_tokens=8, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(stream)
-        started = [os.pidfd_open(child) for child in children(process.pid)]
-        assert started
-        process.send_signal(signal.SIGTERM)
-        assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert process.wait(20) == 0
-        for child in started:
-            assert select.select([child], [], [], 10)[0], "a child outlived the server"
-            os.close(child)
+        streams = [client.completions.create(model="tiny", **ENDLESS | {"max_tokens": 8}) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert server.wait() == 0
 
 
-def test_the_engines_death_ends_the_server(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with serving(log, "--num-gpu-blocks-override", "256") as (process, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+@COUNTS
+def test_the_engines_death_ends_the_server(tmp_path: Path, count: str) -> None:
+    with serving(tmp_path, "--num-gpu-blocks-override", "256", "--api-server-count", count) as server:
+        client = server.client()
         name = client.models.list().data[0].id
-        stream = client.completions.create(
-            model=name, prompt="Once", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        streams = [client.completions.create(model=name, **ENDLESS) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        os.kill(server.engine, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises((openai.APIError, httpx.RemoteProtocolError)) as error:
+                list(stream)
+            assert isinstance(error.value, openai.APIError), error.value
+            assert "engine is not running" in str(error.value)
+        with contextlib.suppress(httpx.TransportError):  # gone already
+            assert server.get("/health").status_code == 503
+        assert server.wait() == 1
+        assert "the engine" in server.last_lines() and "was killed by SIGKILL" in server.last_lines()
+
+
+@COUNTS
+def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path, count: str) -> None:
+    flags = ["--num-gpu-blocks-override", "2", "--api-server-count", count]
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "512", *flags],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 1 and "the longest that fits" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@COUNTS
+def test_a_port_in_use_ends_the_server_at_once(count: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "serve", "--port", port, "--api-server-count", count],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
         )
-        next(stream)
-        engine = next(p for p in children(process.pid) if b"resource_tracker" not in _command_line(p))
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises((openai.APIError, httpx.RemoteProtocolError)) as error:
-            list(stream)
-        assert isinstance(error.value, openai.APIError), error.value
-        assert process.wait(20) == 1
-    assert "the engine has died" in log.read_text()
-
-
-def _command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert done.returncode == 2 and f"{port} is in use" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_flags() -> None:
@@ -114,6 +108,7 @@ def test_flags() -> None:
         (["--ssl-keyfile", "k"], "TLS needs both"),
         (["--root-path", "x"], "must begin with /"),
         (["--rate-limit-requests", "0"], "rate_limit_requests is 0"),
+        (["--api-server-count", "0"], "between 1 and 64"),
     ],
 )
 def test_wrong_flags(flags: list[str], message: str) -> None:

@@ -1,0 +1,96 @@
+"""Attention over pages with our own Triton kernels: decode rows, prompts and mixed steps, all shapes in one way."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.base import Angles, StepInputs
+from quire.kernels.rope_and_write import Norms, rope_and_write
+from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
+from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
+
+NOTHING = np.full((1, 2), -1, np.int32)
+
+
+@dataclass
+class TritonMetadata:
+    step: StepInputs
+    block_table: torch.Tensor
+
+
+class TritonBackend:
+    """The cache is [blocks, 2, KV, block_size, D]; see kernels/kv_write.py."""
+
+    name = "triton"
+    block_dim = 0
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.queries_per_block = queries_per_block(num_heads // num_kv_heads, dtype)
+        self.workspace = DecodeWorkspace(max_rows, num_heads, num_kv_heads, head_size, device)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+    def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray:
+        """[blocks, 2] int32: (row of the step, first query), for rows of more than one token. A row's later blocks have
+        more keys and come first, so that the device does not end with the longest."""
+        rows = np.flatnonzero(num_tokens > 1)
+        if not len(rows):
+            return NOTHING
+        counts = -(-num_tokens[rows] // self.queries_per_block)
+        last = np.cumsum(counts)
+        block = np.arange(last[-1]) - np.repeat(last - counts, counts)
+        order = np.argsort(-block, kind="stable")
+        plan = np.stack((np.repeat(rows, counts), block * self.queries_per_block), axis=1)
+        return plan[order].astype(np.int32)
+
+    def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
+        return num_tokens // self.queries_per_block + num_rows
+
+    def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> TritonMetadata:
+        return TritonMetadata(step, block_table)
+
+    def write(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        norms: Norms | None,
+        angles: Angles | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        metadata: TritonMetadata,
+    ) -> torch.Tensor:
+        if angles is None:
+            raise NotImplementedError("the triton attention backend has no path without rotary embeddings")
+        return rope_and_write(qkv, num_heads, norms, angles.table, angles.positions, kv_cache, slot_mapping)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TritonMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        step, table = metadata.step, metadata.block_table
+        out = torch.empty_like(q)
+        if not step.one_each:
+            assert step.query_blocks is not None
+            paged_prefill(
+                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scale,
+                sliding_window,
+            )  # fmt: skip
+        paged_decode(
+            q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,
+            self.workspace, scale, sliding_window, prefix_len=step.prefix_len if sliding_window is None else None,
+        )  # fmt: skip
+        return out

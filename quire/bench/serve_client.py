@@ -1,0 +1,295 @@
+"""The client of `quire bench serve` and `quire bench soak`: HTTP and server-sent events on a bare asyncio protocol.
+
+A connection per request, parsed by httptools. An event costs a few microseconds, so that the client is not what is
+measured; several client processes share the requests where one is not enough.
+"""
+
+import asyncio
+import contextlib
+import gc
+import ssl
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+DONE = b"[DONE]"
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: Delta | None = None
+    token_ids: list[int] | None = None
+
+    @property
+    def new_text(self) -> str:
+        return (self.delta.content if self.delta is not None else self.text) or ""
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Event(msgspec.Struct):
+    """What is wanted of an event of either endpoint, or of a whole answer."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+
+
+@dataclass
+class Request:
+    index: int
+    body: dict[str, Any]
+    due: float = 0.0  # seconds after the start
+
+
+@dataclass
+class Record:
+    """What became of a request. Times are of `time.perf_counter`, which all processes of a machine share."""
+
+    index: int
+    due: float | None = None  # None: as soon as there was a place
+    sent: float = 0.0
+    ended: float = 0.0
+    events: array = field(default_factory=lambda: array("d"))  # when each event that brought tokens arrived
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    counted_by: str = "usage"  # what output_tokens is from: usage, token ids, or events where a server sends neither
+    error: str | None = None  # its kind, few words
+    texts: dict[int, list[str]] = field(default_factory=dict)  # by choice, if they are kept
+
+
+@dataclass
+class Run:
+    """When it began, and all its records."""
+
+    start: float
+    records: list[Record]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to send requests, and what every request has."""
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 600.0  # seconds for a whole request
+
+    def address(self) -> tuple[str, int, ssl.SSLContext | None]:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{self.url!r} is not an address; write http://HOST:PORT (--base-url)")
+        secure = parts.scheme == "https"
+        return parts.hostname, parts.port or (443 if secure else 80), ssl.create_default_context() if secure else None
+
+    def message(self, method: str, path: str, body: Any = None) -> bytes:
+        """A whole HTTP request."""
+        parts = urlsplit(self.url)
+        data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
+        lines = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+        if self.api_key:
+            lines.append(f"Authorization: Bearer {self.api_key}")
+        if data:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+        return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+class Exchange(asyncio.Protocol):
+    """One request and its answer. `heard` is called with the body as it arrives; `done` is set at the end of all."""
+
+    def __init__(self, message: bytes, heard: Callable[[bytes], None]) -> None:
+        self.message = message
+        self.on_body = heard  # called by the parser
+        self.status = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
+        transport.write(self.message)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
+            self._end(ValueError(f"the answer cannot be read: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(error or ConnectionError("the server closed the connection"))
+
+    def leave(self) -> None:
+        """Go at once, whatever is still to come."""
+        if not self.done.done():
+            self.done.cancel()
+        elif not self.done.cancelled():
+            self.done.exception()  # it has been seen
+        if self.transport is not None:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_message_complete(self) -> None:
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.done.done():
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)
+        if self.transport is not None:
+            self.transport.close()
+
+
+class EventReader:
+    """Splits a body into server-sent events and notes when they came."""
+
+    def __init__(self, record: Record, keep_text: bool = False) -> None:
+        self.record = record
+        self.keep_text = keep_text
+        self.finished = False
+        self.error: dict[str, Any] | None = None
+        self._rest = b""
+        self._num_token_ids = 0
+        self._usage: Usage | None = None
+
+    def feed(self, data: bytes) -> None:
+        now = time.perf_counter()
+        parts = (self._rest + data if self._rest else data).split(b"\n\n")
+        self._rest = parts.pop()
+        for part in parts:
+            if not part.startswith(b"data: "):
+                continue  # a comment that keeps the connection alive
+            if part.endswith(DONE) and len(part) < 16:
+                self.finished = True
+            else:
+                self._take(decode_event(part[6:]), now)
+
+    def _take(self, event: Event, now: float) -> None:
+        if event.error is not None:
+            self.error = event.error
+        if event.usage is not None:
+            self._usage = event.usage
+        brings = False
+        for choice in event.choices:
+            text = choice.new_text
+            if choice.token_ids:
+                self._num_token_ids += len(choice.token_ids)
+            brings = brings or bool(text or choice.token_ids)
+            if self.keep_text and text:
+                self.record.texts.setdefault(choice.index, []).append(text)
+        if brings:
+            self.record.events.append(now)
+
+    def close(self) -> None:
+        """The exact number of tokens, from the best source there was."""
+        record = self.record
+        if self._usage is not None:
+            record.prompt_tokens = self._usage.prompt_tokens
+            record.output_tokens = self._usage.completion_tokens
+        elif self._num_token_ids:
+            record.output_tokens, record.counted_by = self._num_token_ids, "token ids"
+        else:
+            record.output_tokens, record.counted_by = len(record.events), "events"
+
+
+class Client:
+    """Sends requests to one path of a server, each when it is due, at most `max_concurrency` at a time."""
+
+    def __init__(self, target: Target, path: str, max_concurrency: int | None = None, keep_text: bool = False) -> None:
+        self.target = target
+        self.path = path
+        self.host, self.port, self.tls = target.address()
+        self.places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self.keep_text = keep_text
+
+    async def run(self, requests: list[Request], when: Callable[[], float]) -> Run:
+        """`when` is asked for the time of the start once everything is prepared."""
+        messages = [self.target.message("POST", self.path, request.body) for request in requests]
+        gc.collect()
+        gc.freeze()  # what lives through the run need not be looked at while it is timed
+        start = when()
+        tasks = []
+        for request, message in sorted(zip(requests, messages, strict=True), key=lambda pair: pair[0].due):
+            wait = start + request.due - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            due = start + request.due if self.places is None else None
+            tasks.append(asyncio.create_task(self._one(request.index, message, due)))
+        return Run(start, await asyncio.gather(*tasks))
+
+    async def _one(self, index: int, message: bytes, due: float | None) -> Record:
+        async with self.places or contextlib.nullcontext():
+            return await self.stream(index, message, due)
+
+    async def stream(self, index: int, message: bytes, due: float | None = None) -> Record:
+        record = Record(index, due, sent=time.perf_counter())
+        reader = EventReader(record, self.keep_text)
+        refusal: list[bytes] = []
+
+        def heard(data: bytes) -> None:
+            if exchange.status == 200:
+                reader.feed(data)
+            else:
+                refusal.append(data)
+
+        exchange = Exchange(message, heard)
+        try:
+            async with asyncio.timeout(self.target.timeout):
+                await asyncio.get_running_loop().create_connection(lambda: exchange, self.host, self.port, ssl=self.tls)
+                await exchange.done
+        except TimeoutError:
+            record.error = "timeout"
+        except (OSError, ValueError) as error:
+            record.error = type(error).__name__ if exchange.transport else f"no connection: {type(error).__name__}"
+        finally:
+            exchange.leave()
+        record.ended = time.perf_counter()
+        reader.close()
+        record.error = record.error or self._failure(exchange.status, reader, b"".join(refusal))
+        return record
+
+    @staticmethod
+    def _failure(status: int, reader: EventReader, refusal: bytes) -> str | None:
+        if status != 200:
+            return f"HTTP {status} {error_code(refusal)}".rstrip()
+        if reader.error is not None:
+            return f"error event: {reader.error.get('code') or reader.error.get('type') or 'unnamed'}"
+        return None if reader.finished else "the stream ended early"
+
+
+def error_code(body: bytes) -> str:
+    try:
+        error = decode_event(body).error or {}
+    except msgspec.MsgspecError:
+        return ""
+    return str(error.get("code") or error.get("type") or "")
+
+
+async def ask(target: Target, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    """One plain request: status and body. OSError if there is no answer."""
+    parts: list[bytes] = []
+    exchange = Exchange(target.message(method, path, body), parts.append)
+    host, port, tls = target.address()
+    async with asyncio.timeout(target.timeout):
+        await asyncio.get_running_loop().create_connection(lambda: exchange, host, port, ssl=tls)
+        await exchange.done
+    return exchange.status, b"".join(parts)

@@ -1,0 +1,90 @@
+"""A line about load and throughput now and then, while something happens.
+
+It is written where the scheduler is, so there is one line for an engine, however many front ends it has.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.core.scheduler import Scheduler
+
+logger = logging.getLogger("quire")
+
+INTERVAL = 10.0  # seconds
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Since the engine's start."""
+
+    time: float
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class StatsLogger:
+    """A thread that looks at the scheduler's numbers every `interval` seconds: the steps pay nothing for it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        interval: float = INTERVAL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._interval = interval
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-stats", daemon=True)
+        self._before = self._totals()
+        self._hit_rate = 0.0
+        self._was_active = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            line = self.line()
+            if line is not None:
+                logger.info(line)
+
+    def line(self) -> str | None:
+        """What happened since the last call; None if that is nothing, except that the first quiet interval after work
+        is told too."""
+        stats, now, before = self._scheduler.stats(), self._totals(), self._before
+        self._before = now
+        prompt, generated = now.prompt_tokens - before.prompt_tokens, now.generated_tokens - before.generated_tokens
+        active = bool(prompt or generated or stats.num_running or stats.num_waiting)
+        told, self._was_active = active or self._was_active, active
+        if not told:
+            return None
+        queries = now.prefix_queries - before.prefix_queries
+        if queries:
+            self._hit_rate = (now.prefix_hits - before.prefix_hits) / queries
+        seconds = max(now.time - before.time, 1e-9)
+        return (
+            f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
+            f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"KV cache usage: {100 * stats.kv_cache_usage:.1f}%, Prefix cache hit rate: {100 * self._hit_rate:.1f}%"
+        )
+
+    def _totals(self) -> Totals:
+        scheduler = self._scheduler
+        return Totals(
+            self._clock(),
+            scheduler.num_prompt_tokens,
+            scheduler.num_generated_tokens,
+            scheduler.kv.prefix_queries,
+            scheduler.kv.prefix_hits,
+        )

@@ -1,0 +1,142 @@
+"""`quire run-batch`: answer a file of requests in OpenAI's batch format."""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, whole_number
+from quire.config.server import add_server_flags, server_config
+from quire.entrypoints.cli import start
+from quire.entrypoints.cli.api_client import add_client_flags, client_from
+
+if TYPE_CHECKING:
+    from quire.config.server import ServerConfig
+    from quire.entrypoints.cli.batch_output import BatchOutput
+    from quire.entrypoints.cli.batch_runner import BatchRunner, Sender
+
+# What of the server's options means something without a socket and for one user.
+SERVER_OPTIONS = (
+    "served_model_name",
+    "trust_request_chat_template",
+    "strict_fields",
+    "max_request_bytes",
+    "request_timeout",
+    "max_prompts",
+    "max_n",
+    "max_stop",
+)
+OVER_HTTP = 64  # requests at once
+
+
+def parser() -> FlagParser:
+    parser = FlagParser(
+        prog="quire run-batch",
+        description="Answer each line of a file in OpenAI's batch format, with an engine in this process or, with "
+        "--url, a running server. Results are in the order of the requests. A line that is wrong fails alone; the exit "
+        "code is then 1.",
+        usage="%(prog)s -i INPUT -o OUTPUT [MODEL] [flags]",
+    )
+    add_model_argument(parser)
+    group = parser.add_argument_group("Batch")
+    group.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one per line")
+    group.add_argument(
+        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="where results go; replaced at the end"
+    )
+    group.add_argument(
+        "--max-concurrency",
+        type=whole_number,
+        metavar="N",
+        help=f"requests at once (default: twice what the engine runs at once; with --url {OVER_HTTP})",
+    )
+    add_client_flags(parser, default_url=None)
+    add_server_flags(parser, only=SERVER_OPTIONS)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """What can be wrong with flags and files is said before a model is loaded."""
+    from quire.entrypoints.cli.batch_input import check_file
+    from quire.entrypoints.cli.batch_output import BatchOutput
+
+    config = server_config(args, SERVER_OPTIONS)
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ValueError(f"max_concurrency is {args.max_concurrency}; it must be 1 or more (--max-concurrency)")
+    if not args.input_file.is_file():
+        raise ValueError(f"{args.input_file} is not a file (--input-file)")
+    if args.output_file.resolve() == args.input_file.resolve():
+        raise ValueError("the output would replace the input; give another --output-file")
+    count = check_file(args.input_file, config.max_request_bytes)
+    with BatchOutput(args.output_file, count) as output:
+        began = time.perf_counter()
+        try:
+            runner = _with_server(args, config, output) if args.url else _with_engine(args, config, output)
+        except BaseException:
+            if output.num_written:
+                where = f"{output.partial} holds {output.num_written} of {count} results"
+                print(f"quire: stopped; {where}, in the order in which they came", file=sys.stderr)
+            raise
+        output.finish()
+    _report(runner, count, time.perf_counter() - began, args.output_file)
+    return 1 if runner.num_failed else 0
+
+
+def _with_server(args: argparse.Namespace, config: "ServerConfig", output: "BatchOutput") -> "BatchRunner":
+    from quire.entrypoints.cli.batch_runner import OverHttp
+
+    start.refuse_engine_flags(args)
+    for name in SERVER_OPTIONS:
+        if hasattr(args, name) and name != "max_request_bytes":
+            raise ValueError(f"--{name.replace('_', '-')} with --url: the server has such options of its own")
+    if args.model_name is not None:
+        raise ValueError("the requests name their model themselves; leave --model-name out")
+    client = client_from(args)
+    client.model_names()  # whether it is there, and knows the key
+    concurrency = args.max_concurrency or OVER_HTTP
+    sender = OverHttp(client, concurrency)
+    try:
+        return asyncio.run(_answer(args.input_file, config, sender, output, concurrency))
+    finally:
+        sender.close()
+
+
+def _with_engine(args: argparse.Namespace, config: "ServerConfig", output: "BatchOutput") -> "BatchRunner":
+    from quire.config import EngineConfig
+    from quire.entrypoints.logs import set_up_logging
+
+    for name in ("model_name", "api_key"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for a server; give its address with --url")
+    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args))
+    set_up_logging()
+    config.access_log = False
+    from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.cli.batch_runner import InProcess
+    from quire.entrypoints.openai.app import build_app
+
+    engine = AsyncLLM(engine_config)
+    try:
+        app = build_app(engine, config, engine.config)
+        concurrency = args.max_concurrency or 2 * (engine.config.scheduler.max_num_seqs or OVER_HTTP)
+        return asyncio.run(_answer(args.input_file, config, InProcess(app, engine), output, concurrency))
+    finally:
+        engine.shutdown()
+
+
+async def _answer(
+    file: Path, config: "ServerConfig", sender: "Sender", output: "BatchOutput", concurrency: int
+) -> "BatchRunner":
+    from quire.entrypoints.cli.batch_input import read_requests
+    from quire.entrypoints.cli.batch_runner import BatchRunner
+
+    runner = BatchRunner(sender, output, concurrency, len(output.offsets))
+    await runner.run(read_requests(file, config.max_request_bytes))
+    return runner
+
+
+def _report(runner: "BatchRunner", count: int, seconds: float, file: Path) -> None:
+    failed = f", {runner.num_failed} failed (first: {runner.first_failure})" if runner.num_failed else ""
+    print(f"quire: {count} requests in {seconds:.1f} s{failed}; results in {file}", file=sys.stderr)

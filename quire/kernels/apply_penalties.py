@@ -1,0 +1,38 @@
+"""Repetition, frequency and presence penalties on the logits of the rows that ask."""
+
+import torch
+
+from quire.kernels.dispatch import use_triton
+
+
+def apply_penalties_torch(
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    slots: torch.Tensor,
+    in_prompt: torch.Tensor,
+    counts: torch.Tensor,
+    strength: torch.Tensor,
+) -> None:
+    repetition, frequency, presence = strength[slots].T.unsqueeze(2)
+    used = counts[slots]
+    chosen = logits[places]
+    seen = in_prompt[slots] | (used > 0)
+    scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+    logits[places] = torch.where(seen, scaled, chosen) - frequency * used - presence * (used > 0)
+
+
+def apply_penalties(
+    logits: torch.Tensor,  # [n, vocab] float32, changed in place
+    places: torch.Tensor,  # [m] int64: rows of logits
+    slots: torch.Tensor,  # [m] int64: rows of the tables
+    in_prompt: torch.Tensor,  # [slots, vocab] bool
+    counts: torch.Tensor,  # [slots, vocab] int32: how often each token was generated
+    strength: torch.Tensor,  # [slots, 3] float32: repetition, frequency, presence
+) -> None:
+    """Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract."""
+    if use_triton(logits):
+        from quire.kernels.triton import apply_penalties as kernel
+
+        kernel.apply_penalties(logits, places, slots, in_prompt, counts, strength)
+    else:
+        apply_penalties_torch(logits, places, slots, in_prompt, counts, strength)

@@ -1,0 +1,103 @@
+"""x [M, K] times a weight [N, K], for the few rows of a decode step, with what stands around it fused in."""
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.dispatch import early_launch, use_triton
+from quire.kernels.rms_norm import rms_norm_torch
+from quire.kernels.silu_mul import silu_mul_torch
+from quire.kernels.skinny_table import SkinnyConfig, choose, choose_fused
+
+Norm = tuple[torch.Tensor, float]  # weight [K], epsilon
+
+
+def skinny_linear_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The definition, in float32: see `skinny_linear`."""
+    out_dtype = out_dtype or x.dtype
+    left, right = x.float(), weight.float()
+    if norm is not None:
+        left = rms_norm_torch(left, norm[0].float(), norm[1])
+    if x_scale is not None:
+        left = left * x_scale.view(-1, 1)
+    if weight_scale is not None:
+        right = right * weight_scale.view(-1, 1)
+    y = F.linear(left, right, None if bias is None else bias.float())
+    if silu:
+        y = silu_mul_torch(y)
+    if residual is not None:
+        y = y + residual.float()
+    return y.to(out_dtype)
+
+
+def skinny_linear(
+    x: torch.Tensor,  # [M, K], M <= 64: bf16 or fp16, or fp8 with x_scale
+    weight: torch.Tensor,  # [N, K]: as x, or fp8 with weight_scale
+    bias: torch.Tensor | None = None,  # [N]
+    *,
+    config: SkinnyConfig,
+    weight_scale: torch.Tensor | None = None,  # [N] float32
+    x_scale: torch.Tensor | None = None,  # [M] float32
+    residual: torch.Tensor | None = None,  # added to the result; contiguous
+    norm: Norm | None = None,  # RMSNorm of x first; gemv only
+    silu: bool = False,  # the weight is [gate; up]: silu(gate) * up, [M, N / 2]
+    out_dtype: torch.dtype | None = None,  # default: that of x
+    pdl: bool | None = None,  # start while the kernel before still runs; default: where the device can
+) -> torch.Tensor:
+    """The same bits for the same input every time; may be captured in a CUDA graph after `prepare_skinny_linear`."""
+    if not use_triton(x):
+        return skinny_linear_torch(
+            x, weight, bias, weight_scale=weight_scale, x_scale=x_scale,
+            residual=residual, norm=norm, silu=silu, out_dtype=out_dtype,
+        )  # fmt: skip
+    from quire.kernels.triton import skinny_linear as kernel
+
+    dtype = out_dtype or x.dtype
+    pdl = early_launch(x)["PDL"] if pdl is None else pdl
+    return kernel.skinny_linear(
+        x, weight, config, bias, weight_scale, x_scale, residual, norm, silu, dtype, pdl
+    )  # fmt: skip
+
+
+def prepare_skinny_linear(device: torch.device) -> None:
+    """Allocate what the kernels share on a device; must come before a capture."""
+    if device.type == "cuda":
+        from quire.kernels.triton.skinny_linear import Workspace
+
+        Workspace.of(device)
+
+
+def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
+    """The kernel measured to be the fastest for x times the weight; None: the library's is, or the types do not fit."""
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    fits = (half and x.dtype == weight.dtype) or (weight.dtype is torch.float8_e4m3fn and weight.is_contiguous())
+    if not x.is_cuda or not fits or x.stride(-1) != 1:
+        return None
+    return choose(weight.element_size(), x.shape[0], weight.shape[1], weight.shape[0])
+
+
+def can_fuse(weight: torch.Tensor) -> bool:
+    """Whether there is a kernel that norms few rows first, multiplies, and adds a residual."""
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    fp8 = weight.dtype is torch.float8_e4m3fn and weight.is_contiguous()
+    return weight.is_cuda and (half or fp8) and weight.shape[1] % 16 == 0
+
+
+def fused_config_for(rows: int, weight: torch.Tensor) -> SkinnyConfig:
+    return choose_fused(weight.element_size(), rows, weight.shape[1], weight.shape[0])
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """F.linear, by the fastest kernel for the number of rows."""
+    config = config_for(x, weight)
+    return F.linear(x, weight, bias) if config is None else skinny_linear(x, weight, bias, config=config)

@@ -1,0 +1,331 @@
+"""Rows of one query token. A row's keys are split among programs; the last of them to finish adds up."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.dispatch import early_launch
+from quire.kernels.triton.attend import attend
+
+
+@dataclass(frozen=True)
+class Tuning:
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+    min_tiles: int = 1  # of a split: shorter ones cost more to add up than they save
+    two_loops: bool = True
+    programs: int = 1056  # wanted: they fill the device several times over, so that a tail of idle ones costs little
+
+
+FLOAT32 = Tuning(tile=32, stages=2)
+MAX_SPLITS = 64
+MOST_PROGRAMS = 8192
+PREFIX_SPLITS = 8
+# In a step with prompts, rows of one token are few among those it is padded to.
+MIXED_SPLITS, MIXED_ROWS = 8, 64
+
+
+def tuning_for(num_rows: int, dtype: torch.dtype) -> Tuning:
+    """By measurement on an H200 (benchmarks/gpu/attention.py)."""
+    if dtype is torch.float32:
+        return FLOAT32
+    if num_rows <= 8:
+        return Tuning(64, warps=2, stages=3, two_loops=False, programs=528)
+    if num_rows <= 48:
+        return Tuning(128, warps=4, stages=2, programs=528)
+    # Several splits each, so that rows of uneven length end together.
+    return Tuning(64, warps=2, stages=3, min_tiles=4, programs=MOST_PROGRAMS)
+
+
+@triton.jit(do_not_specialize=["splits", "table_stride"])
+def _decode_kernel(
+    q,  # [N, H, D]
+    out,  # [N, H, D]
+    kv_cache,
+    rows,
+    query_start,
+    seq_lens,
+    block_table,
+    table_stride,
+    prefix_len,  # [1]: leading keys that another kernel attends to
+    partial_out,  # [n, KV, splits + PREFIX_SPLITS, G, D] float32
+    partial_sum,  # [n, KV, splits + PREFIX_SPLITS, G, 2] float32: greatest score, sum of weights
+    arrived,  # [n, KV] int32: zero before and after
+    slopes,
+    scale,
+    softcap,
+    splits,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GP: tl.constexpr,  # the group, padded to what a matrix product takes
+    GM: tl.constexpr,  # and to a power of two
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,  # 0: no shared prefix
+    PURE: tl.constexpr,  # every row has one query
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,  # whole tiles first, without a mask
+    PDL: tl.constexpr,
+):
+    G: tl.constexpr = H // KV
+    parts = splits + PREFIX_SPLITS
+    split, kv_head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = i
+    if not PURE:
+        token = tl.load(query_start + i)
+        if tl.load(query_start + i + 1) - token != 1:
+            return
+    length = tl.load(seq_lens + i)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, length - WINDOW)
+    if PREFIX_SPLITS > 0:
+        first = tl.minimum(tl.load(prefix_len), length)
+    tiles = tl.cdiv(length - first, TILE)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
+    used_splits = tl.maximum(1, tl.cdiv(tiles, tiles_per_split))
+    if split >= used_splits:
+        return
+
+    g = tl.arange(0, GP)
+    head = kv_head * G + g
+    columns = tl.arange(0, DP)
+    here = (g < G)[:, None] & (columns < D)[None, :]
+    at = (token.to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+    vectors = tl.load(q + at, mask=here, other=0.0)
+    slope = tl.load(slopes + head, mask=g < G, other=0.0) if ALIBI else tl.zeros([GP], tl.float32)
+    # Padding rows are row -1 with no keys; their table must not be read.
+    pages = block_table + tl.maximum(tl.load(rows + i), 0).to(tl.int64) * table_stride
+    q_pos = tl.zeros([GP], tl.int32) + (length - 1)
+    begin = first + split * tiles_per_split * TILE
+    end = tl.minimum(begin + tiles_per_split * TILE, length)
+    acc = tl.zeros([GP, DP], tl.float32)
+    most = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    masked_from = begin
+    if TWO_LOOPS:
+        masked_from = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
+        acc, most, total = attend(
+            vectors, acc, most, total, kv_cache, pages, kv_head, begin, masked_from, q_pos, slope, scale, softcap,
+            KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
+        )  # fmt: skip
+    acc, most, total = attend(
+        vectors, acc, most, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
+        KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI,
+    )  # fmt: skip
+
+    if (PREFIX_SPLITS == 0) & (used_splits == 1):
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
+        return
+    unit = (i * KV + kv_head).to(tl.int64)
+    place = (unit * parts + split) * G + g
+    tl.store(partial_out + place[:, None] * D + columns[None, :], acc, mask=here)
+    tl.store(partial_sum + place * 2, most, mask=g < G)
+    tl.store(partial_sum + place * 2 + 1, total, mask=g < G)
+    tl.debug_barrier()  # every thread's part is written before the count says so
+    if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == used_splits - 1:
+        _add_up(
+            out, partial_out, partial_sum, unit, token, kv_head, splits, used_splits, H, G, D, DP, GM, PREFIX_SPLITS
+        )
+        tl.store(arrived + unit, 0)
+
+
+@triton.jit
+def _add_up(
+    out,
+    partial_out,
+    partial_sum,
+    unit,
+    token,
+    kv_head,
+    splits,
+    used_splits,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GM: tl.constexpr,  # the group, padded to a power of two
+    PREFIX_SPLITS: tl.constexpr,
+):
+    """The parts of one row and KV head, several at a time but in order of position, whoever adds up: the result must
+    not depend on who came last."""
+    AT_ONCE: tl.constexpr = 8 if GM * DP <= 512 else 2
+    g = tl.arange(0, GM)
+    columns = tl.arange(0, DP)
+    here = (g < G)[:, None] & (columns < D)[None, :]
+    acc = tl.zeros([GM, DP], tl.float32)
+    most = tl.full([GM], float("-inf"), tl.float32)
+    total = tl.zeros([GM], tl.float32)
+    count = PREFIX_SPLITS + used_splits
+    for first in range(0, count, AT_ONCE):
+        j = first + tl.arange(0, AT_ONCE)
+        part = tl.where(j < PREFIX_SPLITS, splits + j, j - PREFIX_SPLITS)
+        place = (unit * (splits + PREFIX_SPLITS) + part)[:, None] * G + g[None, :]
+        real = (j < count)[:, None] & (g < G)[None, :]
+        part_most = tl.load(partial_sum + place * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(partial_sum + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(
+            partial_out + place[:, :, None] * D + columns[None, None, :],
+            mask=(j < count)[:, None, None] & here[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_most = tl.maximum(most, tl.max(part_most, 0))
+        base = tl.where(new_most == float("-inf"), 0.0, new_most)
+        old, new = tl.math.exp2(most - base), tl.math.exp2(part_most - base[None, :])
+        acc = acc * old[:, None] + tl.sum(part_acc * new[:, :, None], 0)
+        total = total * old + tl.sum(part_total * new, 0)
+        most = new_most
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = (token.to(tl.int64) * H + kv_head * G + g)[:, None] * D + columns[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["splits", "num_rows", "table_stride"])
+def _shared_prefix_kernel(
+    q,
+    kv_cache,
+    rows,
+    block_table,
+    table_stride,
+    prefix_len,
+    partial_out,
+    partial_sum,
+    num_rows,
+    scale,
+    softcap,
+    splits,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The prefix that all rows share, for many rows at once: its keys are read once instead of once a row."""
+    G: tl.constexpr = H // KV
+    QUERIES: tl.constexpr = BLOCK_M // G
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = tl.arange(0, BLOCK_M)
+    i = block * QUERIES + m // G
+    head = kv_head * G + m % G
+    real = (m < QUERIES * G) & (i < num_rows)
+    columns = tl.arange(0, DP)
+    here = real[:, None] & (columns < D)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    vectors = tl.load(q + (i.to(tl.int64) * H + head)[:, None] * D + columns[None, :], mask=here, other=0.0)
+    pages = block_table + tl.load(rows).to(tl.int64) * table_stride
+    length = tl.load(prefix_len)
+    share = tl.cdiv(tl.cdiv(length, TILE), PREFIX_SPLITS) * TILE
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    whole = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
+    q_pos = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, most, total = attend(
+        vectors, acc, most, total, kv_cache, pages, kv_head, begin, whole, q_pos, slope, scale, softcap,
+        KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, False,
+    )  # fmt: skip
+    acc, most, total = attend(
+        vectors, acc, most, total, kv_cache, pages, kv_head, whole, end, q_pos, slope, scale, softcap,
+        KV, D, DP, BLOCK_SIZE, TILE, True, 0, SOFTCAP, False,
+    )  # fmt: skip
+    unit = i.to(tl.int64) * KV + kv_head
+    place = (unit * (splits + PREFIX_SPLITS) + splits + split) * G + m % G
+    tl.store(partial_out + place[:, None] * D + columns[None, :], acc, mask=here)
+    tl.store(partial_sum + place * 2, most, mask=real)
+    tl.store(partial_sum + place * 2 + 1, total, mask=real)
+
+
+class DecodeWorkspace:
+    """Where splits leave their parts. One for all layers: they run one after the other."""
+
+    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> None:
+        most = max((num_splits(n, num_kv_heads, MOST_PROGRAMS) + PREFIX_SPLITS) * n for n in range(1, max_rows + 1))
+        most = max(most, MIXED_SPLITS * MIXED_ROWS)
+        units = most * num_kv_heads
+        group = num_heads // num_kv_heads
+        self.partial_out = torch.empty(units * group * head_size, dtype=torch.float32, device=device)
+        self.partial_sum = torch.empty(units * group * 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+def num_splits(num_rows: int, num_kv_heads: int, programs: int) -> int:
+    return max(1, min(MAX_SPLITS, -(-programs // (num_rows * num_kv_heads))))
+
+
+def paged_decode(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    rows: torch.Tensor,
+    query_start: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    workspace: DecodeWorkspace,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    prefix_len: torch.Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> None:
+    """Fills `out` for rows of one query. Without `query_start` all rows are: token i is row i's.
+
+    `prefix_len` [1]: leading keys in pages that all rows share, attended to for all of them at once.
+    """
+    num_rows, (_, num_heads, head_size) = len(rows), q.shape
+    _, _, kv_heads, block_size, _ = kv_cache.shape
+    group = num_heads // kv_heads
+    full = q.dtype is torch.float32
+    # With prompts beside them, rows of one token take the kernel that the largest step takes, whatever their number.
+    tuning = tuning or tuning_for(num_rows if query_start is None else MIXED_ROWS, q.dtype)
+    splits = num_splits(num_rows, kv_heads, tuning.programs)
+    if query_start is not None and num_rows <= MIXED_ROWS:
+        splits = max(splits, MIXED_SPLITS)
+    prefix_splits = PREFIX_SPLITS if prefix_len is not None else 0
+    tile = tuning.tile
+    shape = dict(
+        H=num_heads, KV=kv_heads, D=head_size, DP=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=block_size,
+        PREFIX_SPLITS=prefix_splits, SOFTCAP=softcap is not None,
+    )  # fmt: skip
+    if prefix_len is not None:
+        assert query_start is None and window is None and slopes is None
+        block_m = max(32 if full else 128, triton.next_power_of_2(group))
+        _shared_prefix_kernel[(triton.cdiv(num_rows, block_m // group), kv_heads, prefix_splits)](
+            q, kv_cache, rows, block_table, block_table.stride(0), prefix_len,
+            workspace.partial_out, workspace.partial_sum, num_rows, scale, softcap or 0.0, splits,
+            BLOCK_M=block_m, TILE=tile, num_warps=4, num_stages=2 if full else 3, **shape, **early_launch(q),
+        )  # fmt: skip
+    _decode_kernel[(splits, kv_heads, num_rows)](
+        q, out, kv_cache, rows, query_start if query_start is not None else rows, seq_lens,
+        block_table, block_table.stride(0), prefix_len if prefix_len is not None else rows,
+        workspace.partial_out, workspace.partial_sum, workspace.arrived,
+        slopes if slopes is not None else q, scale, softcap or 0.0, splits,
+        GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), TILE=tile,
+        MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, PURE=query_start is None,
+        WINDOW=window or 0, ALIBI=slopes is not None,
+        num_warps=tuning.warps, num_stages=tuning.stages, **shape, **early_launch(q),
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Rows of several query tokens: prompts, whole or in chunks, over whatever is cached before them."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.dispatch import early_launch
+from quire.kernels.triton.attend import attend
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    q,  # [N, H, D]
+    out,  # [N, H, D]
+    kv_cache,
+    query_blocks,  # [blocks of queries, 2]: row of the batch (-1: nothing to do), first query in it
+    rows,
+    query_start,
+    seq_lens,
+    block_table,
+    table_stride,
+    slopes,
+    scale,
+    softcap,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    G: tl.constexpr = H // KV
+    QUERIES: tl.constexpr = BLOCK_M // G
+    entry = query_blocks + 2 * tl.program_id(1)
+    kv_head = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    i = tl.load(entry)
+    if i < 0:
+        return
+    first = tl.load(entry + 1)
+    start = tl.load(query_start + i)
+    num_queries = tl.load(query_start + i + 1) - start
+    context = tl.load(seq_lens + i) - num_queries
+    pages = block_table + tl.load(rows + i).to(tl.int64) * table_stride
+
+    # The queries of a KV head's group lie side by side, so that a tile of keys serves them all.
+    m = tl.arange(0, BLOCK_M)
+    query = first + m // G
+    head = kv_head * G + m % G
+    real = (m < QUERIES * G) & (query < num_queries)
+    columns = tl.arange(0, DP)
+    at = ((start + query).to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+    here = real[:, None] & (columns < D)[None, :]
+    vectors = tl.load(q + at, mask=here, other=0.0)
+    q_pos = context + query
+    slope = tl.load(slopes + head, mask=real, other=0.0) if ALIBI else tl.zeros([BLOCK_M], tl.float32)
+
+    end = context + tl.minimum(first + QUERIES, num_queries)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(0, context + first - WINDOW + 1)
+    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    masked_from = begin
+    if WINDOW == 0:
+        # Whole tiles that even the first query sees need no mask.
+        masked_from = (context + first + 1) // TILE * TILE
+        acc, most, total = attend(
+            vectors, acc, most, total, kv_cache, pages, kv_head, 0, masked_from, q_pos, slope, scale, softcap,
+            KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
+        )  # fmt: skip
+    acc, most, total = attend(
+        vectors, acc, most, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
+        KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
+
+
+def queries_per_block(group: int, dtype: torch.dtype) -> int:
+    return block_m(group, dtype) // group
+
+
+def block_m(group: int, dtype: torch.dtype) -> int:
+    return max(32 if dtype is torch.float32 else 128, triton.next_power_of_2(group))
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    query_blocks: torch.Tensor,
+    rows: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    tile: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+) -> None:
+    """Fills `out` for the queries that `query_blocks` names, in blocks of `queries_per_block`."""
+    _, num_heads, head_size = q.shape
+    _, _, kv_heads, block_size, _ = kv_cache.shape
+    full = q.dtype is torch.float32
+    _prefill_kernel[(kv_heads, query_blocks.shape[0])](
+        q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
+        slopes if slopes is not None else q, scale, softcap or 0.0,
+        H=num_heads, KV=kv_heads, D=head_size, DP=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=block_size,
+        BLOCK_M=block_m(num_heads // kv_heads, q.dtype), TILE=tile or (32 if full else 64), WINDOW=window or 0,
+        SOFTCAP=softcap is not None, ALIBI=slopes is not None,
+        num_warps=warps or 4, num_stages=stages or (2 if full else 3), **early_launch(q),
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Compiling kernels ahead, many at once: one takes most of a second, and a model needs dozens the first time."""
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger("quire")
+
+Job = tuple[str, str, str]  # module, kernel, Triton's own description of the variant
+
+QUICK = 0.25  # seconds: faster than a compiler, so Triton's cache on disk had it
+MAX_PROCESSES = 12
+TIMEOUT = 300
+
+
+@contextmanager
+def collecting() -> Iterator[list[Job]]:
+    """Inside, no kernel is launched, and one that was not before is noted instead of compiled. What other operations
+    compute meanwhile is meaningless."""
+    jobs: dict[Job, None] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        jobs[fn.module, fn.name, compile["specialization_data"]] = None
+        return True
+
+    def without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+
+    found: list[Job] = []
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    launch, JITFunction.run = JITFunction.run, without_launch
+    try:
+        yield found
+    finally:
+        JITFunction.run = launch
+        knobs.runtime.jit_cache_hook = before
+        found += jobs
+
+
+def compile_all(jobs: list[Job]) -> None:
+    """In processes of their own, because Triton's compiler holds Python's lock; the results are in its cache on disk.
+
+    A failure there is no error here: what is missing is compiled when it is launched.
+    """
+    jobs = list(jobs)
+    while jobs:  # a warm cache needs no processes
+        began = time.perf_counter()
+        _preload(jobs.pop())
+        if time.perf_counter() - began > QUICK:
+            break
+    if not jobs:
+        return
+    began = time.perf_counter()
+    count = max(1, min(MAX_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs) // 2))
+    command = [sys.executable, "-m", "quire.kernels.triton.precompile"]
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    for i, worker in enumerate(workers):
+        assert worker.stdin is not None
+        worker.stdin.write(json.dumps(jobs[i::count]))
+        worker.stdin.close()
+        worker.stdin = None
+    for worker in workers:
+        try:
+            _, errors = worker.communicate(timeout=max(1.0, TIMEOUT - (time.perf_counter() - began)))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.communicate()
+            continue
+        if worker.returncode:
+            logger.warning("a process that compiles kernels failed: %s", errors.strip()[-300:])
+    logger.info(
+        "%d kernels compiled in %.1f s; from now on they come from a cache", len(jobs), time.perf_counter() - began
+    )
+
+
+def _preload(job: Job) -> None:
+    module, kernel, description = job
+    getattr(importlib.import_module(module), kernel).preload(description)
+
+
+if __name__ == "__main__":
+    for each in json.load(sys.stdin):
+        _preload(tuple(each))

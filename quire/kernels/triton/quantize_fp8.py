@@ -1,0 +1,96 @@
+"""One program per row, which holds it in registers: x is read once for its greatest value and its quantized form."""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.quantize_fp8 import FP8, FP8_MAX, SMALLEST_MAX, Quantized
+
+PLAIN, NORM, ADD_NORM, SILU = 0, 1, 2, 3
+
+
+@triton.jit
+def _kernel(
+    x,  # [M, K], with SILU [M, 2 * K]
+    residual,  # with ADD_NORM [M, K]; becomes the sum
+    weight,  # with NORM [K]
+    fixed_scale,  # [1], or None
+    q,  # [M, K] fp8
+    scales,  # [M] float32
+    K,
+    x_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    SMALLEST_MAX: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < K
+    at = x + row * x_stride + k
+    values = tl.load(at, mask=inside, other=0.0)
+    # Rounded where the separate kernels round, so that fusing changes no bit.
+    if MODE == 2:
+        before = tl.load(residual + row * K + k, mask=inside, other=0.0).to(tl.float32)
+        values = (values.to(tl.float32) + before).to(values.dtype)
+        tl.store(residual + row * K + k, values, mask=inside)
+    if MODE == 1 or MODE == 2:
+        wide = values.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
+        gain = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+        values = (wide * factor * gain).to(values.dtype)
+    if MODE == 3:
+        gate = values.to(tl.float32)
+        up = tl.load(at + K, mask=inside, other=0.0)
+        values = ((gate / (1.0 + tl.exp(-gate))) * up.to(tl.float32)).to(up.dtype)
+    wide = values.to(tl.float32)
+    if HAS_SCALE:
+        scale = tl.load(fixed_scale).to(tl.float32)
+        inverse = tl.math.div_rn(1.0, scale)
+    else:
+        most = tl.maximum(tl.max(tl.abs(wide), 0), SMALLEST_MAX)
+        scale = most * (1.0 / FP8_MAX)
+        inverse = tl.math.div_rn(FP8_MAX, most)
+    tl.store(scales + row, scale)
+    quantized = tl.minimum(tl.maximum(wide * inverse, -FP8_MAX), FP8_MAX)
+    tl.store(q + row * K + k, quantized.to(q.dtype.element_ty), mask=inside)
+
+
+def quantize_fp8(x: torch.Tensor, scale: torch.Tensor | None) -> Quantized:
+    return _launch(PLAIN, x, x.shape[-1], None, None, 0.0, scale)
+
+
+def rms_norm_quant(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum is written over `residual`."""
+    mode = NORM if residual is None else ADD_NORM
+    return *_launch(mode, x, x.shape[-1], residual, weight, eps, scale), x if residual is None else residual
+
+
+def silu_mul_quant(gate_up: torch.Tensor, scale: torch.Tensor | None) -> Quantized:
+    return _launch(SILU, gate_up, gate_up.shape[-1] // 2, None, None, 0.0, scale)
+
+
+def _launch(
+    mode: int,
+    x: torch.Tensor,
+    k: int,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+) -> Quantized:
+    rows = x.shape[0]
+    q = torch.empty(rows, k, dtype=FP8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(k)
+        _kernel[(rows,)](
+            x, residual, weight, scale, q, scales, k, x.stride(0), eps,
+            BLOCK=block, MODE=mode, HAS_SCALE=scale is not None, FP8_MAX=FP8_MAX, SMALLEST_MAX=SMALLEST_MAX,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return q, scales

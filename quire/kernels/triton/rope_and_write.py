@@ -1,0 +1,135 @@
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.dispatch import early_launch
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _rope_and_write_kernel(
+    qkv,  # [N, (H + 2 * KV) * D]
+    q_out,  # [N, H, D]
+    kv_cache,  # [blocks, 2, KV, block_size, D]
+    q_weight,
+    k_weight,
+    eps,
+    table,  # [positions, R]: cosines of R / 2 angles, then sines
+    positions,
+    slots,
+    stride_token,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    HB: tl.constexpr,
+    HALF: tl.constexpr,  # R / 2, rounded up to a power of two
+    REST: tl.constexpr,  # D - R, likewise; 0 if there is nothing beyond
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HB + tl.arange(0, HB)
+    is_q = head < H
+    is_k = (head >= H) & (head < H + KV)
+    is_v = (head >= H + KV) & (head < H + 2 * KV)
+    exists = head < H + 2 * KV
+    source = qkv + token * stride_token + head[:, None] * D
+
+    pair = tl.arange(0, HALF)
+    in_half = (pair < R // 2)[None, :]
+    here = exists[:, None] & in_half
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    left = tl.load(source + pair[None, :], mask=here, other=0.0).to(tl.float32)
+    right = tl.load(source + R // 2 + pair[None, :], mask=here, other=0.0).to(tl.float32)
+    beyond = tl.arange(0, REST if REST > 0 else 1)
+    rest_here = exists[:, None] & (beyond < D - R)[None, :]
+    if REST > 0:
+        rest = tl.load(source + R + beyond[None, :], mask=rest_here, other=0.0).to(tl.float32)
+
+    if NORM:
+        square = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        if REST > 0:
+            square += tl.sum(rest * rest, 1)
+        scale = tl.where(is_v, 1.0, tl.rsqrt(square / D + eps))[:, None]
+        left *= scale * _weight(q_weight, k_weight, pair, pair < R // 2, is_q, is_k)
+        right *= scale * _weight(q_weight + R // 2, k_weight + R // 2, pair, pair < R // 2, is_q, is_k)
+        if REST > 0:
+            rest *= scale * _weight(q_weight + R, k_weight + R, beyond, beyond < D - R, is_q, is_k)
+
+    angles = table + tl.load(positions + token).to(tl.int64) * R
+    cos = tl.load(angles + pair, mask=pair < R // 2, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angles + R // 2 + pair, mask=pair < R // 2, other=0.0).to(tl.float32)[None, :]
+    turns = (is_q | is_k)[:, None]
+    new_left = tl.where(turns, left * cos - right * sin, left)
+    new_right = tl.where(turns, right * cos + left * sin, right)
+
+    slot = tl.load(slots + token).to(tl.int64)
+    kind = tl.where(is_v, 1, 0)  # keys before values
+    kv_head = tl.where(is_v, head - H - KV, head - H)
+    page = ((slot // BLOCK_SIZE) * 2 + kind) * KV + kv_head
+    to_cache = kv_cache + ((page * BLOCK_SIZE + slot % BLOCK_SIZE) * D)[:, None]
+    to_q = q_out + (token * H + head)[:, None] * D
+    q_here, kv_here = is_q[:, None] & in_half, (is_k | is_v)[:, None] & in_half
+    tl.store(to_q + pair[None, :], new_left.to(q_out.dtype.element_ty), mask=q_here)
+    tl.store(to_q + R // 2 + pair[None, :], new_right.to(q_out.dtype.element_ty), mask=q_here)
+    tl.store(to_cache + pair[None, :], new_left.to(kv_cache.dtype.element_ty), mask=kv_here)
+    tl.store(to_cache + R // 2 + pair[None, :], new_right.to(kv_cache.dtype.element_ty), mask=kv_here)
+    if REST > 0:
+        tl.store(to_q + R + beyond[None, :], rest.to(q_out.dtype.element_ty), mask=rest_here & is_q[:, None])
+        kv_rest = rest_here & (is_k | is_v)[:, None]
+        tl.store(to_cache + R + beyond[None, :], rest.to(kv_cache.dtype.element_ty), mask=kv_rest)
+
+
+@triton.jit
+def _weight(q_weight, k_weight, columns, inside, is_q, is_k):
+    """[HB, columns]: each head's own norm weight; values have none."""
+    q = tl.load(q_weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    k = tl.load(k_weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_q[:, None], q, tl.where(is_k[:, None], k, 1.0))
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    tokens, rotary = qkv.shape[0], table.shape[1]
+    q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    rest = head_dim - rotary
+    grid = (tokens, triton.cdiv(num_heads + 2 * kv_heads, HEADS_PER_PROGRAM))
+    _rope_and_write_kernel[grid](
+        qkv,
+        q_out,
+        kv_cache,
+        q_weight,
+        k_weight,
+        eps,
+        table,
+        positions,
+        slots,
+        qkv.stride(0),
+        H=num_heads,
+        KV=kv_heads,
+        D=head_dim,
+        R=rotary,
+        BLOCK_SIZE=block_size,
+        NORM=norms is not None,
+        HB=HEADS_PER_PROGRAM,
+        HALF=triton.next_power_of_2(max(1, rotary // 2)),
+        REST=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=4,
+        **early_launch(qkv),
+    )
+    return q_out

@@ -1,0 +1,366 @@
+"""y = x W^T for few rows: the time is that of reading W once, so everything here serves loads in flight.
+
+`gemv` keeps a slab of W in registers and multiplies by plain arithmetic, for 1 to 4 rows. `dot` runs W through shared
+memory into the tensor cores, for up to 64 rows; W stands on the left there, because the left side of a Hopper matrix
+instruction has 64 rows and the right one as few as 8.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
+
+WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
+COUNTERS = 8192
+MIN_BLOCK_M = 16  # below it Triton falls back from Hopper's matrix instructions to the older ones
+MAX_SHARED = 220 << 10
+
+
+@triton.jit
+def _finish(
+    acc,  # [.., ..] float32: the product
+    acc_up,  # with SILU: the second half's product
+    n,  # output columns, broadcastable to acc
+    m,  # rows, broadcastable to acc
+    inside,  # mask of acc
+    y,
+    bias,
+    residual,
+    w_scale,
+    x_scale,
+    N,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_W_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    in_n, in_m = n < N, inside
+    if HAS_X_SCALE:
+        by_row = tl.load(x_scale + m, mask=in_m, other=0.0)
+        acc *= by_row
+        if SILU:
+            acc_up *= by_row
+    if HAS_W_SCALE:
+        acc *= tl.load(w_scale + n, mask=in_n, other=0.0)
+        if SILU:
+            acc_up *= tl.load(w_scale + N + n, mask=in_n, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+        if SILU:
+            acc_up += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)
+    if SILU:
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    at = m.to(tl.int64) * N + n
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + at, mask=in_m & in_n, other=0.0).to(tl.float32)
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=in_m & in_n)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gemv_kernel(
+    x,  # [rows, K]
+    w,  # [N, K], with SILU [2 * N, K]
+    y,  # [rows, N]
+    bias,
+    residual,
+    norm,  # [K]: weight of an RMSNorm of x
+    w_scale,
+    x_scale,
+    rows,
+    K,
+    N,
+    x_stride,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ONE_STEP: tl.constexpr,  # BLOCK_K covers K: no loop, and the accumulators need no registers
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_W_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Columns past the end read the last one again: cheaper than a mask, and never stored.
+    w_rows = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+    # One accumulator per row, reduced once at the end: a reduction in the loop would be a barrier in the loop.
+    acc0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    up0, up1, up2, up3 = acc0, acc0, acc0, acc0
+    squares0 = tl.zeros([BLOCK_K], tl.float32)
+    squares1, squares2, squares3 = squares0, squares0, squares0
+    for start in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            tile = tl.load(w_rows + k[None, :], eviction_policy="evict_first").to(tl.float32)
+        else:
+            tile = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+        tile_up = tile
+        if SILU:
+            up_rows = w_rows + N.to(tl.int64) * K
+            if EVEN_K:
+                tile_up = tl.load(up_rows + k[None, :], eviction_policy="evict_first").to(tl.float32)
+            else:
+                tile_up = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+        if PDL:
+            # The weights are on their way before the kernel that makes x has ended.
+            gdc_wait()
+        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
+        acc0, up0, squares0 = _row(
+            x, gain, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
+        )
+        if ROWS > 1:
+            acc1, up1, squares1 = _row(
+                x, gain, tile, tile_up, acc1, up1, squares1, 1, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
+            )
+        if ROWS > 2:
+            acc2, up2, squares2 = _row(
+                x, gain, tile, tile_up, acc2, up2, squares2, 2, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
+            )
+            acc3, up3, squares3 = _row(
+                x, gain, tile, tile_up, acc3, up3, squares3, 3, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
+            )
+    _finish_row(
+        acc0, up0, squares0, n, 0, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
+        HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+    )  # fmt: skip
+    if ROWS > 1:
+        _finish_row(
+            acc1, up1, squares1, n, 1, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+        )  # fmt: skip
+    if ROWS > 2:
+        _finish_row(
+            acc2, up2, squares2, n, 2, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+        )  # fmt: skip
+        _finish_row(
+            acc3, up3, squares3, n, 3, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
+            HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
+        )  # fmt: skip
+
+
+@triton.jit
+def _row(
+    x, gain, tile, tile_up, acc, acc_up, squares, m, rows, k, K, x_stride,
+    EVEN_K: tl.constexpr, HAS_NORM: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Add one row's products with a tile of W."""
+    at = x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + k
+    values = tl.load(at).to(tl.float32) if EVEN_K else tl.load(at, mask=k < K, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares += values * values
+        values *= gain
+    acc += tile * values[None, :]
+    if SILU:
+        acc_up += tile_up * values[None, :]
+    return acc, acc_up, squares
+
+
+@triton.jit
+def _finish_row(
+    acc, acc_up, squares, n, m, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_W_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    total = tl.sum(acc, 1)
+    total_up = tl.sum(acc_up, 1) if SILU else total
+    if HAS_NORM:
+        # The norm's factor is one number per row and comes out of the sum.
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        total *= factor
+        total_up *= factor
+    m_of = tl.zeros_like(n) + m
+    _finish(
+        total, total_up, n, m_of, m_of < rows, y, bias, residual, w_scale, x_scale, N,
+        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
+    )  # fmt: skip
+
+
+@triton.jit
+def _prefetch(rows, first, K, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Ask for the first LINES cache lines of each row of a tile."""
+    lines = rows + tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _dot_kernel(
+    x,  # [rows, K]
+    w,  # [N, K], with SILU [2 * N, K]
+    y,  # [rows, N]
+    bias,
+    residual,
+    w_scale,
+    x_scale,
+    partial,  # [tiles, splits, halves, BLOCK_N, BLOCK_M] float32
+    arrived,  # [tiles] int32: zero before and after
+    rows,
+    splits,
+    K,
+    N,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether splits > 1
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    LINES: tl.constexpr,
+    LINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_W_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), splits)
+    begin = split * steps * BLOCK_K
+    end = tl.minimum(begin + steps * BLOCK_K, K)
+    # Rows and columns past the end read the last one again: cheaper than a mask, and never stored.
+    w_rows = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+    x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * x_stride
+    up_rows = w_rows + N.to(tl.int64) * K if SILU else w_rows
+    if PDL:
+        gdc_launch_dependents()
+        _prefetch(w_rows, begin, K, LINES, LINE)
+        if SILU:
+            _prefetch(up_rows, begin, K, LINES, LINE)
+        gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            right = tl.load(x_rows + k[:, None])
+            left = tl.load(w_rows + k[None, :], eviction_policy="evict_first")
+        else:
+            right = tl.load(x_rows + k[:, None], mask=(k < K)[:, None], other=0.0)
+            left = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+        acc = tl.dot(left, right, acc)
+        if SILU:
+            if EVEN_K:
+                left = tl.load(up_rows + k[None, :], eviction_policy="evict_first")
+            else:
+                left = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+            acc_up = tl.dot(left, right, acc_up)
+
+    if SPLIT:
+        HALVES: tl.constexpr = 2 if SILU else 1
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        sums = partial + tile * splits * (HALVES * SIZE) + place
+        tl.store(sums + split * (HALVES * SIZE), acc)
+        if SILU:
+            tl.store(sums + split * (HALVES * SIZE) + SIZE, acc_up)
+        # Every thread's part must be written before one thread says so.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") != splits - 1:
+            return
+        tl.store(arrived + tile, 0)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_up = acc
+        for other in tl.range(splits):  # in order, whoever came last: the same bits every time
+            acc += tl.load(sums + other * (HALVES * SIZE), cache_modifier=".cg")
+            if SILU:
+                acc_up += tl.load(sums + other * (HALVES * SIZE) + SIZE, cache_modifier=".cg")
+
+    _finish(
+        acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, w_scale, x_scale, N,
+        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
+    )  # fmt: skip
+
+
+class Workspace:
+    """Partial sums and arrival counters of split products on one device. Launches that share it must share a stream."""
+
+    _of_device: dict[torch.device, "Workspace"] = {}  # noqa: RUF012
+
+    def __init__(self, device: torch.device) -> None:
+        self.partial = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Workspace":
+        if device not in cls._of_device:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # Inside a capture the counters would not be zeroed before the first replay.
+                raise RuntimeError("call prepare_skinny_linear(device) before a CUDA graph is captured")
+            cls._of_device[device] = cls(device)
+        return cls._of_device[device]
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: SkinnyConfig,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    silu: bool,
+    out_dtype: torch.dtype,
+    pdl: bool,
+) -> torch.Tensor:
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if silu else weight.shape[0]
+    y = torch.empty(rows, n, dtype=out_dtype, device=x.device)
+    flags = {
+        "EVEN_K": k % config.block_k == 0,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_W_SCALE": weight_scale is not None,
+        "HAS_X_SCALE": x_scale is not None,
+        "SILU": silu,
+        "PDL": pdl,
+        "num_warps": config.warps,
+    }
+    if pdl:
+        flags["launch_pdl"] = True
+    tiles = triton.cdiv(n, config.block_n)
+    if config.kind == "gemv":
+        assert rows <= MAX_GEMV_ROWS
+        gain, eps = norm if norm is not None else (None, 0.0)
+        _gemv_kernel[(tiles,)](
+            x, weight, y, bias, residual, gain, weight_scale, x_scale, rows, k, n, x.stride(0), eps,
+            ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            STAGES=config.stages, ONE_STEP=k <= config.block_k, HAS_NORM=norm is not None,
+            num_stages=config.stages, **flags,
+        )  # fmt: skip
+        return y
+    assert rows <= MAX_DOT_ROWS and norm is None
+    block_m = max(MIN_BLOCK_M, triton.next_power_of_2(rows))
+    halves = 2 if silu else 1
+    size = weight.element_size()
+    stages = min(config.stages, MAX_SHARED // ((halves * config.block_n + block_m) * config.block_k * size))
+    space = Workspace.of(x.device)
+    if config.splits > 1:
+        needed = tiles * config.splits * halves * config.block_n * block_m
+        if needed > WORKSPACE_FLOATS or tiles > COUNTERS:
+            raise ValueError(f"{config} needs {needed} floats for {rows} rows of {n}; there are {WORKSPACE_FLOATS}")
+    per_line = 128 // size
+    slab = triton.cdiv(triton.cdiv(k, config.block_k), config.splits) * config.block_k
+    _dot_kernel[(tiles, config.splits)](
+        x, weight, y, bias, residual, weight_scale, x_scale, space.partial, space.arrived,
+        rows, config.splits, k, n, x.stride(0),
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.splits > 1, STAGES=stages,
+        LINES=min(8, triton.next_power_of_2(slab // per_line)) if pdl else 1, LINE=per_line, num_stages=stages, **flags,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,193 @@
+"""Weights and activations in fp8 (e4m3): y = (q_x * scale_x) (q_w * scale_w)^T."""
+
+import torch
+from torch import nn
+
+from quire.kernels.quantize_fp8 import FP8, FP8_MAX, SMALLEST_MAX, quantize_fp8
+from quire.kernels.skinny_linear import (
+    Norm,
+    can_fuse,
+    config_for,
+    fused_config_for,
+    prepare_skinny_linear,
+    skinny_linear,
+    skinny_linear_torch,
+)
+from quire.layers.load_slot import LoadSlot, ShardId
+from quire.quantization.base import LinearMethod, Partition
+from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
+from quire.quantization.fp8_scales import CheckpointScales
+from quire.quantization.staging import Staging
+from quire.quantization.unquantized import weight_slot
+
+MIN_CAPABILITY = (8, 9)
+
+
+class Fp8LinearMethod:
+    """The multiplication. `layer.weight` [N, K] fp8, `layer.weight_scale` [N], `layer.input_scale` [1] or None.
+
+    A scale per output and per token serves every kind of checkpoint: fewer scales are repeated. One or two rows are
+    multiplied as they are: reading the weight is all the time there, and rounding the activations would gain nothing.
+    """
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        config = config_for(x, layer.weight)  # type: ignore[arg-type]
+        if config is not None and config.kind == "gemv":
+            return skinny_linear(x, layer.weight, bias, config=config, weight_scale=layer.weight_scale)  # type: ignore[arg-type]
+        q, scale = quantize_fp8(x, layer.input_scale)  # type: ignore[arg-type]
+        return self.apply_quantized(layer, q, scale, bias, x.dtype)
+
+    def can_fuse(self, layer: nn.Module) -> bool:
+        weight = getattr(layer, "weight", None)
+        return weight is not None and can_fuse(weight)
+
+    def apply_fused(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        weight = layer.weight
+        assert isinstance(weight, torch.Tensor)
+        config = fused_config_for(len(x), weight)
+        scale = layer.weight_scale
+        assert isinstance(scale, torch.Tensor)
+        return skinny_linear(
+            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu
+        )
+
+    def apply_quantized(
+        self, layer: nn.Module, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """q [M, K] fp8, scale [M]: from `quantize_fp8`, `rms_norm_quant` or `silu_mul_quant`."""
+        weight, weight_scale = layer.weight, layer.weight_scale
+        assert isinstance(weight, torch.Tensor) and isinstance(weight_scale, torch.Tensor)
+        if not q.is_cuda:
+            return skinny_linear_torch(q, weight, bias, weight_scale=weight_scale, x_scale=scale, out_dtype=dtype)
+        config = config_for(q, weight)
+        if config is not None:
+            return skinny_linear(
+                q, weight, bias, config=config, weight_scale=weight_scale, x_scale=scale, out_dtype=dtype
+            )
+        y = torch._scaled_mm(
+            q,
+            weight.t(),
+            scale_a=scale[:, None],
+            scale_b=weight_scale[None, :],
+            out_dtype=torch.bfloat16,  # the only one it has for scales by row
+            use_fast_accum=True,
+        ).to(dtype)
+        return y if bias is None else y.add_(bias)
+
+    def set_weight(self, layer: nn.Module, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.register_buffer("weight_scale", weight_scale)
+        prepare_skinny_linear(weight.device)
+
+
+class OnlineFp8LinearMethod(Fp8LinearMethod):
+    """Quantizes an unquantized checkpoint layer by layer as it is read: the model never exists in full precision."""
+
+    def __init__(self, per_channel: bool) -> None:
+        self.per_channel = per_channel
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        in_features: int,
+        out_partition_sizes: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        check_size(in_features, sum(out_partition_sizes))
+        layer.register_buffer("input_scale", None)
+        self.shape, self.dtype, self.device = (sum(out_partition_sizes), in_features), dtype, device
+
+    def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
+        def finish(weight: torch.Tensor) -> None:
+            scale = None
+            if not self.per_channel:
+                scale = (weight.abs().amax().float().clamp(min=SMALLEST_MAX) * (1.0 / FP8_MAX)).view(1)
+            self.set_weight(layer, *quantize_fp8(weight, scale))
+
+        return Staging(self.shape, self.dtype, self.device, len(partitions), finish).slots(partitions)
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer.weight, nn.Parameter), "not all parts of the weight were loaded"
+
+
+class CheckpointFp8LinearMethod(Fp8LinearMethod):
+    """A checkpoint's own fp8 weights and scales."""
+
+    def __init__(self, config: Fp8Config) -> None:
+        self.config = config
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        in_features: int,
+        out_partition_sizes: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        outputs = sum(out_partition_sizes)
+        check_size(in_features, outputs)
+        layer.weight = nn.Parameter(torch.empty(outputs, in_features, dtype=FP8, device=device), requires_grad=False)
+        self.scales = CheckpointScales(self.config, device)
+
+    def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
+        assert isinstance(layer.weight, nn.Parameter)
+        slots = {("weight", p.shard): weight_slot(layer.weight.data, p) for p in partitions}
+        return slots | self.scales.slots(partitions)
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer.weight, nn.Parameter)
+        self.set_weight(layer, layer.weight.data, self.scales.by_output())
+        layer.register_buffer("input_scale", self.scales.of_inputs())
+        del self.scales
+
+
+class Fp8Quantization:
+    """fp8 for all linear layers but the head and those that the checkpoint leaves out."""
+
+    # Scales for a quantized KV cache, and of outputs, which nobody quantizes.
+    ignored: tuple[str, ...] = (
+        "model.layers.{i}.self_attn.{p}_scale",
+        "model.layers.{i}.self_attn.attn.{p}_scale",
+        "model.layers.{i}.self_attn.k_proj.k_scale",
+        "model.layers.{i}.self_attn.v_proj.v_scale",
+        "model.layers.{i}.self_attn.{p}.output_scale",
+        "model.layers.{i}.mlp.{p}.output_scale",
+    )
+
+    def __init__(self, config: Fp8Config, native: bool, dtype: torch.dtype) -> None:
+        """native: multiply in fp8; else the weights become `dtype` while loading."""
+        self.config, self.native, self.dtype = config, native, dtype
+
+    def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
+        if not self.config.quantizes(module, names):
+            return None
+        if self.config.online:
+            return OnlineFp8LinearMethod(self.config.per_channel)
+        return CheckpointFp8LinearMethod(self.config) if self.native else DequantizedFp8LinearMethod(self.config)
+
+    def describe(self) -> str:
+        c, compute = self.config, str(self.dtype).removeprefix("torch.")
+        scales = "block" if c.block else "output" if c.per_channel else "tensor"
+        if not self.native:
+            why = "its scales are block-wise" if c.block else f"there is no fp8 arithmetic here, or not for {compute}"
+            return f"fp8 checkpoint: weights dequantized to {compute} while loading ({why}); activations in {compute}"
+        activations = "by the checkpoint's scales" if c.static_activations else "per token"
+        source = "quantized while loading" if c.online else "from the checkpoint"
+        return f"fp8: weights {source}, a scale per {scales}; activations quantized {activations}; head in {compute}"
+
+
+def check_size(in_features: int, out_features: int) -> None:
+    if in_features % 16 or out_features % 16:
+        raise ValueError(
+            f"fp8 needs layers whose inputs and outputs are multiples of 16; one has {in_features} and {out_features}"
+        )

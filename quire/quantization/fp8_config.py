@@ -1,0 +1,99 @@
+"""What a checkpoint's quantization_config says, for fp8 weights."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+FP8_METHODS = ("fp8", "compressed-tensors")
+ONLINE = ("fp8", "fp8_per_tensor")  # what can be done to an unquantized checkpoint
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Weights in e4m3 with float32 scales; activations quantized per token, or by a fixed scale of the checkpoint."""
+
+    online: bool = False  # the checkpoint is not quantized: do it while loading
+    per_channel: bool = False  # a scale for each output; else one for each of the checkpoint's tensors
+    block: tuple[int, int] | None = None  # a scale for each block of the weight
+    static_activations: bool = False
+    scale_name: str = "weight_scale"
+    skipped: tuple[str, ...] = ("lm_head",)  # names of layers that are not quantized, or re: and a pattern
+    skip_by_part: bool = False  # a name also skips every layer whose name contains it
+
+    def quantizes(self, module: str, names: tuple[str, ...]) -> bool:
+        """Whether the layer fused of `names` of `module` is quantized; all of them must be, or none."""
+        skips = {self._skips(f"{module}.{name}") for name in names}
+        if len(skips) > 1:
+            raise ValueError(
+                f"of {', '.join(names)} in {module} some are quantized and some are not; they are one layer here, "
+                "so the checkpoint must treat them alike"
+            )
+        return not skips.pop()
+
+    def _skips(self, name: str) -> bool:
+        for skipped in self.skipped:
+            if skipped.startswith("re:"):
+                if re.match(skipped[3:], name):
+                    return True
+            elif skipped == name or (self.skip_by_part and f".{skipped}." in f".{name}."):
+                return True
+        return False
+
+
+def parse_fp8_config(stored: dict[str, Any]) -> Fp8Config:
+    """A quantization_config of method fp8 or compressed-tensors."""
+    if stored.get("quant_method") == "fp8":
+        return _parse_fp8(stored)
+    return _parse_compressed_tensors(stored)
+
+
+def _parse_fp8(stored: dict[str, Any]) -> Fp8Config:
+    scheme = stored.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _unsupported(f"activation_scheme {scheme!r}", "dynamic, static")
+    if stored.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _unsupported(f"fmt {stored['fmt']!r}", "e4m3")
+    block = stored.get("weight_block_size")
+    if block is not None and (len(block) != 2 or scheme == "static"):
+        raise _unsupported(f"weight_block_size {block} with {scheme} activations", "[rows, columns], dynamic")
+    return Fp8Config(
+        block=tuple(block) if block else None,
+        static_activations=scheme == "static",
+        scale_name="weight_scale_inv" if block else "weight_scale",
+        skipped=tuple(stored.get("ignored_layers") or stored.get("modules_to_not_convert") or ()),
+        skip_by_part=True,
+    )
+
+
+def _parse_compressed_tensors(stored: dict[str, Any]) -> Fp8Config:
+    kind = stored.get("format")
+    if kind not in ("float-quantized", "naive-quantized"):
+        raise _unsupported(f"compressed-tensors format {kind!r}", "float-quantized")
+    groups = list((stored.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        targets = [group.get("targets") for group in groups]
+        raise _unsupported(f"config_groups for {targets}", "one group for ['Linear']")
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    for what, args in (("weights", weights), ("input_activations", inputs)):
+        if args.get("type") != "float" or args.get("num_bits") != 8 or not args.get("symmetric", True):
+            raise _unsupported(f"{what} {args.get('num_bits')}-bit {args.get('type')}", "8-bit float, symmetric (W8A8)")
+    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    if strategy not in ("channel", "tensor", "block") or (strategy == "block" and not block):
+        raise _unsupported(f"weights by {strategy}", "channel, tensor, block with block_structure")
+    dynamic = bool(inputs.get("dynamic"))
+    wanted = ("token", "group") if strategy == "block" else ("token",) if dynamic else ("tensor",)
+    if inputs.get("strategy") not in wanted:
+        raise _unsupported(
+            f"{'dynamic' if dynamic else 'static'} input_activations by {inputs.get('strategy')}",
+            "dynamic by token, static by tensor",
+        )
+    return Fp8Config(
+        per_channel=strategy == "channel",
+        block=tuple(block) if block and strategy == "block" else None,
+        static_activations=not dynamic,
+        skipped=tuple(stored.get("ignore") or ()),
+    )
+
+
+def _unsupported(what: str, allowed: str) -> ValueError:
+    return ValueError(f"the checkpoint's quantization_config has {what}, which is not supported; supported: {allowed}")

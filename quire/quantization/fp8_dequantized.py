@@ -1,0 +1,42 @@
+import torch
+from torch import nn
+
+from quire.layers.load_slot import LoadSlot, ShardId
+from quire.quantization.base import Partition
+from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_scales import CheckpointScales
+from quire.quantization.unquantized import UnquantizedLinearMethod
+
+ROWS_AT_A_TIME = 1024  # bounds the float32 copy
+
+
+class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
+    """A checkpoint's fp8 weights in the compute dtype: q * scale, rounded once; from then on like any other weight."""
+
+    def __init__(self, config: Fp8Config) -> None:
+        self.config = config
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        in_features: int,
+        out_partition_sizes: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().create_weights(layer, in_features, out_partition_sizes, dtype, device)
+        self.scales = CheckpointScales(self.config, device)
+
+    def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
+        return super().load_slots(layer, partitions) | self.scales.slots(partitions)
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        weight = layer.weight
+        assert isinstance(weight, nn.Parameter)
+        for index, p in enumerate(self.scales.partitions):
+            rows = weight.data.narrow(0, p.offset, p.size)  # fp8 values, exact in every compute dtype
+            for first in range(0, p.size, ROWS_AT_A_TIME):
+                some = rows[first : first + ROWS_AT_A_TIME]
+                some.copy_(some.float() * self.scales.of_rows(index, first, first + len(some), some.shape[1]))
+        del self.scales
+        super().process_after_loading(layer)

@@ -1,0 +1,58 @@
+"""The scales that come with a checkpoint's fp8 weights."""
+
+import torch
+
+from quire.layers.load_slot import LoadSlot, ShardId
+from quire.quantization.base import Partition
+from quire.quantization.fp8_config import Fp8Config
+
+
+class CheckpointScales:
+    """A layer's scales as stored: for each of its tensors one, one per output, or one per block; and of activations."""
+
+    def __init__(self, config: Fp8Config, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.partitions: list[Partition] = []
+
+    def slots(self, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
+        self.partitions = partitions
+        self.weight = [self._empty(*self._stored_shape(p)) for p in partitions]
+        self.input = [self._empty(1) for _ in partitions]
+        slots: dict[tuple[str, ShardId], LoadSlot] = {}
+        for p, weight, given in zip(partitions, self.weight, self.input, strict=True):
+            slots[self.config.scale_name, p.shard] = _slot(weight)
+            if self.config.static_activations:
+                slots["input_scale", p.shard] = _slot(given)
+        return slots
+
+    def by_output(self) -> torch.Tensor:
+        """[N]: each output's own, or its tensor's."""
+        return torch.cat([self.of_rows(i, 0, p.size)[:, 0] for i, p in enumerate(self.partitions)])
+
+    def of_rows(self, index: int, first: int, last: int, columns: int = 1) -> torch.Tensor:
+        """Factors for rows first to last of a partition's weight: [rows, columns], or [rows, 1] where all are equal."""
+        p, scale = self.partitions[index], self.weight[index]
+        rows = torch.arange(first, last, device=self.device)
+        if p.dim == 0:
+            rows += p.start
+        if self.config.block is not None:
+            in_row = torch.arange(columns, device=self.device) + (p.start if p.dim == 1 else 0)
+            return scale[rows // self.config.block[0]][:, in_row // self.config.block[1]]
+        return scale[rows, None] if self.config.per_channel else scale.expand(last - first)[:, None]
+
+    def of_inputs(self) -> torch.Tensor | None:
+        """[1]: a fused layer quantizes its input once, so the scale must cover the widest of its parts' ranges."""
+        return torch.cat(self.input).amax().view(1) if self.config.static_activations else None
+
+    def _stored_shape(self, p: Partition) -> tuple[int, ...]:
+        outputs, inputs = p.full_shape
+        if self.config.block is not None:
+            return -(-outputs // self.config.block[0]), -(-inputs // self.config.block[1])
+        return (outputs,) if self.config.per_channel else (1,)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+
+def _slot(scale: torch.Tensor) -> LoadSlot:
+    return LoadSlot(scale, tuple(scale.shape), dummy="ones", any_shape=True)

@@ -1,0 +1,60 @@
+"""What a draw needs to know of each row, kept on the device."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from quire.kernels.sample_tokens import DrawParameters
+from quire.messages.sampling_params import SamplingParams
+
+
+class ParameterTable:
+    """One table for all parameters, so that the new rows of a step cost one copy to the device together."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._table = torch.zeros(7, num_rows, dtype=torch.int32, device=device)
+        on_host = device.type == "cpu"
+        self._host = self._table if on_host else torch.zeros(7, num_rows, dtype=torch.int32)
+        self._changed = False
+        self.device = _columns(self._table)
+        columns = _columns(self._host)
+        self._seeds, self._greedy = columns.seeds.numpy(), columns.greedy.numpy()
+        self._temperature, self._log_min_p = columns.temperature.numpy(), columns.log_min_p.numpy()
+        self._top_p, self._top_k = columns.top_p.numpy(), columns.top_k.numpy()
+
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        greedy = params.greedy
+        self._seeds[row] = seed
+        self._greedy[row] = greedy
+        self._temperature[row] = 1.0 if greedy else params.temperature
+        self._log_min_p[row] = -math.inf if greedy or not params.min_p else math.log(params.min_p)
+        self._top_p[row] = 1.0 if greedy else params.top_p
+        self._top_k[row] = 0 if greedy else max(0, params.top_k)
+        self._changed = self._table is not self._host
+
+    def upload(self) -> None:
+        """Bring changes to the device, behind what its stream holds already."""
+        if self._changed:
+            # A fresh pinned copy: the host may change the table again before the device has read it.
+            self._table.copy_(self._host.pin_memory(), non_blocking=True)
+            self._changed = False
+
+
+def _columns(table: torch.Tensor) -> DrawParameters:
+    """The table's columns as what they are; seeds take two."""
+    floats = table.view(torch.float32)
+    return DrawParameters(
+        seeds=table[:2].view(-1).view(torch.int64),
+        temperature=floats[2],
+        log_min_p=floats[3],
+        top_p=floats[4],
+        top_k=table[5],
+        greedy=table[6],
+    )
+
+
+def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[len(values)] int64, without waiting for the device."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,155 @@
+"""Steps as CUDA graphs: one launch instead of hundreds.
+
+A graph exists per size of step: rows of one token each, or few tokens in all for steps with prompts in them. It is
+captured at start-up, in about a second for all sizes, and a step runs padded in the smallest that holds it. Larger
+steps are launched kernel by kernel: the device has enough to do meanwhile.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.base import AttentionBackend
+from quire.worker.transfer import aligned, write_to
+
+logger = logging.getLogger("quire")
+
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+MIXED_ROWS = 64
+MISSES_BEFORE_CAPTURE = 2  # of a kind of step that is not captured at start-up
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    num_tokens: int
+    num_rows: int
+    one_each: bool
+    shared_prefix: bool = False
+
+
+@dataclass
+class CapturedStep:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [rows of the key, vocab], where every replay leaves them
+
+
+class StepBuffers:
+    """What a captured step reads: fixed in memory, filled before each replay."""
+
+    def __init__(self, max_rows: int, max_tokens: int, max_query_blocks: int, device: torch.device) -> None:
+        sizes = [aligned(n) for n in (1, max_rows, max_rows + 1, max_rows, max_tokens, 2 * max_query_blocks)]
+        self.ints = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
+        parts = self.ints.split(sizes)
+        self.prefix_len, self.rows, self.query_start, self.last_token, self.token_rows, blocks = parts
+        self.query_blocks = blocks.view(-1, 2)
+        self.host = np.full(sum(sizes), -1, np.int32)
+        self.host_parts = np.split(self.host, np.cumsum(sizes)[:-1])
+
+    def fill_decode(self, rows: np.ndarray, bucket: int, prefix_len: int) -> None:
+        length, row, *_ = self.host_parts
+        length[0] = prefix_len
+        row[: len(rows)], row[len(rows) : bucket] = rows, -1
+        write_to(self.ints, self.host[: len(length) + bucket])
+
+    def fill(self, rows: np.ndarray, num_tokens: np.ndarray, query_blocks: np.ndarray) -> None:
+        _, row, start, last, token_rows, blocks = self.host_parts
+        n, total = len(rows), int(num_tokens.sum())
+        row[:n], row[n:] = rows, -1
+        start[0] = 0
+        np.cumsum(num_tokens, out=start[1 : n + 1])
+        start[n + 1 :] = total
+        last[:n], last[n:] = start[1 : n + 1] - 1, 0
+        token_rows[:total], token_rows[total:] = np.repeat(np.arange(n), num_tokens), -1
+        blocks[: query_blocks.size], blocks[query_blocks.size :] = query_blocks.reshape(-1), -1
+        write_to(self.ints, self.host)
+
+
+class StepGraphs:
+    def __init__(
+        self,
+        compute: Callable[[GraphKey, StepBuffers], torch.Tensor],
+        backend: AttentionBackend,
+        max_rows: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """`compute` runs a step of the key's size from the buffers and returns its logits."""
+        self.compute = compute
+        self.backend = backend
+        self.device = device
+        self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
+        self.mixed_rows = min(MIXED_ROWS, max_rows)
+        self.mixed_tokens = [n for n in MIXED_TOKENS if n <= max_tokens]
+        most_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
+        self.decode_buffers = StepBuffers(max_rows, 0, 0, device)
+        most_blocks = backend.max_query_blocks(most_tokens, self.mixed_rows)
+        self.mixed_buffers = StepBuffers(self.mixed_rows, most_tokens, most_blocks, device)
+        self._captured: dict[GraphKey, CapturedStep] = {}
+        self._misses: Counter[GraphKey] = Counter()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture_at_start(self, largest_only: bool = False) -> None:
+        """The largest first: the others find their memory in its pool."""
+        began = time.perf_counter()
+        sizes = slice(-1, None) if largest_only else slice(None)
+        for num_rows in reversed(self.decode_rows[sizes]):
+            self._capture(GraphKey(num_rows, num_rows, one_each=True))
+        for num_tokens in reversed(self.mixed_tokens[sizes]):
+            self._capture(GraphKey(num_tokens, self.mixed_rows, one_each=False))
+        logger.debug("%d graphs captured in %.2f s", len(self._captured), time.perf_counter() - began)
+
+    def run_decode(self, rows: np.ndarray, prefix_len: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows and logits, both padded, of a step of one token a row; None if there is no graph for it (yet)."""
+        bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]
+        key = GraphKey(bucket, bucket, one_each=True, shared_prefix=prefix_len > 0)
+        if key not in self._captured:
+            self._misses[key] += 1
+            if self._misses[key] < MISSES_BEFORE_CAPTURE:
+                return None
+            self._capture(key)
+        self.decode_buffers.fill_decode(rows, bucket, prefix_len)
+        return self._replay(key, self.decode_buffers)
+
+    def run_mixed(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same for a step in which rows have several tokens."""
+        at = bisect_left(self.mixed_tokens, int(num_tokens.sum()))
+        if at == len(self.mixed_tokens) or len(rows) > self.mixed_rows:
+            return None
+        blocks = self.backend.plan_queries(num_tokens)
+        assert blocks is not None
+        self.mixed_buffers.fill(rows, num_tokens, blocks)
+        return self._replay(GraphKey(self.mixed_tokens[at], self.mixed_rows, one_each=False), self.mixed_buffers)
+
+    def _replay(self, key: GraphKey, buffers: StepBuffers) -> tuple[torch.Tensor, torch.Tensor]:
+        step = self._captured[key]
+        step.graph.replay()
+        return buffers.rows[: key.num_rows], step.logits
+
+    def _capture(self, key: GraphKey) -> None:
+        buffers = self.decode_buffers if key.one_each else self.mixed_buffers
+        nobody = np.empty(0, np.int32)  # padding only: no row's state moves
+        if key.one_each:
+            buffers.fill_decode(nobody, key.num_rows, 0)
+        else:
+            buffers.fill(nobody, nobody, nobody)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            if not self._captured:
+                self.compute(key, buffers)  # libraries set themselves up, which they cannot while a graph is captured
+            graph = torch.cuda.CUDAGraph()
+            # Relaxed: kernels of this size may be loaded now, which a strict capture forbids.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                logits = self.compute(key, buffers)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._captured[key] = CapturedStep(graph, logits)

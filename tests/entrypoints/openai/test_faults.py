@@ -1,0 +1,97 @@
+"""Signals, deaths and a full disk: each ends as it should, and leaves nothing behind."""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.entrypoints.openai.processes import Served, serving
+
+COUNTS = pytest.mark.parametrize("count", ["1", "2"])
+FLAGS = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256")
+ENDLESS: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "Once",
+    "max_tokens": 500,
+    "stream": True,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@contextlib.contextmanager
+def streaming(server: Served, count: int = 4, **client: Any) -> Iterator[list[openai.Stream[Any]]]:
+    """Streams that have begun, each on a connection of its own."""
+    clients = [server.client(**client) for _ in range(count)]
+    streams = [one.completions.create(**ENDLESS) for one in clients]
+    for stream in streams:
+        next(stream)
+    yield streams
+    for one in clients:
+        one.close()
+
+
+@COUNTS
+def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, count: str) -> None:
+    flags = ("--api-server-count", count, "--shutdown-timeout", "1000")
+    with serving(tmp_path, *FLAGS, *flags) as server, streaming(server) as streams:
+        server.process.terminate()
+        for stream in streams:
+            next(stream)  # they go on
+        with pytest.raises(httpx.TransportError):
+            while True:
+                server.get("/health")  # until nobody listens: the first signal has been taken
+        server.process.terminate()
+        for stream in streams:
+            with contextlib.suppress(openai.APIError, httpx.TransportError):
+                list(stream)
+        assert server.wait() == 128 + signal.SIGTERM
+
+
+def test_the_death_of_an_api_process_ends_the_server(tmp_path: Path) -> None:
+    flags = ("--api-server-count", "2", "--rate-limit-requests", "6", "--api-key", "a", "--api-key", "b")
+    with serving(tmp_path, *FLAGS, *flags) as server:
+        # A key has six requests, whichever process takes them.
+        for allowed in [True] * 6 + [False] * 3:
+            status = server.get("/v1/models", headers={"Authorization": "Bearer a"}).status_code
+            assert status == (200 if allowed else 429)
+        with streaming(server, api_key="b") as streams:
+            os.kill(server.apis[1], signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises((openai.APIError, httpx.RemoteProtocolError)):  # the second from the dead one
+                    list(stream)
+        assert server.wait() == 1
+        assert "API process 1 was killed by SIGKILL" in server.last_lines(1)
+
+
+@COUNTS
+def test_a_full_disk_for_logs(tmp_path: Path, count: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (
+        Path("/dev/full").open("wb") as full,
+        serving(tmp_path, *FLAGS, "--api-server-count", count, stderr=full, port=port) as server,
+    ):
+        for _ in range(3):
+            answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+            assert answer.status_code == 200
+        with streaming(server, 1) as (stream,):
+            stream.close()
+        server.process.terminate()
+        assert server.wait() == 0
+
+
+def test_the_death_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, "--api-server-count", "2") as server, streaming(server) as streams:
+        server.process.kill()
+        assert server.wait() == -signal.SIGKILL
+        for stream in streams:
+            with pytest.raises((openai.APIError, httpx.TransportError)):
+                list(stream)

@@ -1,0 +1,46 @@
+"""The Triton kernels on a real GPU, in the precisions that matter there."""
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+if torch.cuda.is_available():
+    from tests.kernels import kernel_cases as cases
+    from tests.kernels.kernel_cases import MIXES
+else:
+    MIXES = {}
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(16, 8, 128), (9, 3, 64), (32, 8, 128)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention(mix, dtype, heads, kv_heads, head_size, window):
+    cases.check_attention(mix, "cuda", dtype, heads, kv_heads, head_size, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prefix", [64, 4096])
+def test_shared_prefix(dtype, prefix):
+    cases.check_attention("decode", "cuda", dtype, 16, 8, 128, prefix=prefix, padding=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elementwise(dtype):
+    for rows, width in ((1, 1024), (300, 4096)):
+        cases.check_norms("cuda", dtype, rows, width)
+        cases.check_silu_mul("cuda", dtype, rows, width)
+    for normed in (False, True):
+        cases.check_rope_and_write("cuda", dtype, 37, 16, 8, 128, 128, normed)
+        cases.check_rope_and_write("cuda", dtype, 37, 6, 2, 96, 48, normed)
+
+
+@pytest.mark.parametrize("one_each", [True, False])
+def test_prepare_inputs(one_each):
+    cases.check_prepare_inputs("cuda", one_each)

@@ -1,0 +1,90 @@
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.quantization.fp8_config import Fp8Config, parse_fp8_config
+from quire.quantization.select import choose_quantization
+from quire.quantization.unquantized import UNQUANTIZED
+
+CPU = torch.device("cpu")
+
+
+def compressed(weights: str = "channel", inputs: str = "token", dynamic: bool = True, **differences) -> dict:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": weights, "dynamic": False, "symmetric": True},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": inputs, "dynamic": dynamic},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    } | differences
+
+
+def test_fp8():
+    config = parse_fp8_config({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
+    assert config.static_activations and not config.per_channel and config.block is None
+    config = parse_fp8_config({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"})
+    assert config.block == (128, 128) and config.scale_name == "weight_scale_inv"
+
+
+def test_compressed_tensors():
+    config = parse_fp8_config(compressed())
+    assert config.per_channel and not config.static_activations
+    config = parse_fp8_config(compressed("tensor", "tensor", dynamic=False))
+    assert not config.per_channel and config.static_activations
+
+
+def test_skipped_layers():
+    by_name = Fp8Config(skipped=("model.layers.0.mlp.down_proj", r"re:.*\.layers\.1\..*"))
+    assert not by_name.quantizes("model.layers.0.mlp", ("down_proj",))
+    assert by_name.quantizes("model.layers.2.mlp", ("down_proj",))
+    assert not by_name.quantizes("model.layers.1.self_attn", ("q_proj", "k_proj", "v_proj"))
+    by_part = Fp8Config(skipped=("mlp", "model.layers.1"), skip_by_part=True)
+    assert not by_part.quantizes("model.layers.0.mlp", ("down_proj",))
+    assert not by_part.quantizes("model.layers.1.self_attn", ("o_proj",))
+    assert by_part.quantizes("model.layers.10.self_attn", ("o_proj",))
+
+
+def test_half_a_fused_layer_cannot_be_skipped():
+    config = Fp8Config(skipped=("model.layers.0.mlp.up_proj",))
+    with pytest.raises(ValueError, match="some are quantized and some are not"):
+        config.quantizes("model.layers.0.mlp", ("gate_proj", "up_proj"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "complaint"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "supported: dynamic, static"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "supported: e4m3"),
+        (compressed(format="pack-quantized"), "supported: float-quantized"),
+        (compressed(weights="group"), "supported: channel, tensor"),
+        (compressed(inputs="tensor"), "supported: dynamic by token"),
+        (compressed(config_groups={}), "one group"),
+        ({"quant_method": "awq"}, "supported: fp8, compressed-tensors"),
+    ],
+)
+def test_what_is_not_supported_says_what_is(stored, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        choose_quantization(None, {"quantization_config": stored}, torch.bfloat16, CPU)
+
+
+def test_choices():
+    assert choose_quantization(None, {}, torch.bfloat16, CPU) is UNQUANTIZED
+    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 8\.9.*a CPU has no fp8"):
+        choose_quantization("fp8", {}, torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match="the checkpoint is not quantized; allowed: fp8"):
+        choose_quantization("compressed-tensors", {}, torch.bfloat16, CPU)
+    with pytest.raises(ValueError, match="is quantized by 'compressed-tensors'; leave it out"):
+        choose_quantization("fp8", {"quantization_config": compressed()}, torch.bfloat16, CPU)
+    assert "dequantized to bfloat16" in (
+        choose_quantization(None, {"quantization_config": compressed()}, torch.bfloat16, CPU).describe()
+    )
+
+
+def test_the_option():
+    assert EngineConfig.from_kwargs(quantization="fp8").model.quantization == "fp8"
+    with pytest.raises(ValueError, match="allowed: fp8, fp8_per_tensor, compressed-tensors"):
+        EngineConfig.from_kwargs(quantization="awq")
