@@ -142,11 +142,9 @@ class StepGraphs:
             buffers.fill(nobody, nobody, nobody)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            if not self._captured:
-                self.compute(key, buffers)  # libraries set themselves up, which they cannot while a graph is captured
+            self.compute(key, buffers)  # compiles and loads what the capture must find ready
             graph = torch.cuda.CUDAGraph()
-            # Relaxed: kernels of this size may be loaded now, which a strict capture forbids.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 logits = self.compute(key, buffers)
             finally:
