@@ -19,14 +19,32 @@ class AttentionShape:
     head_size: int
 
 
+def cache_dtype(platform: Platform, dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
+    """In what precision keys and values are kept."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    if platform.name == "cpu":
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto (--kv-cache-dtype)")
+    if torch.cuda.get_device_capability(platform.device) < (8, 9):
+        name = torch.cuda.get_device_name(platform.device)
+        raise ValueError(f"{name} has no fp8; allowed there: kv_cache_dtype auto (--kv-cache-dtype)")
+    return torch.float8_e4m3fn
+
+
 def choose_backend(
-    platform: Platform, dtype: torch.dtype, shape: AttentionShape, requested: str | None = None
+    platform: Platform,
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    requested: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[AttentionBackend, str]:
     """The backend and one sentence that says why it was chosen."""
     if requested is not None and requested not in BACKENDS:
         raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(BACKENDS)}")
     if requested == "triton" and platform.name == "cpu":
         raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: torch")
+    if requested == "torch" and kv_cache_dtype != "auto":
+        raise ValueError(f"attention backend 'torch' has no kv_cache_dtype {kv_cache_dtype!r}; allowed: auto")
     name = requested or ("torch" if platform.name == "cpu" else "triton")
     served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {shape.head_size}"
     why = f"attention backend {name}: {'it was asked for' if requested else f'it serves {served}'}."

@@ -29,7 +29,7 @@ MEGABYTE = 1e6
 # Small enough that all of the KV cache is in use within the warm-up: its pages count as memory once touched. What else
 # fills up and then stays is torch's store of compiled matrix products, one for each number of rows that was seen.
 DEFAULTS = {"num_gpu_blocks_override": 512, "max_model_len": 1024}
-MIN_SAMPLES = 8  # for a slope that means something
+MIN_SAMPLES = 8  # for a growth that means something
 
 
 def parser() -> FlagParser:
@@ -45,7 +45,7 @@ def parser() -> FlagParser:
     add("--disconnects", 0.1, "part of the requests whose client leaves")
     add("--warm-up", 0.5, "part of the time before memory is judged")
     add("--sample-seconds", 5.0, "between two looks at memory")
-    add("--max-slope", 1.0, "most megabytes per minute that a process may grow")
+    add("--max-growth", 1.0, "most megabytes per minute that a process may grow")
     add("--seed", 0, "of the traffic", whole_number)
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -67,14 +67,17 @@ class Memory:
         self.resident.append([process.resident_bytes() for process in self.processes])
 
     def judged(self, warm_up: float) -> list[dict[str, Any]]:
-        """Per process, in megabytes; the slope is the least-squares line after the warm-up."""
+        """Per process, in megabytes. Growth is from the highest before the end of the warm-up to the highest after it:
+        an allocator gives memory back and takes it again, and only a leak raises the peaks."""
         found = []
         minutes = np.array(self.times) / 60
         for i, process in enumerate(self.processes):
             sizes = np.array([row[i] for row in self.resident]) / MEGABYTE
             late = minutes >= warm_up * minutes[-1]
             enough = int(late.sum()) >= MIN_SAMPLES
-            slope = float(np.polyfit(minutes[late], sizes[late], 1)[0]) if enough else None
+            growth = None
+            if enough and not late.all():
+                growth = float((sizes[late].max() - sizes[~late].max()) / (minutes[-1] - minutes[~late][-1]))
             found.append(
                 {
                     "role": process.role,
@@ -82,7 +85,7 @@ class Memory:
                     "after_warm_up_mb": float(sizes[late][0]),
                     "last_mb": float(sizes[-1]),
                     "highest_mb": float(sizes.max()),
-                    "slope_mb_per_minute": slope,
+                    "growth_mb_per_minute": growth,
                 }
             )
         return found
@@ -103,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
         Metric("requests", "/s", [tally.sent / seconds]),
         Metric("output", "tok/s", [tally.output_tokens / seconds]),
         *(
-            Metric(f"{one['role']} memory growth", "MB/min", [one["slope_mb_per_minute"]], lower_is_better=True)
+            Metric(f"{one['role']} memory growth", "MB/min", [one["growth_mb_per_minute"]], lower_is_better=True)
             for one in judged
-            if one["slope_mb_per_minute"] is not None
+            if one["growth_mb_per_minute"] is not None
         ),
     ]
     details = {
@@ -177,9 +180,10 @@ def _problems(
     if tracebacks:
         found.append(f"{tracebacks} tracebacks in the server's log:\n{child.last_words()}")
     for one in memory.judged(args.warm_up):
-        slope = one["slope_mb_per_minute"]
-        if slope is not None and slope > args.max_slope:
-            found.append(f"the {one['role']} process grew by {slope:.2f} MB a minute (--max-slope {args.max_slope:g})")
+        growth = one["growth_mb_per_minute"]
+        if growth is not None and growth > args.max_growth:
+            limit = f"--max-growth {args.max_growth:g}"
+            found.append(f"the {one['role']} process grew by {growth:.2f} MB a minute ({limit})")
     return found
 
 

@@ -14,6 +14,11 @@ class CacheConfig:
         "sha256 is stable across processes; xxhash is faster, keyed by a secret of this process",
         choices=("sha256", "xxhash"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "precision of keys and values in the cache; auto: that of the model; fp8 holds twice as many (GPU)",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
     gpu_memory_utilization: float = option(
         0.9, "part of the device's memory the engine may use", minimum=0.01, maximum=1.0
     )

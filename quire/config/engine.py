@@ -87,7 +87,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "tensor parallelism"),
     "pipeline_parallel_size": (1, "pipeline parallelism"),
     "data_parallel_size": (1, "data parallelism"),
-    "kv_cache_dtype": ("auto", "a quantized KV cache"),
     "enable_lora": (False, "LoRA"),
     "trust_remote_code": (False, "running code from a checkpoint"),
     "runner": ("generate", "pooling models"),

@@ -47,7 +47,10 @@ class EngineCore:
             layout,
             enable_caching=config.cache.enable_prefix_caching,
             root=cache_root(
-                config.model.model or "", config.model.revision or "", config.model.dtype, repr(layout.groups)
+                config.model.model or "",
+                config.model.revision or "",
+                f"{config.model.dtype}, {config.cache.kv_cache_dtype}",
+                repr(layout.groups),
             ),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
         )

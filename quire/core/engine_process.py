@@ -240,7 +240,7 @@ def engine_process_main(config: EngineConfig, address: str, log_level: int = log
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     # torch and oneDNN each keep 1024 compiled matrix products, one for every number of rows: a gigabyte that fills up
-    # over minutes of mixed traffic. What is thrown away here is made again in about a millisecond.
+    # over minutes of mixed traffic. What is thrown away here is made again in half a millisecond.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     leave_signals_to_parent()

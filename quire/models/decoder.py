@@ -1,6 +1,7 @@
 """The decoder that Llama and its relatives share. A family is this plus a few declared differences."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -203,6 +204,18 @@ class DecoderModel(nn.Module):
 
     def attention_layers(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Inside, the model has one layer for each kind of attention: what differs in kernels, but not in numbers."""
+        layers, rotaries = self.layers, self.rotary_of_layer
+        kinds = {window: i for i, window in reversed(list(enumerate(self.config.windows)))}
+        self.layers = nn.ModuleList(layers[i] for i in kinds.values())
+        self.rotary_of_layer = [rotaries[i] for i in kinds.values()]
+        try:
+            yield
+        finally:
+            self.layers, self.rotary_of_layer = layers, rotaries
 
     def weight_map(self) -> WeightMap:
         # A tied checkpoint may still carry the head, as a copy of the embedding.

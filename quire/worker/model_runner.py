@@ -205,7 +205,7 @@ class ModelRunner:
 
         buffers = StepBuffers(len(self.rows.num_tokens), 0, 0, self.device)
         self._compiling = True
-        with collecting() as jobs:
+        with collecting() as jobs, self.model.one_layer_of_each_kind():
             self.run_padding(16)
             for num_rows in COMPILED_ROWS:
                 if num_rows <= len(self.rows.num_tokens):

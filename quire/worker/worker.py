@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from quire.attention.selector import AttentionShape, choose_backend
+from quire.attention.selector import AttentionShape, cache_dtype, choose_backend
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
@@ -46,7 +46,9 @@ class Worker:
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
         shape = AttentionShape(self.max_num_seqs, first.num_heads, first.num_kv_heads, first.head_size)
-        backend, why = choose_backend(self.platform, self.dtype, shape, config.device.attention_backend)
+        kept = config.cache.kv_cache_dtype
+        self.cache_dtype = cache_dtype(self.platform, self.dtype, kept)
+        backend, why = choose_backend(self.platform, self.dtype, shape, config.device.attention_backend, kept)
         logger.debug(why)
         self.runner = ModelRunner(
             self.model,
@@ -60,7 +62,8 @@ class Worker:
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size
-        return {layer.layer_index: layer.kv_cache_spec(size, self.dtype) for layer in self.model.attention_layers()}
+        layers = self.model.attention_layers()
+        return {layer.layer_index: layer.kv_cache_spec(size, self.cache_dtype) for layer in layers}
 
     def kv_cache_memory(self) -> int:
         """Measured after the weights are in place."""
@@ -69,12 +72,13 @@ class Worker:
             return int(self.platform.available_memory() * cache.cpu_memory_utilization)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
-        needed = step_memory(self.runner, self.kv_cache_specs(), self.max_num_seqs, max_tokens, self.dtype)
+        specs = self.kv_cache_specs()
+        needed = step_memory(self.runner, specs, self.max_num_seqs, max_tokens, self.cache_dtype)
         free, total = torch.cuda.mem_get_info(self.platform.device)
         return int(total * cache.gpu_memory_utilization) - (total - free) - needed
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
-        self.runner.initialize(config, self.max_num_seqs, max_model_len, self.dtype)
+        self.runner.initialize(config, self.max_num_seqs, max_model_len, self.cache_dtype)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         self.runner.capture_graphs(max_tokens)
@@ -92,4 +96,5 @@ class Worker:
             place = f"cpu, {torch.get_num_threads()} threads"
         else:
             place = torch.cuda.get_device_name(self.platform.device)
-        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention"
+        kept = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"
+        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention{kept}"

@@ -31,6 +31,11 @@ def test_shared_prefix(dtype, prefix):
     cases.check_attention("decode", "cuda", dtype, 16, 8, 128, prefix=prefix, padding=2)
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_attention_over_an_fp8_cache(mix):
+    cases.check_attention(mix, "cuda", torch.bfloat16, 16, 8, 128, cache_dtype=torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_elementwise(dtype):
     for rows, width in ((1, 1024), (300, 4096)):
