@@ -6,9 +6,11 @@ import torch
 
 from quire.attention.base import AttentionBackend
 from quire.attention.cpu import TorchBackend
+from quire.attention.native import NativeBackend
+from quire.kernels import native
 from quire.platforms.base import Platform
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "native", "triton")
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,25 @@ def choose_backend(
     if requested is not None and requested not in BACKENDS:
         raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(BACKENDS)}")
     if requested == "triton" and platform.name == "cpu":
-        raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: torch")
+        raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: native, torch")
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
+    native_serves = platform.name == "cpu" and dtype in native.TYPES and native.attention_fits(*heads)
+    if requested == "native" and not native_serves:
+        raise ValueError(
+            "attention backend 'native' needs a CPU, a C compiler, float32 or bfloat16, and heads of at most 256; "
+            "allowed here: torch"
+        )
     if requested == "torch" and kv_cache_dtype != "auto":
         raise ValueError(f"attention backend 'torch' has no kv_cache_dtype {kv_cache_dtype!r}; allowed: auto")
-    name = requested or ("torch" if platform.name == "cpu" else "triton")
+    # In float32 torch's own products are faster than the plain C of that precision.
+    on_cpu = "native" if native_serves and dtype is torch.bfloat16 else "torch"
+    name = requested or (on_cpu if platform.name == "cpu" else "triton")
     served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {shape.head_size}"
     why = f"attention backend {name}: {'it was asked for' if requested else f'it serves {served}'}."
     if name == "torch":
         return TorchBackend(), why
+    if name == "native":
+        return NativeBackend(), why
     from quire.attention.triton import TritonBackend
 
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
     return TritonBackend(shape.max_rows, *heads, dtype, platform.device), why

@@ -1,6 +1,7 @@
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import native
 from quire.kernels.dispatch import use_triton
 
 
@@ -22,6 +23,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from quire.kernels.triton import rms_norm as kernel
 
         return kernel.rms_norm(x, weight, eps)
+    if native.serves(x):
+        return native.rms_norm(x, None, weight, eps)
     return rms_norm_torch(x, weight, eps)
 
 
@@ -33,4 +36,6 @@ def fused_add_rms_norm(
         from quire.kernels.triton import rms_norm as kernel
 
         return kernel.fused_add_rms_norm(x, residual, weight, eps)
+    if native.serves(x) and residual.is_contiguous():
+        return native.rms_norm(x, residual, weight, eps), residual
     return fused_add_rms_norm_torch(x, residual, weight, eps)

@@ -1,6 +1,7 @@
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import native
 from quire.kernels.dispatch import use_triton
 
 
@@ -15,4 +16,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         from quire.kernels.triton import silu_mul as kernel
 
         return kernel.silu_mul(gate_up)
+    if native.serves(gate_up):
+        return native.silu_mul(gate_up)
     return silu_mul_torch(gate_up)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from quire.platforms.cpuid import Cpuid
@@ -38,6 +38,11 @@ def cap_onednn_if_amx_is_broken(cpuid: Cpuid | None, environ: MutableMapping[str
         f"this machine advertises AMX without describing its tiles (CPUID leaf {_TILE_LEAF:#x}), which crashes oneDNN; "
         f"{ONEDNN_ISA}={SAFE_ISA} was set."
     )
+
+
+def onednn_may_use_amx(environ: Mapping[str, str] = os.environ) -> bool:
+    """Once the platform is prepared: whether the processor has AMX and nothing keeps oneDNN from it."""
+    return "amx_bf16" in cpu_flags() and ONEDNN_ISA not in environ
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

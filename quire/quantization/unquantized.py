@@ -1,6 +1,7 @@
 import torch
 from torch import nn
 
+from quire.kernels.packed_linear import Multiply, pack_weight
 from quire.kernels.skinny_linear import (
     Norm,
     can_fuse,
@@ -16,9 +17,8 @@ from quire.quantization.base import LinearMethod, Partition
 class UnquantizedLinearMethod:
     """A plain weight [out, in] in the compute dtype.
 
-    On a CPU in bf16 it is packed once into oneDNN's blocked layout: measured twice as fast at one row and 10 to 30%
-    faster at 64 than leaving oneDNN to reorder the weight in every call. The original is then dropped. On a GPU few
-    rows take our own kernels where those are faster than cuBLAS.
+    On a CPU in bf16 it is packed once, and the original dropped (kernels/packed_linear.py). On a GPU few rows take our
+    own kernels where those are faster than cuBLAS.
     """
 
     def create_weights(
@@ -37,10 +37,10 @@ class UnquantizedLinearMethod:
         return {("weight", p.shard): weight_slot(layer.weight.data, p) for p in partitions}
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        packed = getattr(layer, "packed_weight", None)
-        if packed is None:
-            return linear(x, layer.weight, bias)  # type: ignore[arg-type]
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        multiply: Multiply | None = getattr(layer, "multiply", None)
+        if multiply is not None:
+            return multiply(x, bias)
+        return linear(x, layer.weight, bias)  # type: ignore[arg-type]
 
     def can_fuse(self, layer: nn.Module) -> bool:
         weight = getattr(layer, "weight", None)
@@ -64,8 +64,9 @@ class UnquantizedLinearMethod:
         weight = layer.weight
         assert isinstance(weight, nn.Parameter)
         prepare_skinny_linear(weight.device)
-        if can_pack(weight):
-            layer.packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.data, None)
+        multiply = pack_weight(weight.data)
+        if multiply is not None:
+            object.__setattr__(layer, "multiply", multiply)  # no module, parameter or buffer
             del layer.weight
 
 
@@ -87,17 +88,3 @@ UNQUANTIZED = Unquantized()
 def weight_slot(weight: torch.Tensor, partition: Partition) -> LoadSlot:
     p = partition
     return LoadSlot(weight.narrow(0, p.offset, p.size), p.full_shape, p.dim, p.start)
-
-
-def can_pack(weight: torch.Tensor) -> bool:
-    on_cpu_in_bf16 = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
-    return on_cpu_in_bf16 and torch.backends.mkldnn.is_available() and _has_packing_ops()
-
-
-def _has_packing_ops() -> bool:
-    if not (hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
-        return False
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False

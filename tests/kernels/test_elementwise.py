@@ -11,7 +11,7 @@ def test_rms_norm_is_exact_in_float32():
     x, weight = torch.randn(5, 24), torch.randn(24)
     wanted = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), wanted, atol=1e-6, rtol=1e-6)
-    normed, total = fused_add_rms_norm(x, x, weight, 1e-5)
+    normed, total = fused_add_rms_norm(x, x.clone(), weight, 1e-5)
     assert torch.equal(total, x + x)
     assert torch.equal(normed, rms_norm(x + x, weight, 1e-5))
 

@@ -1,0 +1,135 @@
+"""CPU kernels in C, behind functions that take tensors. `serves(x)` says whether they can."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from quire.kernels.native.build import library
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+PANEL = 32
+
+_KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_SIGNATURES = {
+    "quire_rms_norm": "pppp ll f i",
+    "quire_silu_mul": "pp ll i",
+    "quire_rope_and_write": "ppppp f ppp llllll i",
+    "quire_has_linear": "",
+    "quire_pack_linear": "pp ll",
+    "quire_linear": "pppp lll",
+    "quire_attention_fits": "lll",
+    "quire_attention": "ppppppp lllllll f i",
+}
+_functions: dict[str, Any] = {}
+
+
+def serves(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in TYPES and library() is not None
+
+
+def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [n, d]; where there is a residual it is added first, and the sum written over it."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    added = residual.data_ptr() if residual is not None else None
+    sizes = (x.numel() // width, width)
+    _function("quire_rms_norm")(
+        x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *sizes, eps, TYPES[x.dtype]
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype)
+    _function("quire_silu_mul")(gate_up.data_ptr(), out.data_ptr(), rows, width, TYPES[gate_up.dtype])
+    return out
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    table: torch.Tensor | None,
+    positions: torch.Tensor,  # int64
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,  # int64
+) -> torch.Tensor:
+    """Without a table nothing is rotated."""
+    _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    qkv = qkv.contiguous()
+    tokens = qkv.shape[0]
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype)
+    q_weight, k_weight, eps = (norms[0].data_ptr(), norms[1].data_ptr(), norms[2]) if norms else (None, None, 0.0)
+    angles, rotary = (table.data_ptr(), table.shape[1]) if table is not None else (None, 0)
+    _function("quire_rope_and_write")(
+        qkv.data_ptr(), q.data_ptr(), kv_cache.data_ptr(), q_weight, k_weight, eps,
+        angles, positions.data_ptr(), slots.data_ptr(),
+        tokens, num_heads, kv_heads, head_dim, rotary, block_size, TYPES[qkv.dtype],
+    )  # fmt: skip
+    return q
+
+
+def has_linear() -> bool:
+    """Whether the processor multiplies pairs of bf16."""
+    return library() is not None and bool(_function("quire_has_linear")())
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+    """A bf16 weight [N, K] in the form that `linear` takes; N is rounded up to panels of 32."""
+    n, k = weight.shape
+    packed = torch.empty(-(-n // PANEL), -(-k // 2), PANEL, 2, dtype=torch.bfloat16)
+    _function("quire_pack_linear")(weight.contiguous().data_ptr(), packed.data_ptr(), n, k)
+    return packed
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [M, K] bf16 -> [M, num_outputs], accumulated in float32."""
+    x = x.contiguous()
+    rows, k = x.shape
+    out = torch.empty(rows, num_outputs, dtype=torch.bfloat16)
+    added = bias.data_ptr() if bias is not None else None
+    _function("quire_linear")(x.data_ptr(), packed.data_ptr(), added, out.data_ptr(), rows, num_outputs, k)
+    return out
+
+
+def attention_fits(num_heads: int, num_kv_heads: int, head_size: int) -> bool:
+    return library() is not None and bool(_function("quire_attention_fits")(num_heads, num_kv_heads, head_size))
+
+
+def attention(
+    q: torch.Tensor,  # [N, H, D]
+    kv_cache: torch.Tensor,  # [blocks, 2, KV, block_size, D]
+    rows: torch.Tensor,  # [n] int64
+    query_start: torch.Tensor,  # [n + 1] int32
+    seq_lens: torch.Tensor,  # [n] int32
+    block_table: torch.Tensor,  # [rows, max_blocks] int32
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Tokens after the last row's belong to nobody: zeros keep them finite."""
+    _, num_heads, head_size = q.shape
+    _, _, kv_heads, block_size, _ = kv_cache.shape
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    out[int(query_start[-1]) :] = 0
+    _function("quire_attention")(
+        q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), rows.data_ptr(), query_start.data_ptr(),
+        seq_lens.data_ptr(), block_table.data_ptr(),
+        block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window or 0, scale,
+        TYPES[q.dtype],
+    )  # fmt: skip
+    return out
+
+
+def _function(name: str) -> Any:
+    if name not in _functions:
+        found = library()
+        assert found is not None
+        function = getattr(found, name)
+        function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name].replace(" ", "")]
+        _functions[name] = function
+    return _functions[name]

@@ -1,0 +1,28 @@
+"""Batches of rows over pages, for tests of attention kernels."""
+
+import torch
+
+MIXES = {
+    "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
+    "prompts": [(0, 20), (0, 2), (33, 7), (16, 16)],
+    "mixed": [(31, 1), (0, 9), (64, 1), (10, 3), (3, 1), (7, 25)],
+    "long": [(0, 300), (140, 150), (700, 1)],
+}
+
+
+def paged_batch(rows, block_size, heads, kv_heads, head_size, dtype, window=None):
+    """rows: (cached, new) -> q, cache, rows, query_start, seq_lens, table, as attention kernels take them."""
+    torch.manual_seed(0)
+    lens = [cached + new for cached, new in rows]
+    per_row = [-(-n // block_size) for n in lens]
+    ids = (torch.randperm(sum(per_row)) + 1).split(per_row)
+    cache = torch.randn(sum(per_row) + 1, 2, kv_heads, block_size, head_size).to(dtype)
+    table = torch.full((len(rows) + 2, max(per_row) + 1), -(10**6), dtype=torch.int32)  # entries never to be read
+    places = torch.randperm(len(rows) + 2)[: len(rows)]
+    for place, blocks, (cached, _) in zip(places.tolist(), ids, rows, strict=True):
+        table[place, : len(blocks)] = blocks
+        if window:  # blocks wholly outside the window have been freed
+            table[place, : max(0, cached - window + 1) // block_size] = 0
+    starts = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).int()
+    q = torch.randn(int(starts[-1]), heads, head_size).to(dtype)
+    return q, cache, places, starts, torch.tensor(lens).int(), table
