@@ -1,13 +1,17 @@
 """vLLM's import path for sampling parameters."""
 
-from typing import Any
+from quire.entrypoints.beam_search import BeamSearchParams
+from quire.messages.sampling_params import ReasoningTokens, RepetitionDetection, RequestOutputKind, SamplingParams
+from quire.messages.structured import StructuredOutputsParams
 
-from quire.messages.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "ReasoningTokens",
+    "RepetitionDetection",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
-__all__ = ["RepetitionDetection", "RequestOutputKind", "SamplingParams"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("GuidedDecodingParams", "StructuredOutputsParams"):
-        raise ImportError(f"{name}: structured output is not available yet")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+GuidedDecodingParams = StructuredOutputsParams  # its former name

@@ -28,11 +28,13 @@ LAYERS: list[set[str]] = [
 # Beside the stack. Only the packages named here may import them.
 BESIDE: dict[str, set[str]] = {
     "tokenizer": {"entrypoints", "bench", "engine"},
+    "structured_output": {"core"},
     "checkpoint": {"engine", "worker", "models", "tokenizer"},
 }
 
 # What the packages outside the stack may import; everyone in the stack may import `messages` and `config`.
 FOUNDATION: dict[str, set[str]] = {
+    "structured_output": {"tokenizer", "checkpoint", "messages", "config"},
     "tokenizer": {"checkpoint", "messages", "config"},
     "checkpoint": {"messages", "config"},
     "messages": {"config"},

@@ -9,6 +9,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.structured_outputs import StructuredOutputsConfig, backend_of
 
 
 @dataclass
@@ -44,6 +45,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
 
     @staticmethod
     def parts() -> dict[str, type]:
@@ -55,12 +57,14 @@ class EngineConfig:
             "device": DeviceConfig,
             "transfer": TransferConfig,
             "observability": ObservabilityConfig,
+            "structured_outputs": StructuredOutputsConfig,
         }
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
         """Build from flat vLLM-style arguments; an unknown one is an error that suggests the nearest."""
         kwargs = {name: value for name, value in kwargs.items() if not _comes_later(name, value)}
+        kwargs |= backend_of(kwargs.pop("structured_outputs_config", None))
         known = {name: part for part, config in cls.parts().items() for name in options(config)}
         for name in kwargs:
             if name not in known:
@@ -90,7 +94,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "enable_lora": (False, "LoRA"),
     "trust_remote_code": (False, "running code from a checkpoint"),
     "runner": ("generate", "pooling models"),
-    "structured_outputs_config": (None, "structured output"),
     "compilation_config": (None, "compilation"),
 }
 

@@ -92,6 +92,9 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annota
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
     if annotation is bool:
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
+    elif typing.get_origin(annotation) is tuple:
+        common["help"] = f"{info.help}; may be given several times".replace("%", "%%")
+        group.add_argument(flag(name), action="append", metavar="TEXT", **common)
     elif info.choices is not None:
         group.add_argument(flag(name), choices=info.choices, type=_parser_for(name, annotation), **common)
     else:

@@ -32,6 +32,7 @@ class ModelConfig:
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs or logits, before or after penalties, masks and temperature", choices=LOGPROBS_MODES
     )
+    logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class")
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)
 
@@ -43,4 +44,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.max_model_len in ("auto", -1):
             self.max_model_len = None
+        self.logits_processors = _processors(self.logits_processors)
         validate(self)
+
+
+def _processors(given: Any) -> tuple[str | type, ...]:
+    return (given,) if isinstance(given, (str, type)) else tuple(given or ())

@@ -28,6 +28,10 @@ class ServerConfig:
     api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are left out")
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
+    reasoning_parser: str | None = option(None, "format of the model's reasoning: qwen3, ... or your own module:name")
+    enable_auto_tool_choice: bool = option(False, "let the model decide to call tools; needs --tool-call-parser")
+    tool_call_parser: str | None = option(None, "format of the model's calls: hermes, ... or your own module:name")
+    tool_parser_plugin: str | None = option(None, "file or module that registers tool parsers of your own")
     strict_fields: bool = option(False, "refuse fields that are not known instead of warning once")
 
     max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
@@ -63,6 +67,8 @@ class ServerConfig:
         validate(self)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser, the format of the model's calls")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r}; it must begin with / (--root-path)")
         self.root_path = self.root_path.rstrip("/")

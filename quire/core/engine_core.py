@@ -14,9 +14,12 @@ from quire.distributed.kv_connector import scheduler_connector
 from quire.executor.base import Executor, StepResult
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from quire.structured_output.manager import Failure, StructuredOutputManager
 
 logger = logging.getLogger("quire")
+
+GRAMMAR_WAIT = 0.002  # seconds; new requests are not seen in between
 
 
 class EngineCore:
@@ -64,17 +67,28 @@ class EngineCore:
             chunked_prefill=config.scheduler.enable_chunked_prefill,
             connector=scheduler_connector(config.transfer.kv_connector),
         )
+        self.grammars = StructuredOutputManager.of_engine(config)
+        self._failed: list[Failure] = []  # requests that ended for their grammar's sake, until somebody is told
+        self._unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need tokens in flight
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self.scheduler.add_request(request)
+        if request.params.structured_outputs is not None:
+            try:
+                if not self.grammars.add(request):
+                    self.scheduler.block_for_grammar(request.request_id)
+            except ValueError:
+                self.scheduler.finish_requests([request.request_id])
+                raise
 
     def finish_requests(self, request_ids: list[str]) -> list[int]:
+        self.grammars.drop(request_ids)
         return self.scheduler.finish_requests(request_ids)
 
     def has_unfinished(self) -> bool:
         # Plans in flight are drained even if all their requests are gone: the scheduler's books close with them.
-        return self.scheduler.has_unfinished() or bool(self._in_flight)
+        return self.scheduler.has_unfinished() or bool(self._in_flight or self._failed)
 
     def state(self) -> dict[str, int]:
         """What is held right now. In an idle engine every block is free and the other numbers are 0."""
@@ -93,13 +107,18 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""
-        while len(self._in_flight) <= self.depth and (plan := self.scheduler.schedule()) is not None:
+        if (failed := self._take_grammars()) is not None:
+            return failed
+        while self._room_ahead and (plan := self.scheduler.schedule()) is not None:
             self._in_flight.append((plan, _interrupted()))  # until it is on its way
             self.executor.execute_model(plan)
-            self._in_flight[-1] = (plan, self.executor.sample_tokens())
+            self._unsampled = plan
+            self._sample()
             if not len(plan.rows):
                 break  # only a connector's news are awaited
         if not self._in_flight:
+            if self.grammars.pending:
+                self.grammars.compiler.wait(GRAMMAR_WAIT)
             return None
         plan, future = self._in_flight[0]
         try:
@@ -107,11 +126,58 @@ class EngineCore:
         except Exception as error:
             self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step)
-            return self.scheduler.fail_plan(plan, f"{type(error).__name__}: {error}")
+            return self._taken(self.scheduler.fail_plan(plan, f"{type(error).__name__}: {error}"))
         self._in_flight.popleft()  # only now: an interrupted wait can be taken up again
         if not len(plan.rows) and not (output.finished_recving or output.finished_sending):
             time.sleep(0.001)  # nothing to compute and nothing arrived: leave the core to those who bring it
-        return self.scheduler.update_from_output(plan, output)
+        return self._taken(self.scheduler.update_from_output(plan, output))
+
+    @property
+    def _room_ahead(self) -> bool:
+        return len(self._in_flight) <= self.depth and self._unsampled is None
+
+    def _sample(self) -> None:
+        """Enqueue sampling of the newest plan, unless it has rows whose masks need tokens that are still in flight: the
+        forward pass is under way meanwhile, and the result that brings the last of them calls again."""
+        plan = self._unsampled
+        if plan is None:
+            return
+        mask = None
+        if self.grammars.active:
+            rows = self.scheduler.constrained_rows(plan)
+            if rows is None:
+                return
+            mask = self.grammars.fill(rows)
+            self._end_failed()
+        self._unsampled = None
+        self._in_flight[-1] = (plan, self.executor.sample_tokens(mask))
+
+    def _taken(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """A result has been taken in: grammars move on, and a plan that waited for it may be sampled."""
+        self.grammars.advance(outputs)
+        self._end_failed()
+        self._sample()
+        return outputs
+
+    def _take_grammars(self) -> EngineCoreOutputs | None:
+        """Let requests run whose grammars are there. News of those that have ended for lack of one, if any."""
+        if self.grammars.pending:
+            for request_id in self.grammars.ready():
+                self.scheduler.grammar_ready(request_id)
+            self._end_failed()
+        if not self._failed:
+            return None
+        failed, self._failed = self._failed, []
+        outputs = EngineCoreOutputs.ended([failure.index for failure in failed], FinishReason.ERROR)
+        outputs.errors = {place: failure.cause for place, failure in enumerate(failed)}
+        outputs.stats = self.scheduler.stats()
+        return outputs
+
+    def _end_failed(self) -> None:
+        if self.grammars.failures:
+            self.scheduler.finish_requests([failure.request_id for failure in self.grammars.failures])
+            self._failed += self.grammars.failures
+            self.grammars.failures = []
 
     def shutdown(self) -> None:
         self.executor.shutdown()

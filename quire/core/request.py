@@ -23,6 +23,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "awaits_grammar",
         "block_hashes",
         "blocks",
         "core",
@@ -50,6 +51,7 @@ class Request:
         self.num_computed = 0  # tokens whose KV its blocks hold while not in a row
         self.num_cached = -1  # prompt tokens found in a cache when first scheduled
         self.state = RequestState.WAITING if core.fork_of is None else RequestState.WAITING_FORK
+        self.awaits_grammar = False
         self.row = -1
         self.scheduled_at = 0.0  # first time; 0 again once the front end knows
         self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
@@ -61,9 +63,10 @@ class Request:
 
     @property
     def stop_ids(self) -> list[int]:
-        """Tokens that end it."""
+        """Tokens that end it. Under a grammar an EOS comes only where that allows the end, and counts then."""
         params = self.core.params
-        return [*(() if params.ignore_eos else self.core.eos_token_ids), *params.stop_token_ids]
+        goes_on = params.ignore_eos and params.structured_outputs is None
+        return [*(() if goes_on else self.core.eos_token_ids), *params.stop_token_ids]
 
     @property
     def has_blocks(self) -> bool:

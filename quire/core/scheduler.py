@@ -104,13 +104,38 @@ class Scheduler:
     def block_for_grammar(self, request_id: str) -> None:
         """Hold a waiting request back until its grammar is compiled."""
         request = self.requests[request_id]
-        self.waiting.remove(request)
-        request.state = RequestState.WAITING_GRAMMAR
-        self.blocked[request_id] = request
+        request.awaits_grammar = True
+        if request.state == RequestState.WAITING:  # else it waits for its sibling's prompt first
+            self.waiting.remove(request)
+            request.state = RequestState.WAITING_GRAMMAR
+            self.blocked[request_id] = request
+
+    def grammar_ready(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.awaits_grammar = False
+            if request.state == RequestState.WAITING_GRAMMAR:
+                self.unblock(request_id)
+
+    def constrained_rows(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
+        """Rows of the newest plan that get a token under a grammar, as (place, index of the request). None while a
+        token before that one is still in flight."""
+        run, frame = self.running, self._frames[-1]
+        assert frame.step == plan.step, "only the newest plan can wait for its masks"
+        live = np.flatnonzero(frame.samples & (run.generation[frame.rows] == frame.generations))
+        found = []
+        for place in live.tolist():
+            core = frame.requests[place].core
+            if core.params.structured_outputs is not None:
+                if run.num_pending[frame.rows[place]] > 1:
+                    return None
+                found.append((place, core.index))
+        return found
 
     def unblock(self, request_id: str) -> None:
         request = self.blocked.pop(request_id, None)
         if request is not None:
+            request.awaits_grammar = False
             request.state = RequestState.WAITING
             self.waiting.push(request)
 
@@ -391,8 +416,14 @@ class Scheduler:
     def _release_siblings(self) -> None:
         for first in self._forkable:
             for request in self._siblings.pop(first, ()):
-                self.unblock(request.request_id)
+                self._leave_fork(request)
         self._forkable = []
+
+    def _leave_fork(self, request: Request) -> None:
+        if request.awaits_grammar:
+            request.state = RequestState.WAITING_GRAMMAR
+        else:
+            self.unblock(request.request_id)
 
     # Blocks
 
@@ -550,7 +581,7 @@ class Scheduler:
         request.prompt_planned = False
         del self.requests[request.request_id]
         for sibling in self._siblings.pop(request.request_id, ()):
-            self.unblock(sibling.request_id)
+            self._leave_fork(sibling)
         keep = self.connector is not None and not failed
         if keep and self.connector is not None:
             keep = self.connector.request_finished(request, request.block_ids()) or still_loading

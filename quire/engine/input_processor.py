@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
+from quire.sample.user_processors import processor_classes, validators
 from quire.tokenizer.tokenizer import Tokenizer
 
 
@@ -43,6 +44,9 @@ class InputProcessor:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_logprobs = model.max_logprobs
+        classes = processor_classes(model.logits_processors)
+        self._takes_extra_args = bool(classes)
+        self._validators = validators(classes)
         self._seeds = random.Random(f"{model.seed} {client}" if client else model.seed)
         self._count = client << CLIENT_SHIFT
         self._prefix = f"{client}\0" if client else ""
@@ -105,10 +109,22 @@ class InputProcessor:
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings are found in the text, which needs a tokenizer: drop skip_tokenizer_init")
+        if params.structured_outputs is not None and (self.tokenizer is None or not self.eos_token_ids):
+            missing = "a tokenizer: drop skip_tokenizer_init" if self.tokenizer is None else "an end-of-sequence token"
+            raise ValueError(f"{params.structured_outputs.field}: this needs a model with {missing}")
         if params.min_tokens and params.allowed_token_ids:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
             if ends.issuperset(params.allowed_token_ids):
                 raise ValueError("allowed_token_ids are all tokens that end the request, which min_tokens forbids")
+        if params.thinking_token_budget is not None and params.reasoning is None:
+            raise ValueError(
+                "thinking_token_budget needs the tokens that begin and end reasoning: start the server with "
+                "--reasoning-parser, or give SamplingParams(reasoning=ReasoningTokens(start=..., end=...))"
+            )
+        if params.extra_args and not self._takes_extra_args:
+            raise ValueError("extra_args are for logits processors; the engine has none (--logits-processors)")
+        for validate in self._validators:
+            validate(params)
         if not token_ids:
             raise ValueError("the prompt is empty; it must have at least one token")
         if len(token_ids) >= self.max_model_len:

@@ -162,7 +162,11 @@ class OutputProcessor:
         if self.tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
-            self.tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+            self.tokenizer,
+            prompt_token_ids,
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+            frozenset(params.visible_token_ids),
         )
 
     def _add_logprobs(self, completion: Completion, ids: np.ndarray, values: np.ndarray, rank: int) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 from quire.checkpoint.config import load_eos_token_ids, load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
+from quire.sample.user_processors import processor_classes
 
 
 def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
     """Find the model and read its configuration. Needs no torch: what depends on the device is filled in where that is
     (`platforms/defaults.py`)."""
     asked = config.model
+    processor_classes(asked.logits_processors)  # what is wrong with them is said before the model is loaded
     checkpoint = resolve_model(
         asked.model,
         load_format=config.load.load_format,

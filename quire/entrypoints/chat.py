@@ -82,8 +82,11 @@ def normalize_messages(messages: Sequence[Any], template: str) -> list[dict[str,
             message["content"] = parts if takes_parts else "\n".join(part["text"] for part in parts)
         elif isinstance(content, str) and not takes_texts:
             message["content"] = [{"type": "text", "text": content}]
+        elif content is None:  # only calls; many templates add content to a text all the same
+            message["content"] = "" if takes_texts else []
         if message.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+            calls = enumerate(message["tool_calls"])
+            message["tool_calls"] = [_checked_call(call, f"messages[{place}].tool_calls[{i}]") for i, call in calls]
         normal.append(message)
     return normal
 
@@ -120,6 +123,12 @@ def _as_dict(message: Any, where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} needs a role: system, user, assistant, tool, or what the chat template knows")
+    message = dict(message)
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(thoughts, str):
+        # Two names for one thing: a template knows the one, a client sends back the other.
+        message["reasoning_content"] = message["reasoning"] = thoughts
+        content = message["content"] = "" if content is None else content
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"{where} needs content: a text, or a list of text parts")
     if content is not None and not isinstance(content, (str, list, tuple)):
@@ -127,7 +136,7 @@ def _as_dict(message: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
         raise ValueError(f"{where}.tool_calls must be a list, not {type(calls).__name__}")
-    return dict(message)
+    return message
 
 
 def _text_part(part: Any, where: str) -> dict[str, str]:
@@ -143,13 +152,16 @@ def _text_part(part: Any, where: str) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
-def _with_parsed_arguments(call: Any) -> Any:
+def _checked_call(call: Any, where: str) -> dict[str, Any]:
     """The API carries a tool call's arguments as a JSON text; templates expect the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    call = dict(call) if isinstance(call, Mapping) else {}
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where} must be an object with id, type and function: {{name, arguments}}")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

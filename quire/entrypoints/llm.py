@@ -1,4 +1,4 @@
-"""Offline use: `LLM(...)`, `generate`, `chat`."""
+"""Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,6 +15,7 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.entrypoints.chat import ChatRenderer
 
 
@@ -82,6 +83,48 @@ class LLM:
         )
         return self._run(self._add_all(prompts, params, [0] * len(prompts)), use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: "BeamSearchParams",
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list["BeamSearchOutput"]:
+        """The best `params.beam_width` continuations of each prompt, best first, as transformers' beam search finds
+        them. At most `concurrency_limit` prompts are searched at a time; default: all."""
+        from quire.entrypoints.beam_search import BeamSearch, check_engine, run_searches
+
+        if lora_request is not None:
+            raise ValueError("lora_request: LoRA is not available yet; leave it out")
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise ValueError(f"concurrency_limit is {concurrency_limit}; it must be 1 or more, or None")
+        engine = self.llm_engine
+        model = engine.config.model
+        check_engine(model.logprobs_mode)
+        parsed = engine.input_processor.parse_many(_as_prompts(prompts))
+        searches = [
+            BeamSearch(prompt, params, engine.max_model_len, model.eos_token_ids, model.vocab_size) for prompt in parsed
+        ]
+        for search in searches:  # all are checked before any runs
+            engine.input_processor.process("", search.prompt, search.step_params)
+        bar = None
+        if use_tqdm:
+            from tqdm import tqdm
+
+            bar = tqdm(total=len(searches), desc="Searching", unit="prompt", dynamic_ncols=True)
+        try:
+            ended = (lambda search: bar.update()) if bar is not None else (lambda search: None)
+            run_searches(engine, searches, self._new_id, concurrency_limit, ended)
+        finally:
+            if bar is not None:
+                bar.close()
+        results = [search.result() for search in searches]
+        if engine.tokenizer is not None:
+            for sequence in (one for result in results for one in result.sequences):
+                sequence.text = engine.tokenizer.decode(sequence.tokens, skip_special_tokens=False)
+        return results
+
     @cached_property
     def _chat_renderer(self) -> "ChatRenderer":
         from quire.entrypoints.chat import ChatRenderer
@@ -121,6 +164,10 @@ class LLM:
             self.llm_engine.abort_request(ids)
             raise
         return ids
+
+    def _new_id(self) -> str:
+        self._counter += 1
+        return str(self._counter)
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
 
 class StepResult(Protocol):
@@ -27,8 +27,8 @@ class Executor(Protocol):
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self) -> StepResult:
-        """Sample for the plan executed last. An error of either call is the result's."""
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> StepResult:
+        """Sample for the plan executed last, within what grammars allow. An error of either call is the result's."""
         ...
 
     def describe(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.executor.base import StepResult
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
 
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
@@ -52,11 +52,11 @@ class UniProcExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._submit(lambda: self._execute(plan))
 
-    def sample_tokens(self) -> StepResult:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> StepResult:
         if self._stop is not None:
-            return self._submit(lambda: self._sample().result())
+            return self._submit(lambda: self._sample(grammar).result())
         try:
-            return self._sample()
+            return self._sample(grammar)
         except Exception as error:
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(error)
@@ -90,11 +90,11 @@ class UniProcExecutor:
         except Exception as error:
             self._error = error
 
-    def _sample(self) -> StepResult:
+    def _sample(self, grammar: GrammarMask | None) -> StepResult:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        pending: StepResult = self.worker.sample_tokens()
+        pending: StepResult = self.worker.sample_tokens(grammar)
         return pending
 
 

@@ -68,6 +68,14 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class GrammarMask:
+    """What grammars allow some of a plan's rows."""
+
+    places: np.ndarray  # [m] int64: which rows of the plan
+    bitmask: np.ndarray  # [m, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 allows token t
+
+
+@dataclass(slots=True)
 class ModelRunnerOutput:
     """One result per plan row. Rows that have not reached their last known token sampled nothing of worth."""
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from quire.messages.structured import StructuredOutputsParams, as_structured
+
 GREEDY_EPSILON = 1e-5  # below this a temperature means greedy, as in vLLM
 ALL_LOGPROBS = -1  # of the whole vocabulary
 MAX_N = 1024
@@ -41,6 +43,20 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
         check_int("min_count", self.min_count, 2, None)
 
 
+class ReasoningTokens(msgspec.Struct, kw_only=True):
+    """How a model's reasoning looks in tokens."""
+
+    start: list[int]
+    end: list[int]
+    open: bool | None = None  # the answer begins inside it, after it, or (None) with `start` if it has any
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            check(len(getattr(self, name)) > 0, name, [], "a list of at least one token id")
+            for token in getattr(self, name):
+                check_int(name, token, 0, 2**31 - 1, "token ids of 0 or more")
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Names, defaults and meaning follow vLLM. Every value is checked here, with its range in the error."""
 
@@ -70,11 +86,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetection | None = None
+    extra_args: dict[str, Any] | None = None  # for logits processors of users
 
-    structured_outputs: Any = None  # not available yet; vLLM's present and former name
-    guided_decoding: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None  # vLLM's former name for the same
 
-    bad_words_token_ids: list[list[int]] = []  # filled in by the input processor, which has the tokenizer
+    thinking_token_budget: int | None = None  # after so many tokens of reasoning its end is forced
+
+    # Filled in by those who have the tokenizer and know the model's format
+    bad_words_token_ids: list[list[int]] = []
+    visible_token_ids: list[int] = []  # special tokens that are part of the text all the same
+    reasoning: ReasoningTokens | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -87,17 +109,28 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.repetition_detection = RepetitionDetection(**self.repetition_detection)
         if self.logit_bias is not None:
             self.logit_bias = as_bias(self.logit_bias)
+        if self.extra_args is not None:
+            ok = isinstance(self.extra_args, dict) and all(isinstance(name, str) for name in self.extra_args)
+            check(ok, "extra_args", self.extra_args, "a mapping of names to values")
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
             raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind") from None
-        if self.structured_outputs is not None or self.guided_decoding is not None:
-            raise ValueError("structured output (structured_outputs, guided_decoding) is not available yet")
+        self._take_structured()
         self._check_numbers()
         self._check_tokens()
         self._check_stops()
         if self.n > 1 and self.greedy:
             raise ValueError(f"n is {self.n} with temperature 0: greedy outputs would all be equal; use n=1")
+
+    def _take_structured(self) -> None:
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise ValueError("guided_decoding is the former name of structured_outputs; give only one of them")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        self.structured_outputs = as_structured(self.structured_outputs)
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            raise ValueError("allowed_token_ids cannot be combined with structured_outputs: no token might be left")
 
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -120,6 +153,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), ALL_LOGPROBS, None, "0 or more, or -1 for all")
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
         if self.truncate_prompt_tokens is not None:
             allowed = "1 or more, or -1 for the model's limit"
             check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT, allowed)

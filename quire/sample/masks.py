@@ -50,7 +50,8 @@ class MinTokens(ByRow):
     rows: dict[int, tuple[int, torch.Tensor]]  # type: ignore[assignment]
 
     def add_row(self, new: NewRow) -> None:
-        if new.params.min_tokens and new.stop_ids:
+        # Under a grammar its mask sees to it: the grammar may leave nothing else.
+        if new.params.min_tokens and new.stop_ids and new.params.structured_outputs is None:
             ids = torch.tensor(sorted(set(new.stop_ids)), device=self.device)
             self.rows[new.row] = new.num_prompt_tokens + new.params.min_tokens, ids
 

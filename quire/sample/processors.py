@@ -5,22 +5,23 @@ interface.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from quire.messages.plan import NewRow
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
 class SampleBatch:
     """The rows of a step, in the order of the logits."""
 
-    rows: torch.Tensor  # [n] int64
+    rows: "torch.Tensor"  # [n] int64
     row_list: list[int]
-    positions: torch.Tensor  # [n] int64: index in its request of the token to be drawn
-    done: torch.Tensor  # [n] bool: rows that keep what they draw; the others have not computed their whole prompt
-    token_ids: torch.Tensor  # [rows, max_model_len] int32: the tokens of every row so far
+    positions: "torch.Tensor"  # [n] int64: index in its request of the token to be drawn
+    done: "torch.Tensor"  # [n] bool: rows that keep what they draw; the others have not computed their whole prompt
+    token_ids: "torch.Tensor"  # [rows, max_model_len] int32: the tokens of every row so far
 
 
 class LogitsProcessor(Protocol):
@@ -37,11 +38,11 @@ class LogitsProcessor(Protocol):
         """Whether any row asks for it."""
         ...
 
-    def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    def apply(self, logits: "torch.Tensor", batch: SampleBatch) -> "torch.Tensor":
         """[n, vocab] float32 in and out; may work in place."""
         ...
 
-    def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None:
+    def sampled(self, token_ids: "torch.Tensor", batch: SampleBatch) -> None:
         """[n] tokens were drawn; only those of `batch.done` rows count."""
         ...
 
@@ -51,7 +52,7 @@ class ByRow:
 
     changes_argmax = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: "torch.device") -> None:
         self.device = device
         self.rows: dict[int, object] = {}
 
@@ -62,7 +63,7 @@ class ByRow:
     def active(self) -> bool:
         return bool(self.rows)
 
-    def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None: ...
+    def sampled(self, token_ids: "torch.Tensor", batch: SampleBatch) -> None: ...
 
     def places(self, batch: SampleBatch) -> list[int]:
         """Where in the batch the rows stand that ask."""

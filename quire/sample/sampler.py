@@ -20,12 +20,14 @@ from quire.kernels.sample_tokens import (
     sample_and_append,
     sample_tokens,
 )
-from quire.messages.plan import NewRow
+from quire.messages.plan import GrammarMask, NewRow
+from quire.sample.grammar import Grammar
 from quire.sample.logprobs import TokenLogprobs, token_logprobs, widest
 from quire.sample.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from quire.sample.parameters import ParameterTable, to_device
 from quire.sample.penalties import Penalties
 from quire.sample.processors import LogitsProcessor, SampleBatch
+from quire.sample.thinking import ThinkingBudget
 from quire.sample.warpers import MinP, Temperature, TopKTopP, Warper
 
 
@@ -54,10 +56,18 @@ class Sampler:
             AllowedTokens(device),
             MinTokens(device),
             BadWords(device),
+            ThinkingBudget(device),  # last: what it forces is all that may be drawn
         )
+        self._grammar = Grammar(device)
         by_row = self.parameters.device
         self._filters = (MinP(by_row), TopKTopP(by_row))
-        self.processors: list[LogitsProcessor] = [*self._users, *self._edits, Temperature(by_row), *self._filters]
+        self.processors: list[LogitsProcessor] = [
+            *self._users,
+            *self._edits,
+            self._grammar,
+            Temperature(by_row),
+            *self._filters,
+        ]
         self.raw_logprobs = logprobs_mode.startswith("raw")
         self.as_logits = logprobs_mode.endswith("logits")
         self._random_rows: set[int] = set()
@@ -83,13 +93,13 @@ class Sampler:
         for processor in self.processors:
             processor.remove_row(row)
 
-    def graph_features(self, row_list: list[int]) -> Draw | None:
+    def graph_features(self, row_list: list[int], grammar: GrammarMask | None = None) -> Draw | None:
         """What sample_in_graph() must be captured with to serve these rows; None if only sample() can.
 
         Also brings the parameters of new rows to the device, so call it before the graph is replayed, on its stream.
         """
         self.parameters.upload()
-        if _any(self._eager_rows, row_list) or any(processor.active for processor in self._users):
+        if grammar is not None or _any(self._eager_rows, row_list) or any(users.active for users in self._users):
             return None
         return self._draw_of(row_list)
 
@@ -103,9 +113,10 @@ class Sampler:
         """
         sample_and_append(logits, rows, state, self.parameters.device, features, out)
 
-    def sample(self, logits: torch.Tensor, batch: SampleBatch) -> Sampled:
+    def sample(self, logits: torch.Tensor, batch: SampleBatch, grammar: GrammarMask | None = None) -> Sampled:
         """logits: [n, vocab], any float dtype; left as they are."""
         self.parameters.upload()
+        self._grammar.mask = grammar
         draw = self._draw_of(batch.row_list)
         used = [p for p in self.processors if p.active and (draw >= Draw.RANDOM or p.changes_argmax)]
         places = [i for i, row in enumerate(batch.row_list) if row in self._num_logprobs] if self._num_logprobs else []

@@ -25,14 +25,16 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
     ):
+        """`visible` special tokens are text even where others are skipped."""
         self._parts: list[str] = []
-        pieces = tokenizer.pieces(skip_special_tokens)
+        pieces = tokenizer.pieces(skip_special_tokens, visible)
         self._stream: _ByteStream | _WindowStream
         if pieces is not None:
             self._stream = _ByteStream(pieces, prompt_token_ids, tokenizer.drops_first_space)
         else:
-            self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens)
+            self._stream = _WindowStream(tokenizer, prompt_token_ids, skip_special_tokens, visible)
 
     def add(self, new_token_ids: Sequence[int]) -> str:
         """The text that these tokens complete, possibly empty."""
@@ -88,9 +90,10 @@ class _WindowStream:
     The difference is the new text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool, visible: frozenset[int]):
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        self._skipped = tokenizer.special_ids - visible if visible and skip_special_tokens else frozenset()
         self._context = list(prompt[-CONTEXT_TOKENS:])
         self._before = self._decode(self._context)
         self._held: list[int] = []
@@ -117,4 +120,7 @@ class _WindowStream:
         return new
 
     def _decode(self, tokens: list[int]) -> str:
+        if self._skipped:
+            shown = [token for token in tokens if token not in self._skipped]
+            return self._tokenizer.decode(shown, skip_special_tokens=False)
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)

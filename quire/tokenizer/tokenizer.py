@@ -59,6 +59,8 @@ class Tokenizer:
         self._pieces: tuple[TokenPieces, TokenPieces] | None = None
         if joining is not None:
             self._pieces = TokenPieces(backend, joining[0]), TokenPieces(backend, joining[0], self.special_ids)
+            self._to_bytes = joining[0]
+        self._pieces_with: dict[frozenset[int], TokenPieces] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -81,9 +83,20 @@ class Tokenizer:
         """The vocabulary's own spelling of each token; "" for an id it does not have."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
 
-    def pieces(self, skip_special_tokens: bool) -> TokenPieces | None:
-        """What each token adds to the text; None if this tokenizer's decoder does not simply join tokens."""
-        return self._pieces[skip_special_tokens] if self._pieces else None
+    def pieces(self, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> TokenPieces | None:
+        """What each token adds to the text; None if this tokenizer's decoder does not simply join tokens.
+
+        Special tokens that are `visible` are never skipped."""
+        if self._pieces is None or not visible or not skip_special_tokens:
+            return self._pieces[skip_special_tokens] if self._pieces else None
+        if visible not in self._pieces_with:
+            self._pieces_with[visible] = TokenPieces(self.backend, self._to_bytes, self.special_ids - visible)
+        return self._pieces_with[visible]
+
+    def special_id(self, text: str) -> int | None:
+        """The special token of this very text, if there is one."""
+        token_id = self.backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which need not be a whole character."""

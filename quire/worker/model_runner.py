@@ -13,9 +13,9 @@ from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
-from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
-from quire.sample.processors import SampleBatch
+from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_scores import PromptScores
@@ -49,7 +49,9 @@ class ModelRunner:
         logprobs_mode: str = "raw_logprobs",
         connector: WorkerConnector | None = None,
         use_graphs: bool = False,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
+        """`processors` are users' own, for logits."""
         self.model = model
         self.backend = backend
         self.device = device
@@ -57,6 +59,7 @@ class ModelRunner:
         self.logprobs_mode = logprobs_mode
         self.connector = connector
         self.use_graphs = use_graphs
+        self.processors = processors
         self.graphs: StepGraphs | None = None
         self._pending: PendingStep | None = None
         self._compiling: bool | None = None  # None: not yet
@@ -64,7 +67,7 @@ class ModelRunner:
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
         """Allocate rows and cache; hand every attention layer its part."""
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device)
-        self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode)
+        self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
         self.prompt_scores = PromptScores(self.model.compute_logits, self.logprobs_mode)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in self.model.attention_layers()}
@@ -104,19 +107,21 @@ class ModelRunner:
         self._pending = step
 
     @torch.inference_mode()
-    def sample_tokens(self) -> Pending[ModelRunnerOutput]:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
         # Last: news taken before something fails would be lost.
         if step.logits is None:
             return Pending(lambda: self._with_news(_nothing_sampled()))
-        return self._sample(step, step.logits)
+        return self._sample(step, step.logits, grammar)
 
-    def _sample(self, step: PendingStep, logits: torch.Tensor) -> Pending[ModelRunnerOutput]:
+    def _sample(
+        self, step: PendingStep, logits: torch.Tensor, grammar: GrammarMask | None
+    ) -> Pending[ModelRunnerOutput]:
         plan, state = step.plan, self.rows
         assert step.rows is not None
         count, row_list = len(plan.rows), plan.rows.tolist()
-        features = self.sampler.graph_features(row_list) if self.device.type == "cuda" else None
+        features = self.sampler.graph_features(row_list, grammar) if self.device.type == "cuda" else None
         if features is not None:
             self.sampler.sample_in_graph(logits, step.rows, state, features, self.sampled)
             return Pending(lambda ids: self._with_news(_output(ids, None, step.prompt_logprobs)), self.sampled[:count])
@@ -129,7 +134,7 @@ class ModelRunner:
             done=state.num_computed[rows] == positions,
             token_ids=state.token_ids,
         )
-        sampled = self.sampler.sample(logits[:count], batch)
+        sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
         found = sampled.logprobs
 

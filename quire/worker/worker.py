@@ -9,9 +9,10 @@ from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.loader import load_model
 from quire.platforms import current_platform
+from quire.sample.user_processors import make_processors, processor_classes
 from quire.worker.memory import step_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.transfer import Pending
@@ -25,6 +26,7 @@ class Worker:
         self.platform = current_platform(config.device.device)
         for note in self.platform.prepare():
             logger.info(note)
+        processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
         checkpoint = resolve_model(
@@ -58,6 +60,7 @@ class Worker:
             config.model.logprobs_mode,
             worker_connector(config.transfer.kv_connector),
             use_graphs=self.platform.name == "cuda" and backend.name == "triton" and not config.device.enforce_eager,
+            processors=processors,
         )
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
@@ -86,8 +89,8 @@ class Worker:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self.runner.execute_model(plan)
 
-    def sample_tokens(self) -> Pending[ModelRunnerOutput]:
-        return self.runner.sample_tokens()
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
+        return self.runner.sample_tokens(grammar)
 
     def describe(self) -> str:
         count = self.model.num_parameters

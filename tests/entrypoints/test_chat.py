@@ -42,10 +42,15 @@ def test_tool_calls_pass_through_with_their_arguments_parsed():
     answer = {"role": "tool", "content": "ok", "tool_call_id": "1"}
     first, second = normalize_messages([asked, answer], PLAIN)
     assert [c["function"]["arguments"] for c in first["tool_calls"]] == [{"x": 1}, "not json"]
+    assert first["content"] == ""
     assert second == answer and call["function"]["arguments"] == '{"x": 1}'
 
 
 WRONG_MESSAGES = {
+    r"messages\[0\].tool_calls\[0\] must be an object with": [{"role": "assistant", "tool_calls": ["f()"]}],
+    r"messages\[0\].tool_calls\[1\] must be an object with": [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}, {"id": "1", "function": {"arguments": "{}"}}]}
+    ],
     r"messages\[0\] needs a role": [{"content": "x"}],
     r"messages\[1\] needs content": [{"role": "user", "content": "x"}, {"role": "user"}],
     r"messages\[0\].content must be a text": [{"role": "user", "content": 5}],

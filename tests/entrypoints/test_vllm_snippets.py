@@ -74,8 +74,8 @@ def test_arguments_that_ask_for_nothing_are_fine():
     LLM(model=NAMES[0], tensor_parallel_size=1, quantization=None, trust_remote_code=False, max_model_len="auto")
 
 
-def test_structured_output_comes_later():
-    with pytest.raises(ImportError, match="not available yet"):
-        from quire.sampling_params import GuidedDecodingParams  # noqa: F401
-    with pytest.raises(ValueError, match="not available yet"):
-        SamplingParams(guided_decoding={"choice": ["Positive", "Negative"]})
+def test_both_names_of_structured_output():
+    from quire.sampling_params import GuidedDecodingParams, StructuredOutputsParams
+
+    wanted = StructuredOutputsParams(choice=["Positive", "Negative"])
+    assert SamplingParams(guided_decoding=GuidedDecodingParams(choice=wanted.choice)).structured_outputs == wanted

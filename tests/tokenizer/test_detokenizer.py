@@ -118,3 +118,22 @@ def test_decoders_that_need_context_hold_back_half_characters():
     ids = [257, *(byte + 1 for byte in "👩".encode()), 257]
     assert [part for part in stream(tokenizer, [], ids) if part] == ["hi", "👩", "hi"]
     assert "".join(stream(tokenizer, [], ids[:-2])) == "hi"
+
+
+def without_pieces(tokenizer: Tokenizer) -> Tokenizer:
+    """As one whose decoder does more than join tokens."""
+    other = Tokenizer(tokenizer.backend)
+    other._pieces = None
+    return other
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_special_tokens_that_stay_visible(smollm, joins):
+    tokenizer = smollm if joins else without_pieces(smollm)
+    ids = tokenizer.encode("<file_sep>Hello<|im_end|> you<issue_closed>!", add_special_tokens=False)
+    visible = frozenset([tokenizer.special_id("<issue_closed>")])
+    assert "".join(stream(tokenizer, [], ids, visible=visible)) == "Hello you<issue_closed>!"
+    assert "".join(stream(tokenizer, [], ids)) == "Hello you!"
+    shown = stream(tokenizer, [], ids, skip_special_tokens=False, visible=visible)
+    assert "".join(shown) == "<file_sep>Hello<|im_end|> you<issue_closed>!"
+    assert tokenizer.special_id("Hello") is None and tokenizer.special_id("no token at all") is None

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 SERVER_OPTIONS = (
     "served_model_name",
     "trust_request_chat_template",
+    "reasoning_parser",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "tool_parser_plugin",
     "strict_fields",
     "max_request_bytes",
     "request_timeout",

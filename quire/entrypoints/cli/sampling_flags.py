@@ -12,7 +12,8 @@ from quire.config.flags import number, whole_number
 from quire.messages.sampling_params import SamplingParams
 
 # Set by the program, never by its user.
-NOT_FOR_USERS = {"output_kind", "detokenize", "bad_words_token_ids"}
+NOT_FOR_USERS = {"output_kind", "detokenize", "bad_words_token_ids", "visible_token_ids", "reasoning"}
+NOT_FOR_USERS |= {"thinking_token_budget"}  # only a server with a reasoning parser knows what to count
 SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 HELP = {
     "n": "completions per prompt",
@@ -38,6 +39,7 @@ HELP = {
     "include_stop_str_in_output": "keep the stop text at the end of the output",
     "truncate_prompt_tokens": "keep only the last N tokens of a prompt",
     "logit_bias": 'what to add to logits, as JSON: {"token id": bias}',
+    "extra_args": 'for logits processors of your own, as JSON: {"name": value}',
     "allowed_token_ids": "a token id that may be written; may be given several times",
 }
 

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.openai.middleware import import_middleware
     from quire.entrypoints.openai.server import bind
+    from quire.entrypoints.openai.tools.request import ToolSetup
 
     if config.otlp_traces_endpoint is not None:
         from quire.entrypoints.tracing import check_tracing
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         check_tracing()
     for place in config.middleware:
         import_middleware(place)
+    ToolSetup(config, None)
     for file in (config.ssl_keyfile, config.ssl_certfile):
         if file is not None and not os.path.isfile(file):
             raise ValueError(f"{file} is not a file (--ssl-keyfile, --ssl-certfile)")

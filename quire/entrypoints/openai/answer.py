@@ -25,18 +25,22 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: not known
 
     @property
     def total(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
     def shape(self) -> dict[str, Any]:
-        return {
+        shape: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            shape["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return shape
 
 
 class Answer(ABC):

@@ -31,6 +31,8 @@ class Job:
     id: str
     num_prompts: int
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    beams: set[str] = field(default_factory=set)  # a beam search's requests in the engine at this moment
+    ended: bool = False  # by an administrator
 
     def engine_ids(self) -> list[str]:
         """One for each prompt."""
@@ -116,7 +118,9 @@ class ServerContext:
     async def abort(self, request_ids: list[str]) -> list[str]:
         """End requests of this process; those that it has."""
         known = [self.jobs[id] for id in request_ids if id in self.jobs]
-        await self.engine.abort([engine_id for job in known for engine_id in job.engine_ids()])
+        for job in known:
+            job.ended = True
+        await self.engine.abort([engine_id for job in known for engine_id in (*job.engine_ids(), *job.beams)])
         return [job.id for job in known]
 
     def abort_all(self) -> None:

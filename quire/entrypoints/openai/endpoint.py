@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import RequestOutput
-from quire.entrypoints.openai import generation
+from quire.entrypoints.openai import beam, generation
 from quire.entrypoints.openai.answer import DONE, Answer
 from quire.entrypoints.openai.body import ClientDisconnected, read_body
 from quire.entrypoints.openai.context import Job, ServerContext
@@ -55,6 +55,10 @@ class GenerationEndpoint(ABC, Generic[R]):
     @abstractmethod
     async def prompts(self, request: R) -> list[ParsedPrompt]: ...
 
+    def adjusted(self, request: R, params: SamplingParams, prompts: list[ParsedPrompt]) -> SamplingParams:
+        """What can only be said once the prompts are known."""
+        return params
+
     @abstractmethod
     def answer(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> Answer: ...
 
@@ -64,14 +68,20 @@ class GenerationEndpoint(ABC, Generic[R]):
         request = context.decoder.decode(body, self.request_type)
         model = context.check_model(request.model)
         context.admit()
-        params = self.params(request)
+        search = beam.beam_request(request, context) if request.use_beam_search else None
+        params = self.params(request) if search is None else search.params
         prompts = await self.prompts(request)
+        params = self.adjusted(request, params, prompts)
         self._check_lengths(prompts, params)
         wanted = self._wanted_id(request, scope)
         with context.job(self.id_prefix, wanted, len(prompts)) as job:
             logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
             answer = self.answer(job.id, model, request, logprobs)
-            outputs = generation.outputs(context.engine, job, prompts, params, request.priority or 0)
+            priority = request.priority or 0
+            if search is not None:
+                outputs = beam.outputs(context, job, prompts, search, params, priority)
+            else:
+                outputs = generation.outputs(context.engine, job, prompts, params, priority)
             if context.tracer is not None:
                 outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:

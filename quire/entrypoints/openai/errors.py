@@ -53,10 +53,14 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+OTHER_NAMES = {"extra_args": "vllm_xargs"}  # of a field, in SamplingParams and in a body
+
+
 def refused_value(error: ValueError, fields: Collection[str], default: str | None = None) -> ApiError:
     """Checks below the server name the field first: `temperature is -1; it must be ...`."""
     message = str(error)
     first = message.split(" ", 1)[0].rstrip(":;,").split("[")[0]
+    first = OTHER_NAMES.get(first, first)
     return bad_request(message, param=first if first in fields else default)
 
 

@@ -12,8 +12,9 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import RequestOutput
 from quire.entrypoints.openai.body import ClientDisconnected
 from quire.entrypoints.openai.context import Job
-from quire.entrypoints.openai.errors import SERVER, ApiError
+from quire.entrypoints.openai.errors import SERVER, ApiError, bad_request
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.structured import FIELDS
 
 T = TypeVar("T")
 Batch = Sequence[tuple[int, RequestOutput]]  # which prompt, and its news
@@ -115,5 +116,8 @@ def check_outputs(batch: Batch) -> None:
     """The engine failed a request: its cause is meant for the client."""
     for _, output in batch:
         if any(choice.finish_reason == "error" for choice in output.outputs):
+            field = (output.error or "").partition(":")[0]
+            if field in FIELDS:  # its grammar cannot be compiled
+                raise bad_request(output.error or "", field)
             cause = f": {output.error}" if output.error else ""
             raise ApiError(500, f"the engine failed this request{cause}", type=SERVER, code="engine_error")

@@ -12,7 +12,7 @@ from quire import __version__
 from quire.config.server import ServerConfig
 from quire.entrypoints.chat import TEXT_PARTS
 from quire.entrypoints.openai.openapi_answers import ANSWERS
-from quire.entrypoints.openai.params import MAX_PRIORITY, STRUCTURED
+from quire.entrypoints.openai.params import MAX_PRIORITY
 from quire.entrypoints.openai.protocol import (
     AbortRequest,
     ChatRequest,
@@ -20,6 +20,7 @@ from quire.entrypoints.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quire.entrypoints.openai.structured import FORMATS
 from quire.messages.sampling_params import MAX_TEMPERATURE
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -137,6 +138,7 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "max_completion_tokens": {"minimum": 1},
         "max_tokens": {"minimum": 0},
         "min_tokens": {"minimum": 0},
+        "thinking_token_budget": {"minimum": 0},
         "stop": {"minLength": 1, "maxItems": config.max_stop, "items": {"type": "string", "minLength": 1}},
         "bad_words": {"items": {"type": "string", "minLength": 1}},
         "logprobs": {"minimum": -1},
@@ -149,14 +151,12 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "request_id": {"pattern": r"^[\x21-\x7e]{1,128}$"},
         "messages": {"minItems": 1, "items": MESSAGE},
         "suffix": {"maxLength": 0},  # accepted when it asks for nothing
-        "tool_choice": {"enum": ["none", "auto"]},
+        "tool_choice": {"enum": ["none", "auto", "required"]},
         "modalities": {"items": {"const": "text"}},
         "functions": {"maxItems": 0},
         "function_call": {"enum": ["none", "auto", None]},
         "audio": {"type": "null"},
-        "use_beam_search": {"const": False},
-        "response_format": {"properties": {"type": {"const": "text"}}, "required": ["type"]},
-        **{name: {"type": "null", "description": "not available yet"} for name in STRUCTURED},
+        "response_format": {"properties": {"type": {"enum": list(FORMATS)}}, "required": ["type"]},
     }
 
 

@@ -12,11 +12,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -64,10 +69,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: str
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -5,6 +5,7 @@ from typing import Any
 from quire.config.server import ServerConfig
 from quire.entrypoints.openai.errors import bad_request, not_available, refused_value
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from quire.entrypoints.openai.structured import structured_outputs
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 
 # The same name and meaning on both sides.
@@ -32,7 +33,6 @@ PASSED_ON = (
     "prompt_logprobs",
     "repetition_detection",
 )
-STRUCTURED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_PRIORITY = 2**31
 
@@ -44,7 +44,6 @@ class ParamsBuilder:
         self.vocab_size = vocab_size
 
     def for_completion(self, request: CompletionRequest) -> SamplingParams:
-        refuse_unavailable(request)
         if request.suffix:
             raise not_available("suffix", "inserting text before a suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):
@@ -63,7 +62,6 @@ class ParamsBuilder:
         return self._build(request, given)
 
     def for_chat(self, request: ChatRequest) -> SamplingParams:
-        refuse_unavailable(request)
         _refuse_in_chat(request)
         given = self._given(request)
         given["max_tokens"] = request.max_completion_tokens
@@ -76,6 +74,8 @@ class ParamsBuilder:
             given["logprobs"] = top
         elif request.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        if request.thinking_token_budget is not None:
+            given["thinking_token_budget"] = request.thinking_token_budget
         return self._build(request, given)
 
     def _given(self, request: GenerationRequest) -> dict[str, Any]:
@@ -83,6 +83,10 @@ class ParamsBuilder:
         given = {name: value for name, value in given.items() if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]
+        if request.vllm_xargs is not None:
+            given["extra_args"] = request.vllm_xargs
+        if (form := structured_outputs(request)) is not None:
+            given["structured_outputs"] = form
         stops = len(given.get("stop", ()))
         if stops > self.config.max_stop:
             raise bad_request(f"stop has {stops} entries; at most {self.config.max_stop} are allowed", "stop")
@@ -110,20 +114,7 @@ class ParamsBuilder:
             raise bad_request(f"repetition_detection takes {names}", "repetition_detection") from None
 
 
-def refuse_unavailable(request: GenerationRequest) -> None:
-    """What would change the answer is refused, not silently dropped."""
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise not_available("response_format", "structured output")
-    for name in STRUCTURED:
-        if getattr(request, name) is not None:
-            raise not_available(name, "structured output")
-    if request.use_beam_search:
-        raise not_available("use_beam_search", "beam search")
-
-
 def _refuse_in_chat(request: ChatRequest) -> None:
-    if request.tool_choice not in (None, "none", "auto"):
-        raise not_available("tool_choice", "forcing a tool call")
     if request.functions:
         raise bad_request("functions is OpenAI's former name; use tools", "functions")
     if request.function_call not in (None, "none", "auto"):

@@ -51,25 +51,29 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None  # for logits processors of users
 
-    # Refused unless they ask for nothing: see params.refuse_unavailable
+    # The form of the answer: see structured.py
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    # See beam.py
     use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
 
     # No effect
     user: str | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
     metadata: Any = None
     store: bool | None = None
     service_tier: str | None = None
     kv_transfer_params: Any = None
-    vllm_xargs: Any = None
     mm_processor_kwargs: Any = None
 
 
@@ -88,6 +92,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     # vLLM's
     echo: bool | None = None
@@ -97,6 +102,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None  # for templates that know it
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     # Refused unless they ask for nothing
     modalities: list[str] | None = None
@@ -105,7 +112,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     function_call: Any = None
 
     # No effect
-    parallel_tool_calls: bool | None = None
     prediction: Any = None
     moderation: Any = None
     prompt_cache_key: str | None = None
@@ -114,7 +120,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     safety_identifier: str | None = None
     verbosity: str | None = None
     web_search_options: Any = None
-    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

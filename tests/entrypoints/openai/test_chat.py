@@ -88,18 +88,18 @@ def test_going_on_with_the_last_message(client: openai.OpenAI) -> None:
     assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
 
 
-def test_tools_are_accepted(client: openai.OpenAI) -> None:
+def test_tools_need_a_parser_for_their_calls(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-    assert chat(client, tools=[tool], tool_choice="auto", max_tokens=1).choices[0].finish_reason == "length"
+    assert chat(client, tools=[tool], tool_choice="none", max_tokens=1).choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice") as error:
+        chat(client, tools=[tool], tool_choice="auto", max_tokens=1)
+    assert error.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"),
-        ("guided_regex", "a+"),
-        ("use_beam_search", True),
+        ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]),
     ],
 )

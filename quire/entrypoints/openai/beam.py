@@ -1,0 +1,240 @@
+"""`use_beam_search`: what of a request's fields applies to it, and the search over the asynchronous engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.input_processor import ParsedPrompt
+from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.entrypoints.beam_search import Beam, BeamSearch, BeamSearchParams, check_engine
+from quire.entrypoints.openai.context import Job, ServerContext
+from quire.entrypoints.openai.errors import bad_request, refused_value
+from quire.entrypoints.openai.generation import Batch
+from quire.entrypoints.openai.params import DEFAULT_MAX_TOKENS
+from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+
+# They change any other answer, and a beam search knows nothing of them: refused, rather than dropped. With the value
+# that asks for nothing. Fields that only matter for drawing (temperature, top_p, seed, ...) are accepted.
+UNSUITABLE: dict[str, Any] = {
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+    "min_tokens": 0,
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "repetition_detection": None,
+    "truncate_prompt_tokens": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+    "vllm_xargs": None,
+    "suffix": "",
+    "thinking_token_budget": None,
+}
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class BeamRequest:
+    beams: BeamSearchParams
+    n: int  # sequences to answer with
+    params: SamplingParams  # the same as a sampled request would have it: for the text, for traces
+    num_logprobs: int | None
+
+
+def beam_request(request: GenerationRequest, context: ServerContext) -> BeamRequest:
+    _refuse_unsuitable(request)
+    n = 1 if request.n is None else request.n
+    width, limit, logprobs = n, request.max_tokens, None
+    if isinstance(request, CompletionRequest):
+        width = n if request.best_of is None else request.best_of
+        limit = DEFAULT_MAX_TOKENS if limit is None else limit
+        logprobs = request.logprobs
+    elif isinstance(request, ChatRequest):
+        limit = request.max_completion_tokens if request.max_completion_tokens is not None else limit
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    if not 1 <= n <= width or width > context.config.max_n:
+        name = "best_of" if width != n else "n"
+        raise bad_request(f"{name} is {width}; beam search needs n beams or more, {context.config.max_n} at most", name)
+    if logprobs is not None and logprobs < 0:
+        raise bad_request(f"logprobs is {logprobs}; with use_beam_search it must be 0 or more", "logprobs")
+    longest = context.engine.max_model_len
+    try:
+        check_engine(context.engine_config.model.logprobs_mode)
+        beams = BeamSearchParams(
+            beam_width=width,
+            max_tokens=longest if limit is None else min(limit, longest),
+            ignore_eos=bool(request.ignore_eos),
+            temperature=request.temperature or 0.0,
+            length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+            include_stop_str_in_output=bool(request.include_stop_str_in_output),
+            early_stopping=False if request.early_stopping is None else request.early_stopping,
+        )
+        params = SamplingParams(
+            n=n,
+            max_tokens=beams.max_tokens,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except ValueError as error:
+        raise refused_value(error, request.__struct_fields__, "use_beam_search") from None
+    return BeamRequest(beams, n, params, logprobs)
+
+
+def _refuse_unsuitable(request: GenerationRequest) -> None:
+    if request.stream:
+        raise bad_request("use_beam_search: beams are known at the end only; send the request without stream", "stream")
+    for name, neutral in UNSUITABLE.items():
+        if getattr(request, name, None) not in (None, neutral):
+            raise bad_request(f"{name} cannot be used with use_beam_search; leave one of them out", name)
+    if (request.response_format or {}).get("type", "text") != "text":
+        raise bad_request("response_format cannot be used with use_beam_search", "response_format")
+    if isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto"):
+        raise bad_request("a forced tool_choice cannot be used with use_beam_search", "tool_choice")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise bad_request("echo with logprobs cannot be used with use_beam_search", "logprobs")
+
+
+async def outputs(
+    context: ServerContext,
+    job: Job,
+    prompts: Sequence[ParsedPrompt],
+    asked: BeamRequest,
+    params: SamplingParams,
+    priority: int,
+) -> AsyncGenerator[Batch, None]:
+    """One output for each prompt, when its search has ended; none if it was aborted. `params` are those of `asked`,
+    adjusted to the prompt."""
+    asked = replace(asked, params=params)
+
+    async def one(place: int, prompt: ParsedPrompt, name: str) -> tuple[int, RequestOutput | None]:
+        try:
+            return place, await _search(context, job, prompt, name, asked, priority)
+        except ValueError as error:
+            raise ValueError(f"prompt[{place}]: {error}") if len(prompts) > 1 else error from None
+
+    names = job.engine_ids()
+    async with _tasks(one(i, prompt, names[i]) for i, prompt in enumerate(prompts)) as tasks:
+        for task in asyncio.as_completed(tasks):
+            place, output = await task
+            if output is not None:
+                yield ((place, output),)
+
+
+async def _search(
+    context: ServerContext, job: Job, prompt: ParsedPrompt, name: str, asked: BeamRequest, priority: int
+) -> RequestOutput | None:
+    engine, model = context.engine, context.engine_config.model
+    search = BeamSearch(prompt, asked.beams, engine.max_model_len, model.eos_token_ids, model.vocab_size)
+    params = search.step_params
+    if asked.num_logprobs is not None:
+        params = params.replace(logprobs=max(params.logprobs or 0, asked.num_logprobs))
+    first: RequestOutput | None = None
+    while not search.done:
+        if job.ended:
+            return None
+        beams = search.prompts()
+        ids = [f"{name}-beam-{search.length}-{i}" for i in range(len(beams))]
+        job.beams.update(ids)
+        try:
+            async with _tasks(
+                _step(engine, beam, params, id, priority) for beam, id in zip(beams, ids, strict=True)
+            ) as tasks:
+                steps = await asyncio.gather(*tasks)
+        finally:
+            job.beams.difference_update(ids)
+        for step in steps:
+            if step.error is not None:
+                return step  # says so to the client
+            if step.outputs[0].finish_reason == "abort":
+                return None
+        first = first or steps[0]
+        search.take(steps)
+    return _output(engine, name, search, asked, first)
+
+
+async def _step(
+    engine: AsyncEngine, prompt: ParsedPrompt, params: SamplingParams, id: str, priority: int
+) -> RequestOutput:
+    stream = engine.generate(prompt, params, id, priority=priority)
+    try:
+        return await anext(stream)
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()
+
+
+@asynccontextmanager
+async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
+    """None goes on when the block is left, which aborts what runs in the engine."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _output(
+    engine: AsyncEngine, name: str, search: BeamSearch, asked: BeamRequest, first: RequestOutput | None
+) -> RequestOutput:
+    best = search.finished[: asked.n]
+    times = first.metrics if first is not None else None
+    if times is not None:
+        times.last_token_time = times.finished_time = time.time()
+        times.num_generation_tokens = sum(len(beam.token_ids) for beam in best)
+    return RequestOutput(
+        request_id=name,
+        prompt=search.prompt.text,
+        prompt_token_ids=search.prompt.token_ids,
+        outputs=[_completion(engine, i, search, beam, asked) for i, beam in enumerate(best)],
+        finished=True,
+        num_cached_tokens=search.num_cached_tokens,
+        metrics=times,
+    )
+
+
+def _completion(
+    engine: AsyncEngine, index: int, search: BeamSearch, beam: Beam, asked: BeamRequest
+) -> CompletionOutput:
+    text = ""
+    if engine.tokenizer is not None:
+        hidden = beam.finish_reason == "stop" and not asked.beams.include_stop_str_in_output
+        skip, visible = asked.params.skip_special_tokens, frozenset(asked.params.visible_token_ids)
+        decoder = IncrementalDetokenizer(engine.tokenizer, search.prompt.token_ids, skip, visible=visible)
+        decoder.add(beam.token_ids[: len(beam.token_ids) - hidden])
+        decoder.flush()
+        text = decoder.text
+    logprobs = None
+    if asked.num_logprobs is not None:
+        logprobs = [
+            _chosen_and_best(token, entry, asked.num_logprobs)
+            for token, entry in zip(beam.token_ids, beam.entries, strict=True)
+        ]
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=beam.token_ids,
+        cumulative_logprob=beam.cum_logprob,
+        logprobs=logprobs,
+        finish_reason=beam.finish_reason,
+    )
+
+
+def _chosen_and_best(token: int, entry: dict[int, Logprob], count: int) -> dict[int, Logprob]:
+    """As other answers have them: the token itself first, then the likeliest."""
+    return {token: entry[token], **dict(list(entry.items())[:count])}

@@ -1,0 +1,146 @@
+"""The form a request's output must have: exactly one of several kinds, checked here as far as that is cheap."""
+
+import json
+from typing import Any
+
+import msgspec
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+# The fields of the HTTP API that ask for a form; an error names the one that was used.
+FIELDS = (
+    "structured_outputs",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "tool_choice",
+)
+MAX_TEXT = 256 * 1024  # bytes of a schema, grammar, structural tag, or all choices together
+MAX_REGEX = 8 * 1024
+MAX_CHOICES = 4096
+MAX_DEPTH = 64  # of nested objects and lists in a schema
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """vLLM's names. `json` is a schema, as an object or as its text; `grammar` is EBNF (`root ::= ...`) or Lark
+    (`start: ...`)."""
+
+    json: Any = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
+    backend: str | None = None  # default: the engine's
+    whitespace_pattern: str | None = None  # between the parts of JSON
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False  # with backend "auto": only the first choice
+
+    field: str = "structured_outputs"  # what the user calls this, for errors
+    checked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.checked:  # it has come from another process
+            return
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none"
+            self._refuse(f"exactly one of {', '.join(KINDS)} must be given, got {found}")
+        if self.backend is not None and self.backend not in BACKENDS:
+            self._refuse(f"backend is {self.backend!r}; allowed: {', '.join(BACKENDS)}")
+        if self.json is not None:
+            self.json = self._json_text("json", self.json, (dict, bool))
+        if self.structural_tag is not None:
+            self.structural_tag = self._json_text("structural_tag", self.structural_tag, (dict,))
+        for name, longest in (("regex", MAX_REGEX), ("grammar", MAX_TEXT), ("whitespace_pattern", MAX_REGEX)):
+            if getattr(self, name) is not None:
+                self._check_text(name, getattr(self, name), longest)
+        if self.choice is not None:
+            self._check_choice(self.choice)
+        self.checked = True
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """What is to be compiled, as one text."""
+        value = getattr(self, self.kind)
+        if self.kind == "json_object":
+            return '{"type":"object"}'
+        return json.dumps(value, ensure_ascii=False) if self.kind == "choice" else str(value)
+
+    def key(self, backend: str) -> tuple[object, ...]:
+        """Equal for what compiles to the same."""
+        options = (self.whitespace_pattern, self.disable_any_whitespace, self.disable_additional_properties)
+        return (backend, self.kind, self.text, *options)
+
+    def _json_text(self, name: str, value: Any, types: tuple[type, ...]) -> str:
+        if isinstance(value, str):
+            self._check_text(name, value, MAX_TEXT)
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                self._refuse(f"{name} is not valid JSON: {error}")
+        if not isinstance(value, types):
+            self._refuse(f"{name} must be a JSON object, got {type(value).__name__}")
+        if _deeper_than(value, MAX_DEPTH):
+            self._refuse(f"{name} is nested more than {MAX_DEPTH} levels deep")
+        try:
+            # The order of properties is the order in which they are generated.
+            text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            self._refuse(f"{name} cannot be written as JSON: {error}")
+        self._check_text(name, text, MAX_TEXT)
+        return text
+
+    def _check_choice(self, choice: Any) -> None:
+        if not isinstance(choice, list) or not choice or not all(isinstance(c, str) and c for c in choice):
+            self._refuse("choice must be a list of at least one text, none of them empty")
+        if len(choice) > MAX_CHOICES:
+            self._refuse(f"choice has {len(choice)} entries; at most {MAX_CHOICES} are allowed")
+        self._check_text("choice", "".join(choice), MAX_TEXT)
+
+    def _check_text(self, name: str, text: Any, longest: int) -> None:
+        if not isinstance(text, str) or not text:
+            self._refuse(f"{name} must be a text that is not empty")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            self._refuse(f"{name} is not valid Unicode: it holds half of a surrogate pair")
+        if size > longest:
+            self._refuse(f"{name} has {size} bytes; at most {longest} are allowed")
+
+    def _refuse(self, reason: str) -> None:
+        raise ValueError(f"{self.field}: {reason}")
+
+
+def as_structured(value: Any) -> StructuredOutputsParams | None:
+    """Also from a mapping with the same names."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"structured_outputs is {value!r}; it must be StructuredOutputsParams or a mapping")
+    allowed = [name for name in StructuredOutputsParams.__struct_fields__ if name not in ("field", "checked")]
+    unknown = value.keys() - set(allowed)
+    if unknown:
+        raise ValueError(f"structured_outputs has unknown keys {sorted(unknown)}; allowed: {', '.join(allowed)}")
+    return StructuredOutputsParams(**value)
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for part in level
+            if isinstance(part, (dict, list))
+            for child in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return False
+    return True

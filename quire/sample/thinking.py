@@ -1,0 +1,48 @@
+"""An end to reasoning that takes too long."""
+
+import torch
+
+from quire.messages.plan import NewRow
+from quire.sample.processors import ByRow, SampleBatch
+
+
+class ThinkingBudget(ByRow):
+    """Once a row has reasoned for as many tokens as it may, the tokens that end reasoning are all that can be drawn,
+    one after the other. Where they stand follows from positions, so nothing waits for the host."""
+
+    rows: dict[int, tuple[int, int, torch.Tensor, torch.Tensor]]  # type: ignore[assignment]
+
+    def add_row(self, new: NewRow) -> None:
+        budget, reasoning = new.params.thinking_token_budget, new.params.reasoning
+        if budget is None or reasoning is None or reasoning.open is False:
+            return
+        start = reasoning.start if reasoning.open is None else []
+        forced_from = new.num_prompt_tokens + len(start) + budget
+        start_ids = torch.tensor(start, dtype=torch.int32, device=self.device)
+        end_ids = torch.tensor(reasoning.end, dtype=torch.int32, device=self.device)
+        self.rows[new.row] = new.num_prompt_tokens, forced_from, start_ids, end_ids
+
+    def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+        for i in self.places(batch):
+            row, position = batch.row_list[i], batch.positions[i]
+            first, forced_from, start, end = self.rows[row]
+            tokens = batch.token_ids[row, first:]
+            step = position - forced_from
+            forces = (step >= 0) & (step < len(end)) & ~_holds(tokens, end, position - first)
+            if len(start):
+                forces &= (tokens[: len(start)] == start).all()
+            wanted = end[step.clamp(0, len(end) - 1)].long()
+            others = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device).index_fill_(0, wanted, False)
+            # What was masked before (a bad word, a token not allowed) is forced all the same.
+            logits[i, wanted] = torch.where(forces, torch.zeros_like(logits[i, wanted]), logits[i, wanted])
+            logits[i].masked_fill_(others & forces, -torch.inf)
+        return logits
+
+
+def _holds(tokens: torch.Tensor, sequence: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Whether the first `length` tokens hold the sequence anywhere."""
+    if len(tokens) < len(sequence):
+        return torch.zeros((), dtype=torch.bool, device=tokens.device)
+    begins = torch.arange(len(tokens) - len(sequence) + 1, device=tokens.device)
+    same = (tokens.unfold(0, len(sequence), 1) == sequence).all(dim=1)
+    return (same & (begins + len(sequence) <= length)).any()

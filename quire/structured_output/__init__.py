@@ -1,0 +1,1 @@
+"""Grammars beside the scheduler: compiled off the step loop, one matcher a request, token masks for the sampler."""

@@ -1,0 +1,168 @@
+"""Grammars compiled on threads of their own, each only once, and kept while there is room.
+
+A library in the middle of a compile cannot be stopped. One that takes too long is given up: its requests end, its
+thread goes on until it is done, and while all threads are taken up so, new grammars are refused at once.
+"""
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.messages.structured import StructuredOutputsParams
+from quire.structured_output.base import Compiled, GrammarError
+
+MAX_CACHED = 1024
+
+Key = tuple[object, ...]
+
+
+class GrammarCache:
+    """The grammars used last, within a number of bytes."""
+
+    def __init__(self, max_bytes: int, max_count: int = MAX_CACHED) -> None:
+        self.max_bytes = max_bytes
+        self.max_count = max_count
+        self.num_bytes = 0
+        self._kept: OrderedDict[Key, Compiled] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Key) -> Compiled | None:
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+        return found
+
+    def put(self, key: Key, compiled: Compiled) -> None:
+        if compiled.num_bytes > self.max_bytes or key in self._kept:
+            return
+        self._kept[key] = compiled
+        self.num_bytes += compiled.num_bytes
+        while self.num_bytes > self.max_bytes or len(self._kept) > self.max_count:
+            self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    key: Key
+    spec: StructuredOutputsParams
+    waiters: list[str] = field(default_factory=list)  # request ids
+    started: float | None = None
+    compiled: Compiled | None = None
+    error: str | None = None
+
+
+class GrammarCompiler:
+    """The engine's thread asks and collects; it never waits."""
+
+    def __init__(
+        self,
+        compile: Callable[[StructuredOutputsParams], Compiled],
+        *,
+        seconds: float,
+        cache_bytes: int,
+        num_threads: int = 2,
+    ) -> None:
+        self.cache = GrammarCache(cache_bytes)
+        self.num_given_up = 0  # compiles that took too long, in all
+        self._compile = compile
+        self._seconds = seconds
+        self._num_threads = num_threads
+        self._threads: list[threading.Thread] = []
+        self._todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._news = threading.Event()
+        self._jobs: dict[Key, Job] = {}
+        self._stuck: list[Job] = []  # given up, while their threads are still at it
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads that are taken up by compiles that nobody waits for."""
+        return len(self._stuck)
+
+    def request(self, key: Key, spec: StructuredOutputsParams, request_id: str) -> Compiled | None:
+        """The grammar if it is there; else the request waits for it."""
+        found = self.cache.get(key)
+        if found is not None:
+            return found
+        job = self._jobs.get(key)
+        if job is None:
+            self._collect_stuck()
+            if len(self._stuck) >= self._num_threads:
+                raise GrammarError("all compilers are taken up by grammars that take too long; try again later")
+            job = self._jobs[key] = Job(key, spec)
+            self._todo.put(job)
+            if len(self._threads) < self._num_threads:
+                self._start_thread()
+        job.waiters.append(request_id)
+        return None
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone. A compile that nobody waits for any more still ends in the cache."""
+        for job in self._jobs.values():
+            if request_id in job.waiters:
+                job.waiters.remove(request_id)
+                return
+
+    def collect(self) -> list[Job]:
+        """Jobs that have ended since the last call, those that took too long with an error."""
+        self._news.clear()
+        ended = []
+        while not self._done.empty():
+            job = self._done.get()
+            if job in self._stuck:
+                self._stuck.remove(job)
+            if job.compiled is not None:
+                self.cache.put(job.key, job.compiled)
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
+                ended.append(job)
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
+            if job.started is not None and now - job.started > self._seconds:
+                del self._jobs[job.key]
+                self._stuck.append(job)
+                self.num_given_up += 1
+                ended.append(Job(job.key, job.spec, job.waiters, error=self._too_slow()))
+        if len(self._stuck) >= self._num_threads:
+            for job in self._jobs.values():
+                ended.append(Job(job.key, job.spec, job.waiters, error="all compilers are busy; try again later"))
+                job.waiters = []
+        return ended
+
+    def wait(self, seconds: float) -> None:
+        """Until a compile ends, at most so long."""
+        self._news.wait(seconds)
+
+    def _too_slow(self) -> str:
+        return f"compiling took more than {self._seconds:g} seconds (--structured-outputs-compile-seconds)"
+
+    def _collect_stuck(self) -> None:
+        self._stuck = [job for job in self._stuck if job.compiled is None and job.error is None]
+
+    def _start_thread(self) -> None:
+        # Daemons: a compile that takes for ever must not keep the process alive.
+        thread = threading.Thread(target=self._run, name="quire-grammar", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        while True:
+            job = self._todo.get()
+            job.started = time.monotonic()
+            try:
+                job.compiled = self._compile(job.spec)
+            except GrammarError as error:
+                job.error = str(error)
+            except BaseException as error:  # also a panic of a Rust library
+                job.error = f"the grammar library failed: {type(error).__name__}: {error}"[:500]
+            self._done.put(job)
+            self._news.set()

@@ -1,0 +1,61 @@
+"""Which regular expressions mean the same to XGrammar as they do elsewhere.
+
+An output matches from its beginning to its end, so anchors there say nothing, and lazy quantifiers are ordinary ones.
+"""
+
+PLAIN_ESCAPES = set("dwsnrt")
+
+
+def without_anchors(regex: str) -> str:
+    regex = regex.removeprefix("^")
+    if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2 == 1:
+        regex = regex[:-1]
+    return _dots_as_classes(regex)
+
+
+def outside_xgrammar(regex: str) -> str | None:
+    """The first thing in it that XGrammar reads differently or not at all."""
+    body = regex.removeprefix("^")
+    in_class, i = False, 0
+    while i < len(body):
+        char, after = body[i], body[i + 1 : i + 2]
+        if char == "\\":
+            if after.isalnum() and after not in PLAIN_ESCAPES:
+                return f"\\{after} in a regex is not supported"
+            i += 1
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+            if after in ("]", "["):
+                return "a bracket that opens a class is not supported"
+            if after == "^":
+                i += 1
+        elif char == "(" and after == "?" and body[i + 2 : i + 3] != ":":
+            return f"{body[i : i + 3]} in a regex is not supported"
+        elif char in "*+?}" and after in ("?", "+") and after:
+            return f"the quantifier {char}{after} is not supported"
+        elif char == "^" or (char == "$" and i != len(body) - 1):
+            return f"{char} inside a regex is not supported"
+        elif char == "|" and (regex[0] == "^" or regex[-1] == "$"):
+            return "an anchor beside an alternative is not supported"
+        i += 1
+    return None
+
+
+def _dots_as_classes(regex: str) -> str:
+    """XGrammar's dot matches line breaks too."""
+    parts, in_class, i = [], False, 0
+    while i < len(regex):
+        char = regex[i]
+        if char == "\\":
+            parts.append(regex[i : i + 2])
+            i += 2
+            continue
+        if in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        parts.append(r"[^\n]" if char == "." and not in_class else char)
+        i += 1
+    return "".join(parts)

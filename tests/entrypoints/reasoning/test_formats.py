@@ -1,0 +1,187 @@
+"""Each format, whole and cut into pieces at every place."""
+
+import sys
+import types
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.entrypoints.openai.text_parser import Chain, ParsedDelta, TextParser
+from quire.entrypoints.reasoning import FORMATS, TagFormat, reasoning_format
+from quire.entrypoints.reasoning.tags import MAX_BLANK
+
+
+def parse(parser: TextParser, pieces: Iterable[str]) -> tuple[str, str]:
+    found = [*(parser.feed(piece) for piece in pieces), parser.finish()]
+    return "".join(one.reasoning for one in found), "".join(one.content for one in found)
+
+
+def check(format: TagFormat, text: str, reasoning: str, content: str, open: bool | None = None) -> None:
+    expected = (reasoning, content)
+    assert parse(format.parser(open), [text]) == expected
+    assert parse(format.parser(open), text) == expected
+    for cut in range(1, len(text)):
+        assert parse(format.parser(open), [text[:cut], text[cut:]]) == expected, text[:cut]
+
+
+THINK = "Hmm, 2 < 3.\nYes</b>"
+ANSWER = "\n\nIt is <think> 3 </think>."
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_a_model_writes(name: str) -> None:
+    format = FORMATS[name]
+    text = f"{format.start}{THINK}{format.end}{ANSWER}"
+    check(format, text, THINK, ANSWER, format.is_open("<|user|>2 or 3?<|assistant|>"))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_template_wrote_the_start_tag(name: str) -> None:
+    format = FORMATS[name]
+    prompt = f"<|assistant|>{format.start}\n"
+    assert format.is_open(prompt) is True
+    check(format, f"{THINK}{format.end}{ANSWER}", THINK, ANSWER, format.is_open(prompt))
+    check(format, f"{format.start}{THINK}{format.end}{ANSWER}", THINK, ANSWER, format.is_open(prompt))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_the_template_switched_thinking_off(name: str) -> None:
+    format = FORMATS[name]
+    prompt = f"<|assistant|>{format.start}\n\n{format.end}\n\n"
+    assert format.is_open(prompt) is False
+    assert parse(format.parser(False), ["3, as ", "I said"]) == ("", "3, as I said")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_without_tags(name: str) -> None:
+    format = FORMATS[name]
+    text = " 3, of course"
+    expected = (text, "") if format.implied else ("", text)
+    check(format, text, *expected, open=format.is_open("<|assistant|>"))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_end_that_never_comes(name: str) -> None:
+    format = FORMATS[name]
+    unfinished = format.end[:-1]
+    check(format, f"{format.start}{THINK}{unfinished}", f"{THINK}{unfinished}", "", format.is_open("<|assistant|>"))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_empty_reasoning_and_empty_text(name: str) -> None:
+    format = FORMATS[name]
+    check(format, f"{format.start}{format.end}{ANSWER}", "", ANSWER)
+    check(format, f"{format.start}{format.end}", "", "")
+    check(format, format.start, "", "")
+    check(format, "", "", "")
+
+
+def test_blanks_before_the_start_tag_are_left_out() -> None:
+    format = FORMATS["qwen3"]
+    check(format, "\n <think>a</think>b", "a", "b")
+    check(format, " " * MAX_BLANK + "<think>a</think>b", "a", "b")
+    check(format, " " * (MAX_BLANK + 1) + "<think>a</think>b", "", " " * (MAX_BLANK + 1) + "<think>a</think>b")
+    check(format, "  <thin", "", "  <thin")
+    check(format, "  <thin", "  <thin", "", open=True)
+
+
+def test_reasoning_comes_first_or_not_at_all() -> None:
+    check(FORMATS["glm45"], "Use <think>a</think> for that.", "", "Use <think>a</think> for that.")
+
+
+def test_the_first_end_tag_ends_it() -> None:
+    check(FORMATS["qwen3"], "<think>a</think>b</think>c", "a", "b</think>c")
+
+
+def test_spellings_of_granite() -> None:
+    check(FORMATS["granite"], "Here's my thought process: a Here is my response: b", " a ", " b")
+    check(FORMATS["granite"], "Here is my thought process: Here's a Here's my response:b", " Here's a ", "b")
+    check(FORMATS["granite"], "Here is my answer: b", "", "Here is my answer: b")
+
+
+def test_hunyuan_answers_between_tags() -> None:
+    text = "<think>\nHm\n</think>\n<answer>\nYes\n</answer>"
+    check(FORMATS["hunyuan_a13b"], text, "Hm", "Yes")
+    check(FORMATS["hunyuan_a13b"], "<think>\n\n</think>\n<answer>\nYes\n</answer>", "", "Yes")
+
+
+def test_a_tool_call_ends_reasoning() -> None:
+    calls = "<|tool_calls_section_begin|><|tool_call_begin|>"
+    check(FORMATS["kimi_k2"], f"Let me look.{calls}", "Let me look.", calls, open=True)
+    call = "<tool_call>\n<function=now>"
+    check(FORMATS["qwen3"], f"<think>A <tool_call> may help.{call}", "A <tool_call> may help.", call)
+
+
+def test_going_on_with_an_answer() -> None:
+    format = FORMATS["deepseek_r1"]
+    assert format.is_open("<think>I was", goes_on=True) is True
+    assert format.is_open("<think>I was</think>So", goes_on=True) is False
+    assert format.is_open("So", goes_on=True) is False
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.sampled_from([True, False, None]), st.data())
+def test_pieces_make_no_difference(name: str, open: bool | None, data: st.DataObject) -> None:
+    format = FORMATS[name]
+    parts = [*format.markers, *(m[: len(m) // 2] for m in format.markers), *(m[1:] for m in format.markers)]
+    text = "".join(data.draw(st.lists(st.sampled_from([*parts, " ", "\n", "a", "<", "é"]), max_size=12)))
+    whole = parse(format.parser(open), [text])
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(format.parser(open), pieces) == parse(format.parser(open), text) == whole
+
+
+def test_little_is_held_back() -> None:
+    """What cannot be part of a tag goes out at once; so each character is looked at a bounded number of times."""
+    parser = FORMATS["deepseek_r1"].parser(True)
+    sent = 0
+    for i in range(1, 1001):
+        sent += len(parser.feed("a<"[i % 2]).reasoning)
+        assert i - sent < len("</think>")
+
+
+class Shout:
+    """Stands for a tool parser: tells what it got in one go."""
+
+    def __init__(self) -> None:
+        self.got: list[str] = []
+
+    def feed(self, text: str, token_ids: object = ()) -> ParsedDelta:
+        self.got.append(text)
+        return ParsedDelta(text.upper())
+
+    def finish(self) -> ParsedDelta:
+        return ParsedDelta("!")
+
+
+def test_the_second_parser_sees_the_content_alone() -> None:
+    text = "<think>ab</think>cd"
+    for pieces in ([text], list(text)):
+        second = Shout()
+        assert parse(Chain(FORMATS["qwen3"].parser(None), second), pieces) == ("ab", "CD!")
+        assert "".join(second.got) == "cd"
+    second = Shout()
+    assert parse(Chain(FORMATS["qwen3"].parser(None), second), ["<thi"]) == ("", "<THI!")
+
+
+def test_formats_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("my_formats")
+    module.LOUD = TagFormat(("HMM",), ("SO",))  # type: ignore[attr-defined]
+    module.WRONG = "HMM"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_formats", module)
+    found = reasoning_format("my_formats:LOUD")
+    assert parse(found.parser(None), ["HMM why SO because"]) == (" why ", " because")
+    with pytest.raises(ValueError, match="is no reasoning format"):
+        reasoning_format("my_formats:WRONG")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        reasoning_format("my_formats:MISSING")
+    with pytest.raises(ValueError, match="is not known; use one of deepseek_r1"):
+        reasoning_format("deepseek")
+
+
+@pytest.mark.parametrize("tags", [{"ends": ()}, {"starts": ("",)}, {"ends": ("</a>", "x</a>y")}])
+def test_tags_that_cannot_be_told_apart(tags: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match="tag"):
+        TagFormat(**tags)  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""Tool calls as the official client sees them, from an engine that says what it is told."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from quire.bench.stub_engine import StubEngine, cycle
+from quire.config.server import ServerConfig
+from quire.messages.requests import EngineCoreRequest
+from tests.entrypoints.openai.running import MODEL, Running, running
+from tests.entrypoints.tools.parsed import TOOLS
+from tests.entrypoints.tools.test_formats import CASES
+
+HELLO: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+OFFERED: Any = TOOLS
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+CALLS = '[{"name": "get_weather", "parameters": {"city": "Zürich"}}, {"name": "now", "parameters": {}}]'
+
+
+def engine_that_says(text: str) -> StubEngine:
+    engine = StubEngine(cycle([0]))
+    say(engine, text)
+    return engine
+
+
+def say(engine: StubEngine, text: str) -> None:
+    assert engine.tokenizer is not None
+    ids = [*engine.tokenizer.encode(text, add_special_tokens=False), engine.config.model.eos_token_ids[0]]
+
+    def rule(request: EngineCoreRequest, count: int) -> int:
+        return ids[min(count, len(ids) - 1)]
+
+    engine.rule = rule
+
+
+def whole(server: Running, **kwargs: Any) -> Any:
+    return server.client().chat.completions.create(model=MODEL, messages=HELLO, tools=OFFERED, **kwargs).choices[0]
+
+
+def streamed(server: Running, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """The answer that the client puts together, and the deltas of its calls."""
+    client = server.client()
+    deltas = []
+    with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=OFFERED, **kwargs) as stream:
+        for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                deltas += event.chunk.choices[0].delta.tool_calls or []
+        return stream.get_final_completion().choices[0], deltas
+
+
+def calls(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(engine_that_says(""), ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")) as one:
+        yield one
+
+
+@pytest.mark.parametrize("name", ["hermes, text before", "hermes, two", "hermes, nested", "hermes, plain"])
+def test_auto(server: Running, name: str) -> None:
+    case = CASES[name]
+    say(server.engine, case.text)
+    answer = whole(server)
+    assert [(name, json.loads(arguments)) for name, arguments in calls(answer)] == case.calls
+    assert (answer.message.content or "") == case.content
+    assert answer.finish_reason == ("tool_calls" if case.calls else "stop")
+    together, deltas = streamed(server)
+    assert calls(together) == calls(answer) and together.finish_reason == answer.finish_reason
+    assert (together.message.content or "") == case.content
+    for delta in deltas:
+        first = delta.id is not None
+        assert (delta.type == "function", delta.function.name is not None) == (first, first)
+        assert delta.function.arguments == "" or not first
+
+
+def test_a_cut_call_ends_with_length(server: Running) -> None:
+    say(server.engine, CASES["hermes"].text)
+    answer = whole(server, max_tokens=16)
+    assert answer.finish_reason == "length"
+
+
+def test_one_call_only(server: Running) -> None:
+    say(server.engine, CASES["hermes, two"].text)
+    assert len(calls(whole(server, parallel_tool_calls=False))) == 1
+    assert len(calls(streamed(server, parallel_tool_calls=False)[0])) == 1
+
+
+def test_required(server: Running) -> None:
+    say(server.engine, CALLS)
+    answer = whole(server, tool_choice="required")
+    assert calls(answer) == [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    together, _ = streamed(server, tool_choice="required")
+    assert calls(together) == calls(answer) and together.finish_reason == "tool_calls"
+
+
+def test_named(server: Running) -> None:
+    say(server.engine, '{"city": "Oslo", "days": 3}')
+    answer = whole(server, tool_choice=NAMED)
+    assert calls(answer) == [("get_weather", '{"city": "Oslo", "days": 3}')]
+    assert answer.finish_reason == "stop" and answer.message.content is None
+    together, deltas = streamed(server, tool_choice=NAMED)
+    assert calls(together) == calls(answer) and together.finish_reason == "stop"
+    assert len(deltas) > 3
+
+
+def test_a_conversation_with_results(server: Running) -> None:
+    say(server.engine, CASES["hermes, two"].text)
+    client = server.client()
+    message = client.chat.completions.create(model=MODEL, messages=HELLO, tools=OFFERED).choices[0].message
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": call.id, "content": "4 °C"} for call in message.tool_calls or []
+    ]
+    say(server.engine, "It is cold.")
+    history: Any = [*HELLO, message, *results]
+    after = client.chat.completions.create(model=MODEL, messages=history, tools=OFFERED)
+    assert after.choices[0].message.content == "It is cold." and after.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": 3}, "tools"),
+        ({"tools": [{}], "extra_body": {"use_beam_search": True}}, "tools"),
+    ],
+)
+def test_what_is_refused(server: Running, fields: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        server.client().chat.completions.create(model=MODEL, messages=HELLO, **fields)
+    assert error.value.param == param

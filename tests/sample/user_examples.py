@@ -1,0 +1,123 @@
+"""Logits processors as users write them. No torch is imported here, so a front end that loads them stays without it."""
+
+from quire.config import EngineConfig
+from quire.messages.plan import NewRow
+from quire.messages.sampling_params import SamplingParams
+from quire.sample.processors import SampleBatch
+from quire.sample.user_processors import RowProcessor
+
+
+class OnlyToken(RowProcessor):
+    """Requests with the argument `target_token` get nothing else."""
+
+    def __init__(self, config: EngineConfig, device) -> None:
+        super().__init__(config, device)
+        self.vocab_size = config.model.vocab_size
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        token = (params.extra_args or {}).get("target_token")
+        if token is not None and not isinstance(token, int):
+            raise ValueError(f"target_token is {token!r}; it must be a token id")
+
+    def add_row(self, new: NewRow) -> None:
+        token = (new.params.extra_args or {}).get("target_token")
+        if token is not None:
+            self.rows[new.row] = token % self.vocab_size
+
+    def apply(self, logits, batch: SampleBatch):
+        for place in self.places(batch):
+            token = self.rows[batch.row_list[place]]
+            kept = logits[place, token].clone()
+            logits[place] = float("-inf")
+            logits[place, token] = kept
+        return logits
+
+
+class NoRepeat(RowProcessor):
+    """Requests with `no_repeat` never get a token that they have, be it in the prompt or generated a step ago."""
+
+    def add_row(self, new: NewRow) -> None:
+        if (new.params.extra_args or {}).get("no_repeat"):
+            self.rows[new.row] = True
+
+    def apply(self, logits, batch: SampleBatch):
+        for place in self.places(batch):
+            row = batch.row_list[place]
+            count = int(batch.positions[place])
+            logits[place, batch.token_ids[row, :count].long()] = float("-inf")
+        return logits
+
+
+class Counting:
+    """Written from nothing but the interface: requests with `lead` count up from there."""
+
+    changes_argmax = True
+
+    def __init__(self, config: EngineConfig, device) -> None:
+        self.next: dict[int, int] = {}
+
+    def add_row(self, new: NewRow) -> None:
+        lead = (new.params.extra_args or {}).get("lead")
+        if lead is not None:
+            self.next[new.row] = lead + len(new.token_ids) - new.num_prompt_tokens
+
+    def remove_row(self, row: int) -> None:
+        self.next.pop(row, None)
+
+    @property
+    def active(self) -> bool:
+        return bool(self.next)
+
+    def apply(self, logits, batch: SampleBatch):
+        for place, row in enumerate(batch.row_list):
+            if row in self.next:
+                logits[place, self.next[row]] += 1e6
+        return logits
+
+    def sampled(self, token_ids, batch: SampleBatch) -> None:
+        for place, row in enumerate(batch.row_list):
+            if row in self.next and batch.done[place]:
+                self.next[row] = int(token_ids[place]) + 1
+
+
+class Faulty(RowProcessor):
+    def add_row(self, new: NewRow) -> None:
+        fault = (new.params.extra_args or {}).get("fault")
+        if fault == "add_row":
+            raise KeyError("no such thing")
+        if fault:
+            self.rows[new.row] = fault
+
+    def apply(self, logits, batch: SampleBatch):
+        for place in self.places(batch):
+            if self.rows[batch.row_list[place]] == "shape":
+                return logits[:, :-1]
+            raise RuntimeError("something broke")
+        return logits
+
+
+class NoConstructor(RowProcessor):
+    def __init__(self) -> None: ...
+
+
+class Incomplete:
+    def __init__(self, config: EngineConfig, device) -> None: ...
+
+    def apply(self, logits, batch: SampleBatch):
+        return logits
+
+
+class ForVllm:
+    def __init__(self, vllm_config, device, is_pin_memory: bool) -> None: ...
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update) -> None: ...
+
+    def apply(self, logits):
+        return logits
+
+
+a_function = print

@@ -1,0 +1,26 @@
+"""A tiny random model with a tokenizer that can write anything: all bytes, and some words made of several."""
+
+from pathlib import Path
+
+from tests.tiny_models import save_tiny
+
+END = "<|end|>"
+WORDS = ['{"', '":', '", "', "true", "false", "null", "name", "  ", "ab", "12", "é", "}}", '"}', "\n\n"]
+
+
+def save_model(folder: Path) -> str:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([word * 3 for word in WORDS] * 20, trainer)
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    vocab = tokenizer.get_vocab_size()
+    padded = vocab + 13  # ids that the tokenizer does not know, as padded models have
+    save_tiny("llama", folder, vocab_size=padded, eos_token_id=tokenizer.token_to_id(END), initializer_range=0.05)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)

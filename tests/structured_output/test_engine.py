@@ -1,0 +1,238 @@
+"""Whole engines under grammars: every form of output, next to free requests, at any depth of asynchrony."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine.outputs import RequestOutput
+from quire.sampling_params import StructuredOutputsParams
+from tests.structured_output.cases import POINT, SCHEMAS
+
+PROMPT = {"prompt_token_ids": [40, 50, 60, 70, 80]}
+FREE = SamplingParams(temperature=0, max_tokens=24)
+# Random models write strings and whitespace without end, so only what must end soon.
+BOUNDED = [
+    "boolean",
+    "null",
+    "lengths",
+    "pattern and length",
+    "date",
+    "uuid",
+    "integer range",
+    "integer exclusive",
+    "const",
+    "enum",
+    "typed enum",
+    "one of",
+    "all of",
+    "pattern with any character",
+]
+REGEXES = [r"[a-f]{3}\d{2}", r"(ab){2,3}|x", r".{4}", r"[^a-z\n]{2,5}"]
+CHOICE = ["yes", "no", "perhaps"]
+
+
+def engine(tiny: str, depth: int = 1, **options: Any) -> LLM:
+    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 32} | options
+    asynchronous = {"async_depth": depth} if depth else {"async_scheduling": False}
+    return LLM(tiny, dtype="float32", max_model_len=256, use_tqdm_on_load=False, **asynchronous, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> Iterator[LLM]:
+    with engine(tiny) as one:
+        yield one
+
+
+def params(seed: int = 0, max_tokens: int = 200, **wanted: Any) -> SamplingParams:
+    given = {name: wanted.pop(name) for name in list(wanted) if name in SamplingParams.__struct_fields__}
+    form = StructuredOutputsParams(**wanted)
+    return SamplingParams(
+        **{"temperature": 1.5, "seed": seed, "max_tokens": max_tokens} | given, structured_outputs=form
+    )
+
+
+def run(llm: LLM, wanted: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate([PROMPT] * len(wanted), wanted, use_tqdm=False)
+
+
+def mixture() -> list[tuple[SamplingParams, Callable[[str], object]]]:
+    """Requests of many forms, each with the check that its text must pass."""
+    validate = jsonschema.Draft202012Validator
+    found: list[tuple[SamplingParams, Callable[[str], object]]] = []
+    for name in BOUNDED:
+        wanted = params(len(found), json=SCHEMAS[name], disable_any_whitespace=True)
+        found.append((wanted, lambda text, name=name: validate(SCHEMAS[name]).is_valid(json.loads(text, strict=False))))
+    for regex in REGEXES:
+        found.append((params(len(found), regex=regex), lambda text, regex=regex: re.fullmatch(regex, text)))
+    found.append((params(len(found), choice=CHOICE), lambda text: text in CHOICE))
+    found.append((params(len(found), grammar='root ::= "<" [a-c]{2} ">"'), lambda t: re.fullmatch("<[a-c]{2}>", t)))
+    found.append((params(len(found), regex="[ab]{2}c", temperature=0), lambda text: re.fullmatch("[ab]{2}c", text)))
+    return found
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_batch_of_forms_beside_free_requests(tiny: str, depth: int) -> None:
+    wanted = mixture()
+    with engine(tiny, depth) as llm:
+        alone = run(llm, [FREE])[0].outputs[0].token_ids
+        outputs = run(llm, [p for pair in wanted for p in (pair[0], FREE)])
+        again = run(llm, [p for p, _ in wanted])
+        assert not llm.llm_engine.client.core.grammars.active
+    for (asked, fits), output, repeated in zip(wanted, outputs[::2], again, strict=True):
+        [completion] = output.outputs
+        assert output.error is None and completion.finish_reason == "stop"
+        assert fits(completion.text), (asked.structured_outputs, completion.text)
+        assert repeated.outputs[0].token_ids == completion.token_ids
+    assert all(output.outputs[0].token_ids == alone for output in outputs[1::2])
+
+
+def test_every_completion_of_n_has_a_state_of_its_own(llm: LLM) -> None:
+    [output] = run(llm, [params(3, regex="[a-h]{12}", n=5)])
+    texts = {completion.text for completion in output.outputs}
+    assert len(texts) == 5 and all(re.fullmatch("[a-h]{12}", text) for text in texts)
+
+
+def test_preempted_requests_go_on_where_they_were(tiny: str, llm: LLM) -> None:
+    wanted = [params(seed, regex="([a-d][0-9]){30}") for seed in range(6)]
+    expected = [output.outputs[0].token_ids for output in run(llm, wanted)]
+    with engine(tiny, num_gpu_blocks_override=18, max_num_seqs=6) as small:
+        found = [output.outputs[0].token_ids for output in run(small, wanted)]
+        assert small.llm_engine.client.core.scheduler.num_preemptions > 0
+    assert found == expected
+
+
+def test_with_logprobs_penalties_and_bias(llm: LLM) -> None:
+    wanted = params(1, regex="[a-d]{8}", logprobs=2, frequency_penalty=1.0, logit_bias={66: 5.0}, top_k=3, min_p=0.01)
+    [output] = run(llm, [wanted])
+    assert re.fullmatch("[a-d]{8}", output.outputs[0].text)
+    assert len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids)
+
+
+def test_limits_and_ends(llm: LLM) -> None:
+    outputs = run(
+        llm,
+        [
+            params(1, regex="a*", min_tokens=6, max_tokens=40),
+            params(2, regex="ab", min_tokens=30),
+            params(3, choice=["a", "b"], ignore_eos=True),
+            params(4, regex="[a-z]{50}", max_tokens=7),
+            params(5, regex="[a-c]{5}STOP[a-c]{50}", stop=["STOP"]),
+        ],
+    )
+    longer, forced, ends, cut, stopped = (output.outputs[0] for output in outputs)
+    assert len(longer.token_ids) >= 6 and re.fullmatch("a*", longer.text)
+    assert forced.text == "ab" and forced.finish_reason == "stop"  # the grammar leaves nothing else
+    assert ends.text in ("a", "b") and ends.finish_reason == "stop"
+    assert len(cut.token_ids) == 7 and cut.finish_reason == "length"
+    assert re.fullmatch("[a-c]{5}", stopped.text) and stopped.finish_reason == "stop"
+
+
+def test_a_wrong_schema_ends_its_own_request(llm: LLM) -> None:
+    wrong, right, free = run(llm, [params(json={"type": "strnig"}), params(json=SCHEMAS["enum"]), FREE])
+    assert (
+        wrong.outputs[0].finish_reason == "error" and "structured_outputs: " in wrong.error and "strnig" in wrong.error
+    )
+    assert right.error is None and free.error is None
+
+
+class Gate:
+    """Holds the compilers back until it is opened."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiler = llm.llm_engine.client.core.grammars.compiler
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        original = compiler._compile
+
+        def held(spec: StructuredOutputsParams) -> Any:
+            self.entered.set()
+            assert self.open.wait(30)
+            return original(spec)
+
+        monkeypatch.setattr(compiler, "_compile", held)
+
+
+def step_until(llm: LLM, done: Callable[[], object]) -> list[RequestOutput]:
+    found, end = [], time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end, "it did not come"
+        found += llm.llm_engine.step()
+    return found
+
+
+def test_nobody_waits_for_anothers_compiler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
+    llm.llm_engine.add_request("slow", PROMPT, params(regex="never[a-z]seen"))
+    assert len(run(llm, [FREE])[0].outputs[0].token_ids) == FREE.max_tokens
+    assert core.scheduler.requests["slow"].state.name == "WAITING_GRAMMAR"
+    gate.open.set()
+    outputs = step_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
+    assert re.fullmatch("never[a-z]seen", outputs[-1].outputs[0].text)
+
+
+def test_aborting_while_it_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
+    wanted = params(regex="abort[a-z]ed", n=3)
+    llm.llm_engine.add_request("gone", PROMPT, wanted)
+    step_until(llm, gate.entered.is_set)
+    llm.llm_engine.abort_request("gone")
+    assert not core.scheduler.requests and not core.has_unfinished()
+    gate.open.set()
+    [output] = run(llm, [wanted])  # the same grammar, which the first request left behind
+    assert all(re.fullmatch("abort[a-z]ed", completion.text) for completion in output.outputs)
+    assert not core.grammars.pending and not core.grammars.active
+
+
+def test_the_first_of_n_may_go_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
+    llm.llm_engine.add_request("n", PROMPT, params(regex="sib[a-z]ling", n=2))
+    step_until(llm, gate.entered.is_set)
+    core.finish_requests(["n"])
+    [other] = core.scheduler.requests.values()
+    assert other.state.name == "WAITING_GRAMMAR"
+    gate.open.set()
+    step_until(llm, lambda: not core.has_unfinished())
+    llm.llm_engine.abort_request("n")
+
+
+def test_a_compile_has_a_time_limit(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(tiny, structured_outputs_compile_seconds=0.05) as llm:
+        gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
+        slow = run(llm, [params(regex="slow"), params(regex="slower"), FREE])
+        assert all("more than 0.05 seconds" in output.error for output in slow[:2]) and slow[2].error is None
+        assert core.grammars.compiler.num_stuck == 2
+        with pytest.raises(ValueError, match="all compilers are taken up"):
+            run(llm, [params(regex="next")])
+        assert not core.has_unfinished()
+        gate.open.set()
+        step_until(llm, lambda: core.grammars.compiler.collect() is not None and not core.grammars.compiler.num_stuck)
+        assert run(llm, [params(regex="slow")])[0].outputs[0].text == "slow"
+
+
+def test_reasoning_is_free_and_the_answer_is_not(llm: LLM) -> None:
+    from quire.sampling_params import ReasoningTokens
+
+    end = llm.llm_engine.tokenizer.encode("12", add_special_tokens=False)
+    assert len(end) == 1
+    wanted = params(regex="[a-c]{4}", max_tokens=250, logit_bias={end[0]: 3.0})
+    reasoning = ReasoningTokens(start=end, end=end, open=True)
+    [output] = run(llm, [wanted.replace(reasoning=reasoning)])
+    tokens = output.outputs[0].token_ids
+    answer = llm.llm_engine.tokenizer.decode(tokens[tokens.index(end[0]) + 1 :])
+    assert re.fullmatch("[a-c]{4}", answer) and tokens.index(end[0]) > 0
+
+
+def test_objects_close(llm: LLM) -> None:
+    wanted = params(json=POINT, disable_any_whitespace=True, max_tokens=240, logit_bias={90: 8.0, 11: 8.0})
+    outputs = run(llm, [wanted.replace(seed=seed) for seed in range(8)])
+    whole = [o.outputs[0].text for o in outputs if o.outputs[0].finish_reason == "stop"]
+    assert whole
+    for text in whole:
+        jsonschema.validate(json.loads(text), POINT)
