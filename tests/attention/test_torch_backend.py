@@ -6,7 +6,8 @@ import torch
 from quire.attention.base import StepInputs
 from quire.attention.cpu import TorchBackend
 from quire.attention.pages import similar_lengths
-from quire.attention.selector import AttentionShape, choose_backend
+from quire.attention.selector import AttentionShape, cache_dtype, choose_backend
+from quire.kernels import native
 from quire.platforms import current_platform
 
 HEAD = 16
@@ -94,7 +95,19 @@ def test_equal_rows_stay_together():
 
 
 def test_selector_says_why_and_lists_what_is_allowed():
-    backend, reason = choose_backend(current_platform("cpu"), torch.bfloat16, SHAPE)
-    assert backend.name == "torch" and "bfloat16" in reason
-    with pytest.raises(ValueError, match="'flash'; allowed: torch"):
-        choose_backend(current_platform("cpu"), torch.bfloat16, SHAPE, "flash")
+    cpu = current_platform("cpu")
+    backend, reason = choose_backend(cpu, torch.float16, SHAPE)
+    assert backend.name == "torch" and "float16" in reason
+    backend, reason = choose_backend(cpu, torch.bfloat16, SHAPE)
+    assert backend.name == ("torch" if native.library() is None else "native") and "bfloat16" in reason
+    backend, reason = choose_backend(cpu, torch.bfloat16, SHAPE, "torch")
+    assert backend.name == "torch" and "asked for" in reason
+    for asked, dtype, message in (
+        ("flash", torch.bfloat16, "'flash'; allowed: torch, native, triton"),
+        ("triton", torch.bfloat16, "needs a GPU"),
+        ("native", torch.float16, "float32 or bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_backend(cpu, dtype, SHAPE, asked)
+    with pytest.raises(ValueError, match="kv_cache_dtype 'fp8' needs a GPU; allowed on a CPU: auto"):
+        cache_dtype(cpu, torch.bfloat16, "fp8")

@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.kernels import native
 from tests.tiny_models import FAMILIES, NUM_TOKENS, Reference, make_reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
@@ -27,6 +28,7 @@ SETTINGS = {
         **FEW_BLOCKS,
     },
     "three at a time": {"max_num_seqs": 3},
+    "native attention": {"attention_backend": "native" if native.library() else None, "max_num_batched_tokens": 40},
 }
 
 
