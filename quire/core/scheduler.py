@@ -8,13 +8,13 @@ each keeps a snapshot of who was in which row, and its results are read through 
 import bisect
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from quire.core.kv_cache_manager import Hit, KVCacheManager
 from quire.core.request import Request, RequestState
+from quire.core.results import Frame, select_logprobs, take_back_tokens
 from quire.core.running_set import RunningSet
 from quire.core.waiting_queue import WaitingQueue
 from quire.messages.connector import SchedulerConnector
@@ -24,23 +24,10 @@ from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    Logprobs,
     SchedulerStats,
 )
 
 NOT_FINISHED, STOP, LENGTH = (np.int8(r) for r in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH))
-NO_TOKEN = "the model's scores hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)"
-
-
-@dataclass(slots=True)
-class Frame:
-    """A plan in flight: who it advances, and which of them it gives a token."""
-
-    step: int
-    rows: np.ndarray
-    generations: np.ndarray
-    requests: np.ndarray
-    samples: np.ndarray
 
 
 class Scheduler:
@@ -498,7 +485,7 @@ class Scheduler:
             offsets=np.arange(len(rows) + 1, dtype=np.int32),
             finish=finish,
             num_cached=run.num_cached[rows],
-            logprobs=_select_logprobs(output.logprobs, sampled),
+            logprobs=select_logprobs(output.logprobs, sampled),
             prompt_logprobs=[
                 msgspec.structs.replace(part, owner=int(run.index[frame.rows[part.owner]]))
                 for part in output.prompt_logprobs
@@ -523,16 +510,8 @@ class Scheduler:
     def _fail_without_token(self, rows: np.ndarray, places: np.ndarray, outputs: EngineCoreOutputs) -> None:
         """Rows whose logits named no token end, alone. What they computed may be wrong from any position on, and part
         of it can be found in the cache: forget all that."""
-        outputs.token_ids = np.delete(outputs.token_ids, places)
-        lengths = np.ones(len(rows), np.int32)
-        lengths[places] = 0
-        np.cumsum(lengths, out=outputs.offsets[1:])
-        outputs.finish[places] = FinishReason.ERROR
-        if outputs.logprobs is not None:
-            kept = np.flatnonzero(~np.isin(outputs.logprobs.position, places))
-            outputs.logprobs = Logprobs(*(column[kept] for column in msgspec.structs.astuple(outputs.logprobs)))
+        take_back_tokens(outputs, places)
         for place in places.tolist():
-            outputs.errors[place] = NO_TOKEN
             self._end(self.running.requests[rows[place]], failed=True)
         self.kv.reset_prefix_cache()
 
@@ -610,13 +589,3 @@ class Scheduler:
             request = self.sending.pop(request_id, None)
             if request is not None:
                 self.kv.free(request)
-
-
-def _select_logprobs(logprobs: Logprobs | None, sampled: np.ndarray) -> Logprobs | None:
-    """Logprobs by output row instead of plan row."""
-    if logprobs is None:
-        return None
-    place = np.searchsorted(sampled, logprobs.position)
-    place = np.minimum(place, max(0, len(sampled) - 1))
-    kept = sampled[place] == logprobs.position if len(sampled) else np.zeros(len(place), bool)
-    return Logprobs(place[kept], logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept])
