@@ -5,10 +5,7 @@ from torch import nn
 
 from quire.kernels.quantize_fp8 import FP8, FP8_MAX, SMALLEST_MAX, quantize_fp8
 from quire.kernels.skinny_linear import (
-    Norm,
-    can_fuse,
     config_for,
-    fused_config_for,
     prepare_skinny_linear,
     skinny_linear,
     skinny_linear_torch,
@@ -18,13 +15,14 @@ from quire.quantization.base import LinearMethod, Partition
 from quire.quantization.fp8_config import Fp8Config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_scales import CheckpointScales
+from quire.quantization.fused import FusesFewRows
 from quire.quantization.staging import Staging
 from quire.quantization.unquantized import weight_slot
 
 MIN_CAPABILITY = (8, 9)
 
 
-class Fp8LinearMethod:
+class Fp8LinearMethod(FusesFewRows):
     """The multiplication. `layer.weight` [N, K] fp8, `layer.weight_scale` [N], `layer.input_scale` [1] or None.
 
     A scale per output and per token serves every kind of checkpoint: fewer scales are repeated. One or two rows are
@@ -37,28 +35,6 @@ class Fp8LinearMethod:
             return skinny_linear(x, layer.weight, bias, config=config, weight_scale=layer.weight_scale)  # type: ignore[arg-type]
         q, scale = quantize_fp8(x, layer.input_scale)  # type: ignore[arg-type]
         return self.apply_quantized(layer, q, scale, bias, x.dtype)
-
-    def can_fuse(self, layer: nn.Module) -> bool:
-        weight = getattr(layer, "weight", None)
-        return weight is not None and can_fuse(weight)
-
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> torch.Tensor:
-        weight = layer.weight
-        assert isinstance(weight, torch.Tensor)
-        config = fused_config_for(len(x), weight)
-        scale = layer.weight_scale
-        assert isinstance(scale, torch.Tensor)
-        return skinny_linear(
-            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu
-        )
 
     def apply_quantized(
         self, layer: nn.Module, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype

@@ -3,18 +3,15 @@ from torch import nn
 
 from quire.kernels.packed_linear import Multiply, pack_weight
 from quire.kernels.skinny_linear import (
-    Norm,
-    can_fuse,
-    fused_config_for,
     linear,
     prepare_skinny_linear,
-    skinny_linear,
 )
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition
+from quire.quantization.fused import FusesFewRows
 
 
-class UnquantizedLinearMethod:
+class UnquantizedLinearMethod(FusesFewRows):
     """A plain weight [out, in] in the compute dtype.
 
     On a CPU in bf16 it is packed once, and the original dropped (kernels/packed_linear.py). On a GPU few rows take our
@@ -41,24 +38,6 @@ class UnquantizedLinearMethod:
         if multiply is not None:
             return multiply(x, bias)
         return linear(x, layer.weight, bias)  # type: ignore[arg-type]
-
-    def can_fuse(self, layer: nn.Module) -> bool:
-        weight = getattr(layer, "weight", None)
-        return weight is not None and can_fuse(weight)
-
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> torch.Tensor:
-        weight = layer.weight
-        assert isinstance(weight, torch.Tensor)
-        config = fused_config_for(len(x), weight)
-        return skinny_linear(x, weight, bias, config=config, norm=norm, residual=residual, silu=silu)
 
     def process_after_loading(self, layer: nn.Module) -> None:
         weight = layer.weight

@@ -1,0 +1,28 @@
+import torch
+from torch import nn
+
+from quire.kernels.skinny_linear import Norm, can_fuse, fused_config_for, skinny_linear
+
+
+class FusesFewRows:
+    """The part of a LinearMethod that multiplies few rows together with what stands around the product, on a GPU."""
+
+    def can_fuse(self, layer: nn.Module) -> bool:
+        weight = getattr(layer, "weight", None)
+        return weight is not None and can_fuse(weight)
+
+    def apply_fused(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        weight, scale = layer.weight, getattr(layer, "weight_scale", None)
+        assert isinstance(weight, torch.Tensor)
+        config = fused_config_for(len(x), weight)
+        return skinny_linear(
+            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu
+        )
