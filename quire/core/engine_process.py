@@ -61,10 +61,9 @@ class EngineProcess:
         self._stats_due = 0.0
         self._ready: Ready | None = None
         self._stopping = False
-        context = zmq.Context()
         self._io = [
-            threading.Thread(target=self._receive, args=(context, address), name="quire-in", daemon=True),
-            threading.Thread(target=self._send, args=(context,), name="quire-out", daemon=True),
+            threading.Thread(target=self._receive, args=(address,), name="quire-in", daemon=True),
+            threading.Thread(target=self._send, name="quire-out", daemon=True),
         ]
         for thread in self._io:
             thread.start()
@@ -82,9 +81,12 @@ class EngineProcess:
                     self._pass_on(outputs)
                 self._spread_stats()
         except Exception as error:
-            logger.exception("the engine ends")
+            if isinstance(error, ValueError) and self._ready is None:
+                logger.debug("the engine ends", exc_info=True)  # something to set right, not to debug
+            else:
+                logger.exception("the engine ends")
             self._take_greetings()
-            self._tell_all(Dead(f"{type(error).__name__}: {error}"))
+            self._tell_all(Dead(str(error) if self._ready is None else f"{type(error).__name__}: {error}"))
             self._close()
             return 1
         self._tell_all(Dead("the engine was shut down"))
@@ -185,9 +187,9 @@ class EngineProcess:
         if hasattr(self, "core"):
             self.core.shutdown()
 
-    def _receive(self, context: zmq.Context, address: str) -> None:
+    def _receive(self, address: str) -> None:
         codec = Codec(ToEngine)
-        socket = context.socket(zmq.ROUTER)
+        socket = zmq.Context().socket(zmq.ROUTER)
         socket.bind(address)
         while True:
             sender, *frames = socket.recv_multipart()
@@ -198,7 +200,8 @@ class EngineProcess:
                 continue
             self._in.put((sender, message))
 
-    def _send(self, context: zmq.Context) -> None:
+    def _send(self) -> None:
+        context = zmq.Context()  # not the other thread's, whose socket never closes: this one can be waited for
         codec = Codec(FromEngine)
         sockets: dict[str, zmq.Socket] = {}
         while (item := self._out.get()) is not None:
@@ -211,6 +214,7 @@ class EngineProcess:
             sockets[address].send_multipart(codec.encode(message), copy=False)
         for socket in sockets.values():
             socket.close()
+        context.term()  # the process may end now: its last words are out, or nobody took them for a second
 
 
 def die_with_parent() -> None:

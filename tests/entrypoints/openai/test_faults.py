@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.entrypoints.openai.processes import Served, serving
+from tests.entrypoints.openai.processes import SECONDS, Served, serving
 
 COUNTS = pytest.mark.parametrize("count", ["1", "2"])
 FLAGS = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256")
@@ -95,3 +97,14 @@ def test_the_death_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
         for stream in streams:
             with pytest.raises((openai.APIError, httpx.TransportError)):
                 list(stream)
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_what_keeps_the_engine_from_starting_is_said_without_a_traceback(count: str) -> None:
+    flags = ["--kv-cache-dtype", "fp8", "--device", "cpu", "--port", "0", "--api-server-count", count]
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", *flags], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 1
+    assert "kv_cache_dtype 'fp8' needs a GPU; allowed on a CPU: auto" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
