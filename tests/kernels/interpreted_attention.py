@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import tests.kernels.interpreter_fix  # noqa: F401
+from quire.kernels.triton.paged_decode import Tuning
 from tests.kernels.kernel_cases import (
     MIXES,
     check_attention,
@@ -9,6 +10,7 @@ from tests.kernels.kernel_cases import (
     check_prepare_inputs,
     check_rope_and_write,
     check_silu_mul,
+    check_split_decode,
 )
 
 
@@ -30,6 +32,12 @@ def test_a_shared_prefix(prefix):
 
 def test_padding_rows_stay_finite():
     check_attention("decode", "cpu", padding=3)
+
+
+@pytest.mark.parametrize("min_tiles", [1, 4])
+@pytest.mark.parametrize("programs", [1, 40, 8192])
+def test_splits_of_any_size(min_tiles, programs):
+    check_split_decode("cpu", torch.float32, Tuning(32, min_tiles=min_tiles, programs=programs))
 
 
 @pytest.mark.parametrize("width", [64, 576])

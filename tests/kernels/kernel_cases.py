@@ -16,6 +16,7 @@ from quire.kernels.triton import prepare_inputs as prepare_kernel
 from quire.kernels.triton import rms_norm as norm_kernel
 from quire.kernels.triton import rope_and_write as rope_kernel
 from quire.kernels.triton import silu_mul as silu_kernel
+from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -146,3 +147,21 @@ def check_prepare_inputs(device: str, one_each: bool) -> None:
         assert ids[5:].tolist() == positions[5:].tolist() == seq_lens[5:].tolist() == [0, 0, 0]
         assert all(int(s[5:].max()) < size for s, size in zip(slots, (16, 32), strict=True))
         assert torch.equal(states[1][rows.long()], before[rows.long()] + 1)
+
+
+def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning) -> None:
+    """Rows of uneven length, some shorter than a split may be."""
+    lens = torch.tensor([1, 40, 200, 330, 129], dtype=torch.int32)
+    pages = [-(-int(n) // 16) for n in lens]
+    cache = torch.randn(sum(pages) + 1, 2, 2, 16, 16).to(device, dtype)
+    table = torch.zeros(len(lens), max(pages), dtype=torch.int32)
+    for row, ids in enumerate((torch.randperm(sum(pages)) + 1).split(pages)):
+        table[row, : len(ids)] = ids
+    rows = torch.arange(len(lens), dtype=torch.int32)
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32)
+    q = torch.randn(len(lens), 4, 16).to(device, dtype)
+    out, space = torch.empty_like(q), DecodeWorkspace(len(lens), 4, 2, 16, torch.device(device))
+    rows, starts, lens, table = (x.to(device) for x in (rows, starts, lens, table))
+    for _ in range(2):
+        paged_decode(q, out, cache, rows, None, lens, table, space, 0.25, tuning=tuning)
+        check_close(out, paged_attention(q, cache, rows, starts, lens, table, 0.25), dtype)

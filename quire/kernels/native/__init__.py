@@ -1,6 +1,7 @@
 """CPU kernels in C, behind functions that take tensors. `serves(x)` says whether they can."""
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ _SIGNATURES = {
     "quire_attention_fits": "lll",
     "quire_attention": "ppppppp lllllll f i",
 }
-_functions: dict[str, Any] = {}
 
 
 def serves(x: torch.Tensor) -> bool:
@@ -125,11 +125,10 @@ def attention(
     return out
 
 
+@functools.cache
 def _function(name: str) -> Any:
-    if name not in _functions:
-        found = library()
-        assert found is not None
-        function = getattr(found, name)
-        function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name].replace(" ", "")]
-        _functions[name] = function
-    return _functions[name]
+    found = library()
+    assert found is not None
+    function = getattr(found, name)
+    function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name].replace(" ", "")]
+    return function
