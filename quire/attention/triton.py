@@ -89,8 +89,9 @@ class TritonBackend:
                 q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scale,
                 sliding_window,
             )  # fmt: skip
-        paged_decode(
-            q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,
-            self.workspace, scale, sliding_window, prefix_len=step.prefix_len if sliding_window is None else None,
-        )  # fmt: skip
+        if step.some_single:
+            paged_decode(
+                q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,
+                self.workspace, scale, sliding_window, prefix_len=step.prefix_len if sliding_window is None else None,
+            )  # fmt: skip
         return out

@@ -197,6 +197,7 @@ class ModelRunner:
             None if one_each else token_rows_,
             rest[0].view(-1, 2) if rest else None,
             prefix if prefix_len else None,
+            some_single=bool((plan.num_tokens == 1).any()),
         )
         pending.logits = self.model.compute_logits(hidden if one_each else hidden[last])
         pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
@@ -251,6 +252,7 @@ class ModelRunner:
         token_rows: torch.Tensor | None,  # None: one token each
         query_blocks: torch.Tensor | None,
         prefix_len: torch.Tensor | None,
+        some_single: bool = True,
     ) -> torch.Tensor:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
@@ -263,6 +265,7 @@ class ModelRunner:
             query_start=query_start,
             seq_lens=inputs.seq_lens,
             one_each=token_rows is None,
+            some_single=some_single,
             query_blocks=query_blocks,
             prefix_len=prefix_len,
         )

@@ -114,8 +114,11 @@ def check_rope_and_write(
     slots = torch.randperm(blocks * block_size)[:tokens].to(device)
     weights = torch.randn(2, head_dim, device=device).to(dtype)
     norms = (weights[0], weights[1], 1e-6) if normed else None
-    caches = [torch.zeros(blocks, 2, kv_heads, block_size, head_dim, dtype=dtype, device=device) for _ in range(2)]
-    wanted = rope_and_write_torch(qkv, heads, norms, table, positions, caches[0], slots)
+    shape = (blocks, 2, kv_heads, block_size, head_dim)
+    caches = [torch.zeros(shape, dtype=t, device=device) for t in (torch.float32, dtype)]
+    # The kernel rounds once, at the end; so the twin must not round between norm and rotation.
+    exact = (weights[0].float(), weights[1].float(), 1e-6) if normed else None
+    wanted = rope_and_write_torch(qkv.float(), heads, exact, table.float(), positions, caches[0], slots)
     ours = rope_kernel.rope_and_write(qkv, heads, norms, table, positions, caches[1], slots)
     check_close(ours, wanted, dtype)
     check_close(caches[1], caches[0], dtype)

@@ -32,6 +32,9 @@ def attend(
     ALIBI: tl.constexpr,
 ):
     LOG2: tl.constexpr = 1.4426950408889634
+    # Plain scores are scaled in the one multiply-add that the exponential needs anyway; scale > 0.
+    PLAIN: tl.constexpr = not (SOFTCAP or ALIBI)
+    factor = scale * LOG2 if PLAIN else LOG2
     columns = tl.arange(0, DP)
     in_head = columns < D
     for tile in range(begin, end, TILE):
@@ -45,27 +48,28 @@ def attend(
             k = tl.load(k_at, mask=inside[None, :] & in_head[:, None], other=0.0).to(q.dtype)
         else:
             k = tl.load(k_at).to(q.dtype)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k, input_precision="ieee")
+        if not PLAIN:
+            scores *= scale
         if SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
         if ALIBI:
             scores += slope[:, None] * (keys[None, :] - q_pos[:, None]).to(tl.float32)
-        scores *= LOG2
         if MASKED:
             seen = inside[None, :] & (keys[None, :] <= q_pos[:, None])
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > q_pos[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1))
+        new_most = tl.maximum(most, tl.max(scores, 1) * factor)
         # A row that has seen no key yet has -inf, and -inf - -inf is no number.
         base = tl.where(new_most == float("-inf"), 0.0, new_most) if MASKED else new_most
-        weights = tl.math.exp2(scores - base[:, None])
+        weights = tl.math.exp2(scores * factor - base[:, None])
         shrink = tl.math.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
         if MASKED or D != DP:
             v = tl.load(v_at, mask=inside[:, None] & in_head[None, :], other=0.0).to(q.dtype)
         else:
             v = tl.load(v_at).to(q.dtype)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
         most = new_most
     return acc, most, total

@@ -29,7 +29,7 @@ PREFIX_SPLITS = 8
 MIXED_SPLITS, MIXED_ROWS = 8, 64
 
 
-def tuning_for(num_rows: int, dtype: torch.dtype) -> Tuning:
+def tuning_for(num_rows: int, group: int, dtype: torch.dtype) -> Tuning:
     """By measurement on an H200 (benchmarks/gpu/attention.py)."""
     if dtype is torch.float32:
         return FLOAT32
@@ -37,6 +37,8 @@ def tuning_for(num_rows: int, dtype: torch.dtype) -> Tuning:
         return Tuning(64, warps=2, stages=3, two_loops=False, programs=528)
     if num_rows <= 48:
         return Tuning(128, warps=4, stages=2, programs=528)
+    if group > 2:  # each part is larger to add up: fewer of them
+        return Tuning(128, warps=4, stages=2, min_tiles=4, programs=2048)
     # Several splits each, so that rows of uneven length end together.
     return Tuning(64, warps=2, stages=3, min_tiles=4, programs=MOST_PROGRAMS)
 
@@ -301,8 +303,9 @@ def paged_decode(
     group = num_heads // kv_heads
     full = q.dtype is torch.float32
     # With prompts beside them, rows of one token take the kernel that the largest step takes, whatever their number.
-    tuning = tuning or tuning_for(num_rows if query_start is None else MIXED_ROWS, q.dtype)
-    splits = num_splits(num_rows, kv_heads, tuning.programs)
+    tuning = tuning or tuning_for(num_rows if query_start is None else MIXED_ROWS, group, q.dtype)
+    # Behind a shared prefix there is little of a row's own.
+    splits = num_splits(num_rows, kv_heads, tuning.programs if prefix_len is None else Tuning.programs)
     if query_start is not None and num_rows <= MIXED_ROWS:
         splits = max(splits, MIXED_SPLITS)
     prefix_splits = PREFIX_SPLITS if prefix_len is not None else 0

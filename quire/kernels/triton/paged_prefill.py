@@ -115,11 +115,16 @@ def paged_prefill(
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     full = q.dtype is torch.float32
+    padded = max(16, triton.next_power_of_2(head_size))
+    options = {"num_warps": warps or (4 if full else 8), "num_stages": stages or (2 if full else 3)}
+    if not full and padded <= 128:
+        # Two blocks of queries on a multiprocessor: one's softmax runs beside the other's products.
+        options["maxnreg"] = 128
     _prefill_kernel[(kv_heads, query_blocks.shape[0])](
         q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
         slopes if slopes is not None else q, scale, softcap or 0.0,
-        H=num_heads, KV=kv_heads, D=head_size, DP=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=block_size,
+        H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
         BLOCK_M=block_m(num_heads // kv_heads, q.dtype), TILE=tile or (32 if full else 64), WINDOW=window or 0,
         SOFTCAP=softcap is not None, ALIBI=slopes is not None,
-        num_warps=warps or 4, num_stages=stages or (2 if full else 3), **early_launch(q),
+        **options, **early_launch(q),
     )  # fmt: skip

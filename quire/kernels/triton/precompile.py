@@ -1,5 +1,6 @@
 """Compiling kernels ahead, many at once: one takes most of a second, and a model needs dozens the first time."""
 
+import hashlib
 import importlib
 import json
 import logging
@@ -9,16 +10,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+import triton
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger("quire")
 
 Job = tuple[str, str, str]  # module, kernel, Triton's own description of the variant
 
-QUICK = 0.25  # seconds: faster than a compiler, so Triton's cache on disk had it
 MAX_PROCESSES = 12
 TIMEOUT = 300
 
@@ -52,13 +56,7 @@ def compile_all(jobs: list[Job]) -> None:
 
     A failure there is no error here: what is missing is compiled when it is launched.
     """
-    jobs = list(jobs)
-    while jobs:  # a warm cache needs no processes
-        began = time.perf_counter()
-        _preload(jobs.pop())
-        if time.perf_counter() - began > QUICK:
-            break
-    if not jobs:
+    if not jobs or (marker := _marker(jobs)).exists():
         return
     began = time.perf_counter()
     count = max(1, min(MAX_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs) // 2))
@@ -71,23 +69,40 @@ def compile_all(jobs: list[Job]) -> None:
         worker.stdin.write(json.dumps(jobs[i::count]))
         worker.stdin.close()
         worker.stdin = None
+    complete = True
     for worker in workers:
         try:
             _, errors = worker.communicate(timeout=max(1.0, TIMEOUT - (time.perf_counter() - began)))
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.communicate()
+            complete = False
             continue
         if worker.returncode:
+            complete = False
             logger.warning("a process that compiles kernels failed: %s", errors.strip()[-300:])
+    if complete:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     logger.info(
         "%d kernels compiled in %.1f s; from now on they come from a cache", len(jobs), time.perf_counter() - began
     )
 
 
+def _marker(jobs: list[Job]) -> Path:
+    """A file in Triton's cache that says: all of these were compiled. Finding each there would take seconds."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    device = [triton.__version__, str(torch.cuda.get_device_capability())]
+    parts = [*device, *(path.read_text() for path in sources), *(part for job in sorted(jobs) for part in job)]
+    return Path(knobs.cache.dir) / f"quire-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}"
+
+
 def _preload(job: Job) -> None:
     module, kernel, description = job
-    getattr(importlib.import_module(module), kernel).preload(description)
+    compiled = getattr(importlib.import_module(module), kernel).preload(description)
+    # The C function that launches it is compiled too, and otherwise only by the first launch.
+    if compiled is not None:
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 if __name__ == "__main__":
