@@ -24,9 +24,9 @@ class StepInputs:
     query_start: torch.Tensor  # [n + 1] int32: where each row's tokens begin
     seq_lens: torch.Tensor  # [n] int32: context length including this step's tokens; 0 for padding
     one_each: bool  # every row has one token
-    some_single: bool = True  # False: every row is known to have several
     query_blocks: torch.Tensor | None = None  # what the backend's plan_queries made of this step
     prefix_len: torch.Tensor | None = None  # [1] int32: leading tokens in blocks that all rows share, if worth knowing
+    some_single: bool = True  # False: every row is known to have several
 
 
 class Angles:

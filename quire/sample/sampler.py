@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.apply_bitmask import apply_bitmask
+from quire.kernels.apply_penalties import apply_penalties
 from quire.kernels.dispatch import use_triton
 from quire.kernels.philox import philox_uniform
 from quire.kernels.sample_tokens import (
@@ -128,6 +130,19 @@ class Sampler:
         for processor in used:
             processor.sampled(known, batch)
         return Sampled(tokens, places, self._logprobs(logits if self.raw_logprobs else processed, known, places, batch))
+
+    def rehearse(self, logits: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """On a GPU: launch each kernel that only some requests ask for, with arguments that mean nothing, for whoever
+        wants to compile them ahead. num_tokens: of the rows."""
+        n, vocab = logits.shape
+        rows = torch.zeros(n, dtype=torch.int64, device=logits.device)
+        for scores in (logits, edited := logits.float()):
+            for draw in Draw:
+                sample_tokens(scores, rows, num_tokens[rows], self.parameters.device, draw)
+            token_logprobs(scores, rows, 1)
+        apply_bitmask(edited, rows.new_zeros(n, -(-vocab // 32), dtype=torch.int32), rows)
+        in_prompt, counts = (rows.new_zeros(1, vocab, dtype=dtype) for dtype in (torch.bool, torch.int32))
+        apply_penalties(edited, rows, rows, in_prompt, counts, edited.new_zeros(1, 3))
 
     def _choose(
         self, logits: torch.Tensor, batch: SampleBatch, draw: Draw, used: list[LogitsProcessor]

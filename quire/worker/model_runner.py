@@ -63,6 +63,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self._pending: PendingStep | None = None
         self._compiling: bool | None = None  # None: not yet
+        self._later: list[Any] = []  # kernels to compile once the engine serves
 
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
         """Allocate rows and cache; hand every attention layer its part."""
@@ -93,6 +94,10 @@ class ModelRunner:
             max_rows = len(self.rows.num_tokens)
             self.graphs = StepGraphs(self._captured_step, self.backend, max_rows, max_tokens, self.device)
             self.graphs.capture_at_start(largest_only)
+            if not largest_only:
+                from quire.kernels.triton.precompile import compile_behind
+
+                compile_behind(self._later)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
@@ -204,7 +209,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """All that steps of any size will launch: none may wait for a compiler later."""
+        """All that steps of any size will launch: none may wait for a compiler later. What only some requests' sampling
+        needs is noted."""
         if not self.use_graphs or self._compiling is not None:
             return
         from quire.kernels.triton.precompile import collecting, compile_all
@@ -221,7 +227,10 @@ class ModelRunner:
                     self._captured_step(GraphKey(num_rows, num_rows, one_each=True, shared_prefix=True), buffers)
             for draw in Draw:
                 self.sampler.sample_in_graph(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
+        with collecting() as later:
+            self.sampler.rehearse(logits[:4], self.rows.num_tokens)
         self._compiling = False
+        self._later = later
         compile_all(jobs)
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ logger = logging.getLogger("quire")
 Job = tuple[str, str, str]  # module, kernel, Triton's own description of the variant
 
 MAX_PROCESSES = 12
+NICE = 10
 TIMEOUT = 300
 
 
@@ -59,20 +61,31 @@ def compile_all(jobs: list[Job]) -> None:
     if not jobs or (marker := _marker(jobs)).exists():
         return
     began = time.perf_counter()
-    count = max(1, min(MAX_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs) // 2))
+    if _compile(jobs, marker, min(MAX_PROCESSES, (os.cpu_count() or 2) - 1, len(jobs) // 2)):
+        spent = time.perf_counter() - began
+        logger.info("%d kernels compiled in %.1f s; from now on they come from a cache", len(jobs), spent)
+
+
+def compile_behind(jobs: list[Job]) -> None:
+    """The same while the engine already serves: slowly, and nobody waits."""
+    if jobs and not (marker := _marker(jobs)).exists():
+        threading.Thread(target=_compile, args=(jobs, marker, 1), daemon=True, name="quire-compile").start()
+
+
+def _compile(jobs: list[Job], marker: Path, count: int) -> bool:
     command = [sys.executable, "-m", "quire.kernels.triton.precompile"]
-    workers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(count)
-    ]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    workers = [subprocess.Popen(command, text=True, **pipes) for _ in range(max(1, count))]
     for i, worker in enumerate(workers):
         assert worker.stdin is not None
-        worker.stdin.write(json.dumps(jobs[i::count]))
+        worker.stdin.write(json.dumps({"jobs": jobs[i :: len(workers)], "nice": 0 if count > 1 else NICE}))
         worker.stdin.close()
         worker.stdin = None
+    end = time.perf_counter() + TIMEOUT
     complete = True
     for worker in workers:
         try:
-            _, errors = worker.communicate(timeout=max(1.0, TIMEOUT - (time.perf_counter() - began)))
+            _, errors = worker.communicate(timeout=max(1.0, end - time.perf_counter()))
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.communicate()
@@ -84,9 +97,7 @@ def compile_all(jobs: list[Job]) -> None:
     if complete:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-    logger.info(
-        "%d kernels compiled in %.1f s; from now on they come from a cache", len(jobs), time.perf_counter() - began
-    )
+    return complete
 
 
 def _marker(jobs: list[Job]) -> Path:
@@ -106,5 +117,7 @@ def _preload(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    for each in json.load(sys.stdin):
+    asked = json.load(sys.stdin)
+    os.nice(asked["nice"])
+    for each in asked["jobs"]:
         _preload(tuple(each))
