@@ -17,6 +17,7 @@ from quire.bench import anchors
 from quire.bench.card_child import START_UP, Begun, Event, Failed, Measured, Profiled, Started, Task, run_task
 from quire.bench.card_figures import CPU_ROWS, H200_ROWS, Figure, ModelCard, Row, table
 from quire.bench.card_models import (
+    EMBEDDED,
     GPU_DEFAULT,
     GPU_MODELS,
     SMOLLM2,
@@ -53,7 +54,7 @@ def parser() -> FlagParser:
         metavar="LIST",
         help=f"{', '.join(GPU_WORKLOADS)}; with --cpu {', '.join(CPU_WORKLOADS)}; startup: nothing else (default: all)",
     )
-    group.add_argument("--cpu", action="store_true", help="the CPU card: smollm2 and qwen3-0.6b on this machine")
+    group.add_argument("--cpu", action="store_true", help="the CPU card: smollm2 (bf16 and Q4_1) and qwen3-0.6b here")
     group.add_argument("--serving", action="store_true", help="also start the server and measure it over HTTP")
     group.add_argument("--serving-rates", metavar="LIST", help="at-once, 32, 8; with --cpu at-once, 4 (default: all)")
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server")
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     given = engine_kwargs(args, leave_out=("model", "tokenizer"))
     tokenizer: str | None = getattr(args, "tokenizer", None)
     rows = serving_rows(args)
-    unnamed = [name for name in names if name not in (SMOLLM2, TINY)]
+    unnamed = [name for name in names if name not in (*EMBEDDED, TINY)]
     if args.serving and unnamed and tokenizer is None:
         raise ValueError(
             f"--serving turns tokens into text, and {unnamed[0]} is a shape without a tokenizer; give a folder or "

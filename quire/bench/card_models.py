@@ -12,14 +12,16 @@ from quire.bench.workloads import MODEL_SHAPES, TINY_SHAPE
 from quire.config import EngineConfig
 from quire.models.registry import ARCHITECTURES
 
-SMOLLM2 = "smollm2"  # the embedded model, with its own weights
+SMOLLM2 = "smollm2"  # the embedded model, dequantized to bf16: the same arithmetic as other engines' bf16
+SMOLLM2_Q4_1 = "smollm2-q4_1"  # as it is stored
+EMBEDDED = (SMOLLM2, SMOLLM2_Q4_1)
 SMOLLM2_VOCAB = 49152
 FP8 = "-fp8"
 TINY = "tiny"  # tries the card out: a shape of two layers, and a fraction of every workload
 ONLY_START_UP = "startup"
 
 GPU_MODELS = [*MODEL_SHAPES, "llama3-8b-fp8"]
-CPU_MODELS = [SMOLLM2, "qwen3-0.6b"]
+CPU_MODELS = [*EMBEDDED, "qwen3-0.6b"]
 GPU_DEFAULT = ["qwen3-0.6b", "llama3-8b"]
 
 DUMMY: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
@@ -42,7 +44,7 @@ def model_names(asked: str | None, cpu: bool) -> list[str]:
     for name in names:
         if name != TINY and name not in allowed:
             raise ValueError(f"--models: {name!r} is not on this card; allowed: {', '.join(allowed)}")
-        if name in (SMOLLM2, TINY):
+        if name in (*EMBEDDED, TINY):
             continue
         needs = MODEL_SHAPES[name.removesuffix(FP8)]["architectures"][0]
         if needs not in ARCHITECTURES:
@@ -80,14 +82,15 @@ def make_task(
     """`given` are engine options that replace the card's own; the model's config is written under `folder`."""
     options = engine_options(model, folder, cpu) | given
     EngineConfig.from_kwargs(**options)  # a wrong option is an error here, not in the child
-    vocab = SMOLLM2_VOCAB if model == SMOLLM2 else shape_of(model)["vocab_size"]
+    vocab = SMOLLM2_VOCAB if model in EMBEDDED else shape_of(model)["vocab_size"]
     return Task(model, options, vocab, workloads, repetitions, cpu, model == TINY, profile_batches)
 
 
 def engine_options(model: str, folder: Path, cpu: bool) -> dict[str, Any]:
     device = {"device": "cpu"} if cpu else {}
-    if model == SMOLLM2:
-        return device | {"skip_tokenizer_init": True}
+    if model in EMBEDDED:
+        quantization = "dequantized" if model == SMOLLM2 else "gguf"
+        return device | {"skip_tokenizer_init": True, "quantization": quantization}
     options = {"model": write_shape(model, folder)} | DUMMY | device | (CPU_DUMMY if cpu else GPU_OPTIONS)
     if model.endswith(FP8):
         options["quantization"] = "fp8"

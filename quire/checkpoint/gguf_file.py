@@ -27,6 +27,11 @@ class GGUFTensor:
         self._dequantize = dequantize
         self._rope_heads = rope_heads  # > 0: rows are in interleaved-rope order, this many heads
 
+    @property
+    def rotary_half(self) -> int:
+        """Where rotary pairs are neighbours, the number of pairs in a head; 0 where rows are in the usual order."""
+        return self.shape[0] // self._rope_heads // 2 if self._rope_heads else 0
+
     def raw(self) -> torch.Tensor:
         """The stored bytes, uint8 [rows, bytes per row], in the file's own row order."""
         return self._data.view(-1, self.shape[-1] // self._type.elements * self._type.nbytes)

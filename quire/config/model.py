@@ -5,7 +5,7 @@ from quire.config.fields import internal, option, validate
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors")
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors", "gguf", "dequantized", "int8", "int4")
 
 
 @dataclass
@@ -20,7 +20,10 @@ class ModelConfig:
         "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
     )
     quantization: str | None = option(
-        None, "of the weights; default: as the checkpoint is; fp8 quantizes while loading", choices=QUANTIZATIONS
+        None,
+        "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 (CPU) quantize while loading; "
+        "dequantized: GGUF weights become dtype",
+        choices=QUANTIZATIONS,
     )
     max_model_len: int | None = option(
         None,

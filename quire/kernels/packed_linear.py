@@ -13,12 +13,13 @@ Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # x [M, 
 def pack_weight(weight: torch.Tensor) -> Multiply | None:
     """The product with `weight` [N, K], which is not needed any more; None where a plain one is as good.
 
-    Our own kernel where the processor has bf16 dot products but oneDNN no AMX: a call of oneDNN costs tens of
-    microseconds before it multiplies, three times what one row takes. With AMX oneDNN is far ahead.
+    Our own kernels wherever they are compiled: a call of oneDNN costs tens of microseconds before it multiplies, three
+    times what one row takes, and torch has no good bf16 product for a processor without bf16 instructions. The one
+    exception is an AMX that oneDNN can use and we cannot.
     """
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
         return None
-    if native.has_linear() and not onednn_may_use_amx():
+    if native.linear_kind() is not None and (native.has_amx() or not onednn_may_use_amx()):
         num_outputs, ours = weight.shape[0], native.pack_linear(weight)
         return lambda x, bias: native.linear(x, ours, num_outputs, bias)
     if not torch.backends.mkldnn.is_available() or not _has_packing_ops():

@@ -1,24 +1,34 @@
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
-from quire.quantization.base import LinearMethod
+from quire.layers.load_slot import LoadSlot, ShardId
+from quire.quantization.base import Partition, VocabMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
 
 class VocabEmbedding(nn.Module):
     """Token ids [N] -> [N, hidden]. Every worker holds all of it."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: VocabMethod | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = new_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.shape = (vocab_size, hidden_size)
+        self.method = method or UnquantizedLinearMethod()
+        self.method.create_weights(self, hidden_size, [vocab_size], dtype, device)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(input_ids, self.weight)
+        return self.method.lookup(self, input_ids)
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        return {("weight", None): LoadSlot(self.weight.data, tuple(self.weight.shape))}
+        return self.method.load_slots(self, [_whole(self.shape)])
 
 
 class LMHead(nn.Module):
@@ -33,13 +43,14 @@ class LMHead(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         tied_to: VocabEmbedding | None = None,
-        method: LinearMethod | None = None,
+        method: VocabMethod | None = None,
     ) -> None:
         super().__init__()
+        self.shape = (vocab_size, hidden_size)
         self.tied = tied_to is not None
         self.method = method or UnquantizedLinearMethod()
         if tied_to is not None:
-            self.weight = tied_to.weight
+            self.method.share_weights(self, tied_to)
         else:
             self.method.create_weights(self, hidden_size, [vocab_size], dtype, device)
 
@@ -47,7 +58,11 @@ class LMHead(nn.Module):
         return self.method.apply(self, hidden, None)
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        return {} if self.tied else {("weight", None): LoadSlot(self.weight.data, tuple(self.weight.shape))}
+        return {} if self.tied else self.method.load_slots(self, [_whole(self.shape)])
 
     def process_after_loading(self) -> None:
         self.method.process_after_loading(self)
+
+
+def _whole(shape: tuple[int, int]) -> Partition:
+    return Partition(None, 0, shape[0], shape, 0, 0)

@@ -29,6 +29,10 @@ class LoadSlot:
         """The view to write this worker's part into; what is written counts from the end of the block on."""
         yield self.view
 
+    def take(self, tensor: object) -> bool:
+        """Whether the slot has read the whole tensor in a way of its own, without `opened`."""
+        return False
+
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         return full.narrow(self.dim, self.start, self.view.shape[self.dim])
 

@@ -20,6 +20,7 @@ from quire.layers.rotary import RopeParameters, RotaryEmbedding
 from quire.models.decoder_config import DecoderConfig
 from quire.models.weight_map import Rule, WeightMap
 from quire.quantization.base import Quantization
+from quire.quantization.packed import packed_weights
 from quire.quantization.unquantized import UNQUANTIZED
 
 DECODER_WEIGHTS = WeightMap(
@@ -162,11 +163,11 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = c = self.configure(hf)
         self.tp = tp
-        self.embed_tokens = VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device)
+        self.embed_tokens = VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device, quantization.vocab_method())
         self.layers = nn.ModuleList(DecoderLayer(c, i, dtype, device, tp, quantization) for i in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
         tied_to = self.embed_tokens if c.tie_word_embeddings else None
-        self.lm_head = LMHead(c.vocab_size, c.hidden_size, dtype, device, tied_to)
+        self.lm_head = LMHead(c.vocab_size, c.hidden_size, dtype, device, tied_to, quantization.vocab_method())
         distinct: list[RopeParameters] = list(dict.fromkeys(c.ropes))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
         self.rotary_of_layer = [distinct.index(rope) for rope in c.ropes]
@@ -222,10 +223,12 @@ class DecoderModel(nn.Module):
         return self.weights.ignoring("lm_head.weight") if self.lm_head.tied else self.weights
 
     def process_after_loading(self) -> None:
-        total = self.num_parameters = sum(p.numel() for p in self.parameters())  # packing will hide some of them
+        plain = sum(p.numel() for p in self.parameters())  # packing will hide some of them
+        total = self.num_parameters = plain + sum(weight.numel for weight in packed_weights(self))
         for linear in self._linears():
             linear.process_after_loading()
-        if not self.lm_head.tied or self.lm_head.weight.numel() <= MAX_EXTRA_FOR_TIED_HEAD * total:
+        extra = sum(p.numel() for p in self.lm_head.parameters()) if self.lm_head.tied else 0
+        if extra <= MAX_EXTRA_FOR_TIED_HEAD * total:
             self.lm_head.process_after_loading()
 
         fuses = self.tp.size == 1 and all(linear.method.can_fuse(linear) for linear in self._linears())

@@ -44,7 +44,7 @@ def load_model(
     `seed` is for dummy weights. `max_model_len` is the user's limit, which decides between longrope's factors.
     `quantization` is what the user asked for; None: as the checkpoint is.
     """
-    quantized = choose_quantization(quantization, hf_config, dtype, torch.device(device))
+    quantized = choose_quantization(quantization, hf_config, dtype, torch.device(device), is_gguf=ckpt.format == "gguf")
     if quantized.describe():
         logger.info(quantized.describe())
     if max_model_len is not None:
@@ -126,6 +126,8 @@ def _read(tensor: CheckpointTensor, target: Target, slot: LoadSlot) -> None:
 def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) -> None:
     if target.transform is None and not slot.any_shape:
         _check_shape(tensor.name, tensor.shape, slot)
+    if target.transform is None and slot.take(tensor):
+        return
     with slot.opened() as view:
         if target.transform is None and slot.is_whole and tuple(tensor.shape) == slot.full_shape:
             tensor.read_into(view)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 __all__ = ["current_platform"]
 
 
-def current_platform(device: str = "auto") -> "Platform":
+def current_platform(device: str = "auto", cpu_threads: int | None = None, cpu_pin: bool = True) -> "Platform":
     """The platform behind a device name: "auto" takes CUDA where there is one, else the CPU."""
     import torch
 
@@ -19,7 +19,7 @@ def current_platform(device: str = "auto") -> "Platform":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = device.partition(":")[0]
     if kind == "cpu":
-        return CpuPlatform()
+        return CpuPlatform(cpu_threads, cpu_pin)
     if kind == "cuda":
         return CudaPlatform(device)
     raise ValueError(f"unknown device {device!r}; allowed: auto, cpu, cuda")

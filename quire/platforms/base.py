@@ -17,6 +17,10 @@ class Platform(Protocol):
         """Set the process up, before the first tensor operation. Returns notes to log."""
         ...
 
+    def cores_to_pin(self) -> list[int]:
+        """A CPU for each thread that computes, once weights are loaded; empty where threads are left to the kernel."""
+        ...
+
     def default_dtype(self, model_dtype: str | None) -> torch.dtype:
         """The precision to compute in for a checkpoint stored in `model_dtype` (None: quantized or unknown)."""
         ...

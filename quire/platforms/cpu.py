@@ -1,6 +1,6 @@
 import torch
 
-from quire.platforms import cpu_facts
+from quire.platforms import cpu_cores, cpu_facts, cpu_isa
 from quire.platforms.base import DTYPES
 from quire.platforms.cpuid import load_cpuid
 
@@ -10,14 +10,35 @@ class CpuPlatform:
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 2048
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int | None = None, pin: bool = True) -> None:
         self.device = torch.device("cpu")
+        self.threads = cpu_cores.choose_threads(threads)
+        self._pin = pin
+        self._claim: cpu_cores.Claim | None = None
         self._cpuid = load_cpuid()
+        cpu_isa.ceiling()  # an unknown one is an error now, not in the middle of loading
 
     def prepare(self) -> list[str]:
-        note = cpu_facts.cap_onednn_if_amx_is_broken(self._cpuid)
-        torch.set_num_threads(cpu_facts.usable_cores())
-        return [note] if note else []
+        cpu_isa.limit_torch()
+        cores = cpu_cores.physical_cores()
+        notes = [
+            cpu_facts.cap_onednn_if_amx_is_broken(self._cpuid),
+            cpu_cores.stay_on_nodes(cores, cpu_cores.choose_cores(cores, self.threads)),
+        ]
+        torch.set_num_threads(self.threads)
+        return [note for note in notes if note]
+
+    def cores_to_pin(self) -> list[int]:
+        """A CPU for each compute thread, if threads are to be pinned.
+
+        Only when they fill all cores: with fewer, or a quota of time, the kernel places them better than we could.
+        """
+        cores = cpu_cores.physical_cores()
+        if not self._pin or self.threads < 2 or self.threads != len(cores) or self.threads != cpu_cores.usable_cores():
+            return []
+        cpus = [core.cpus[0] for core in cores]
+        self._claim = self._claim or cpu_cores.Claim(cpus)
+        return cpus if self._claim.granted else []
 
     def default_dtype(self, model_dtype: str | None) -> torch.dtype:
         if model_dtype == "float32" or not cpu_facts.has_fast_bf16(self._cpuid):

@@ -1,16 +1,15 @@
-"""What this process may use of the CPU: instructions, cores, memory."""
+"""What this process may use of the CPU: instructions and memory. Cores: cpu_cores.py."""
 
-import math
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from quire.platforms import cpu_cgroup
+from quire.platforms.cpu_isa import ONEDNN_ISA, allows
 from quire.platforms.cpuid import Cpuid
 
-ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 SAFE_ISA = "AVX512_CORE_FP16"  # the highest level below AMX
 
-_CGROUP = Path("/sys/fs/cgroup")
 _AMX_BITS = 1 << 22 | 1 << 24  # leaf 7 EDX: AMX-BF16, AMX-TILE
 _TILE_LEAF = 0x1D
 
@@ -60,6 +59,8 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 def has_fast_bf16(cpuid: Cpuid | None) -> bool:
     """Whether bf16 dot products are instructions rather than emulation."""
+    if not allows("avx512"):
+        return False
     if cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"}:
         return True
     if cpuid is None or cpuid(0, 0).eax < 7:
@@ -67,35 +68,9 @@ def has_fast_bf16(cpuid: Cpuid | None) -> bool:
     return advertises_amx(cpuid) or bool(cpuid(7, 1).eax & 1 << 5)
 
 
-def usable_cores() -> int:
-    """Physical cores this process may run on, within the cgroup's CPU quota."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = {_siblings(cpu) for cpu in cpus}
-    quota = _cpu_quota()
-    return max(1, min(len(cores), quota) if quota else len(cores))
-
-
-def _siblings(cpu: int) -> str:
-    """A name for the physical core that `cpu` is a thread of."""
-    try:
-        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
-
-
-def _cpu_quota() -> int | None:
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        return None if quota == "max" else math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):
-        return None
-
-
 def available_memory() -> int:
     """Bytes this process can still take: what the kernel has left, or what its cgroup allows if that is less."""
-    candidates = [_mem_available(), _cgroup_left("memory.max", "memory.current")]
-    candidates.append(_cgroup_left("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    known = [c for c in candidates if c is not None]
+    known = [c for c in (_mem_available(), cpu_cgroup.memory_left()) if c is not None]
     if not known:
         raise RuntimeError("cannot find out how much memory is free; set the size of the KV cache explicitly")
     return max(0, min(known))
@@ -112,20 +87,3 @@ def _mem_available() -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
-
-
-def _cgroup_left(limit_file: str, usage_file: str) -> int | None:
-    try:
-        limit = int((_CGROUP / limit_file).read_text())  # "max" is no number: no limit
-        return limit - int((_CGROUP / usage_file).read_text()) + _reclaimable((_CGROUP / usage_file).parent)
-    except (OSError, ValueError):
-        return None
-
-
-def _reclaimable(cgroup: Path) -> int:
-    """Page cache counts as usage of a cgroup but is given up on demand."""
-    try:
-        stats = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(stats.get("inactive_file", 0))

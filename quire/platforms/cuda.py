@@ -17,6 +17,9 @@ class CudaPlatform:
         torch.cuda.set_device(self.device)
         return []
 
+    def cores_to_pin(self) -> list[int]:
+        return []
+
     def default_dtype(self, model_dtype: str | None) -> torch.dtype:
         dtype = DTYPES.get(model_dtype or "", torch.bfloat16)
         return torch.float16 if dtype is torch.bfloat16 and not self._has_bf16() else dtype

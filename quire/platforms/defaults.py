@@ -8,7 +8,7 @@ from quire.platforms import current_platform
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:
     """Fill in device, precision and step limits. `config` knows its model."""
-    platform = current_platform(config.device.device)
+    platform = current_platform(config.device.device, config.device.cpu_threads)
     asked, hf = config.model, config.model.hf_config
     stored = hf.get("dtype") or hf.get("torch_dtype")
     dtype = asked.dtype if asked.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")

@@ -64,6 +64,18 @@ class LinearMethod(Protocol):
         ...
 
 
+class VocabMethod(LinearMethod, Protocol):
+    """Also for the embedding, whose weight may be the head's."""
+
+    def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
+        """Instead of create_weights: the same weight as another layer's."""
+        ...
+
+    def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight: ids [N] -> [N, in_features]."""
+        ...
+
+
 class Quantization(Protocol):
     """How a model's weights are stored: gives each linear layer its method."""
 
@@ -71,6 +83,10 @@ class Quantization(Protocol):
 
     def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
         """For the layer made of `names` of `module`, as the checkpoint calls them; None: it is not quantized."""
+        ...
+
+    def vocab_method(self) -> VocabMethod | None:
+        """For the embedding, and for a head of its own; None: neither is quantized."""
         ...
 
     def describe(self) -> str:

@@ -11,7 +11,7 @@ from quire.kernels.skinny_linear import (
     skinny_linear_torch,
 )
 from quire.layers.load_slot import LoadSlot, ShardId
-from quire.quantization.base import LinearMethod, Partition
+from quire.quantization.base import LinearMethod, Partition, VocabMethod
 from quire.quantization.fp8_config import Fp8Config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_scales import CheckpointScales
@@ -150,6 +150,9 @@ class Fp8Quantization:
         if self.config.online:
             return OnlineFp8LinearMethod(self.config.per_channel)
         return CheckpointFp8LinearMethod(self.config) if self.native else DequantizedFp8LinearMethod(self.config)
+
+    def vocab_method(self) -> VocabMethod | None:
+        return None
 
     def describe(self) -> str:
         c, compute = self.config, str(self.dtype).removeprefix("torch.")

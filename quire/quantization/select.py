@@ -4,14 +4,19 @@ from typing import Any
 
 import torch
 
+from quire.kernels.native import TYPES, quantized
 from quire.quantization.base import Quantization
 from quire.quantization.fp8 import MIN_CAPABILITY, Fp8Quantization
 from quire.quantization.fp8_config import FP8_METHODS, ONLINE, Fp8Config, parse_fp8_config
-from quire.quantization.unquantized import UNQUANTIZED
+from quire.quantization.packed import GGUFQuantization, IntQuantization
+from quire.quantization.unquantized import UNQUANTIZED, Unquantized
+
+GGUF, DEQUANTIZED = "gguf", "dequantized"
+INT_BITS = {"int8": 8, "int4": 4}
 
 
 def choose_quantization(
-    asked: str | None, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device
+    asked: str | None, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device, is_gguf: bool = False
 ) -> Quantization:
     """`asked`: the option `quantization`; None takes the checkpoint as it is."""
     stored = hf_config.get("quantization_config") or hf_config.get("compression_config")
@@ -27,11 +32,16 @@ def choose_quantization(
         config = parse_fp8_config(stored)
         native = config.block is None and _has_fp8(device) and dtype is not torch.float32
         return Fp8Quantization(config, native, dtype)
+    if is_gguf and asked in (None, GGUF, DEQUANTIZED):
+        return _of_gguf(asked, dtype, device)
     if asked is None:
         return UNQUANTIZED
+    if asked in INT_BITS:
+        return _rounded(asked, dtype, device, is_gguf)
     if asked not in ONLINE:
         raise ValueError(
-            f"quantization is {asked!r}, but the checkpoint is not quantized; allowed: {', '.join(ONLINE)}"
+            f"quantization is {asked!r}, but the checkpoint is not quantized; "
+            f"allowed: {', '.join((*ONLINE, *INT_BITS))}"
         )
     if not _has_fp8(device):
         where = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -42,6 +52,43 @@ def choose_quantization(
     if dtype is torch.float32:
         raise ValueError(f"quantization {asked!r} computes in bfloat16 or float16; dtype is float32")
     return Fp8Quantization(Fp8Config(online=True, per_channel=asked == "fp8"), native=True, dtype=dtype)
+
+
+def _of_gguf(asked: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:
+    compute = str(dtype).removeprefix("torch.")
+    obstacle = _obstacle(dtype, device)
+    if asked == GGUF and obstacle:
+        raise ValueError(f"quantization 'gguf' keeps weights quantized, but {obstacle}; allowed here: {DEQUANTIZED}")
+    if asked is None and obstacle is None and not quantized.is_fast():
+        obstacle = "this processor has no instructions for their products"
+    if asked == DEQUANTIZED or obstacle:
+        why = "as asked for" if asked == DEQUANTIZED else obstacle
+        return Unquantized(f"gguf: weights dequantized to {compute} while loading ({why})")
+    return GGUFQuantization(dtype)
+
+
+def _rounded(asked: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> Quantization:
+    if is_gguf:
+        raise ValueError(
+            f"quantization is {asked!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as they are), "
+            f"{DEQUANTIZED}"
+        )
+    obstacle = _obstacle(dtype, device)
+    if obstacle:
+        instead = f"allowed here: {', '.join(ONLINE)}" if _has_fp8(device) else f"leave it out to run in {dtype}"
+        raise ValueError(f"quantization {asked!r} is for CPUs, but {obstacle}; {instead}")
+    return IntQuantization(INT_BITS[asked])
+
+
+def _obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What keeps weights from being multiplied in quantized form."""
+    if device.type != "cpu":
+        return "the device is a GPU"
+    if not quantized.is_there():
+        return "the native kernels are not there (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
+    if dtype not in TYPES:
+        return f"dtype is {str(dtype).removeprefix('torch.')}, and there are kernels for float32 and bfloat16 only"
+    return None
 
 
 def _has_fp8(device: torch.device) -> bool:

@@ -1,4 +1,5 @@
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels.packed_linear import Multiply, pack_weight
@@ -7,7 +8,7 @@ from quire.kernels.skinny_linear import (
     prepare_skinny_linear,
 )
 from quire.layers.load_slot import LoadSlot, ShardId
-from quire.quantization.base import LinearMethod, Partition
+from quire.quantization.base import LinearMethod, Partition, VocabMethod
 from quire.quantization.fused import FusesFewRows
 
 
@@ -28,6 +29,12 @@ class UnquantizedLinearMethod(FusesFewRows):
     ) -> None:
         weight = torch.empty(sum(out_partition_sizes), in_features, dtype=dtype, device=device)
         layer.weight = nn.Parameter(weight, requires_grad=False)
+
+    def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
+        layer.weight = owner.weight
+
+    def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, layer.weight)  # type: ignore[arg-type]
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         assert isinstance(layer.weight, nn.Parameter)
@@ -54,11 +61,17 @@ class Unquantized:
 
     ignored: tuple[str, ...] = ()
 
+    def __init__(self, note: str = "") -> None:
+        self.note = note
+
     def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
         return None
 
+    def vocab_method(self) -> VocabMethod | None:
+        return None
+
     def describe(self) -> str:
-        return ""
+        return self.note
 
 
 UNQUANTIZED = Unquantized()

@@ -5,9 +5,11 @@ import logging
 import torch
 
 from quire.attention.selector import AttentionShape, cache_dtype, choose_backend
+from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
+from quire.kernels import native
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.loader import load_model
@@ -23,18 +25,21 @@ logger = logging.getLogger("quire")
 class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.platform = current_platform(config.device.device)
-        for note in self.platform.prepare():
-            logger.info(note)
-        processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
-        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.platform.check_dtype(self.dtype)
         checkpoint = resolve_model(
             config.model.model,
             load_format=config.load.load_format,
             revision=config.model.revision,
             download_dir=config.load.download_dir,
         )
+        if checkpoint.format != "dummy":
+            read_ahead(checkpoint.files)
+        device = config.device
+        self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
+        for note in self.platform.prepare():
+            logger.info(note)
+        processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.platform.check_dtype(self.dtype)
         self.model = load_model(
             checkpoint,
             config.model.hf_config,
@@ -44,6 +49,8 @@ class Worker:
             max_model_len=config.model.max_model_len,
             quantization=config.model.quantization,
         )
+        # Only now: threads that this one starts, as loading does, would all get its core.
+        self.pinned = native.pin_threads(self.platform.cores_to_pin())
         first = self.model.attention_layers()[0]
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
@@ -96,7 +103,7 @@ class Worker:
         count = self.model.num_parameters
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
         if self.platform.name == "cpu":
-            place = f"cpu, {torch.get_num_threads()} threads"
+            place = f"cpu: {native.describe()}, {torch.get_num_threads()} threads{' pinned' if self.pinned else ''}"
         else:
             place = torch.cuda.get_device_name(self.platform.device)
         kept = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"

@@ -327,7 +327,7 @@ def byte_tokenizer(tmp_path: Path) -> Path:
     ("argv", "message"),
     [
         (["--models", "gpt2"], "--models: 'gpt2' is not on this card; allowed: qwen3-0.6b, llama3-8b"),
-        (["--cpu", "--models", "llama3-8b"], "is not on this card; allowed: smollm2, qwen3-0.6b"),
+        (["--cpu", "--models", "llama3-8b"], "is not on this card; allowed: smollm2, smollm2-q4_1, qwen3-0.6b"),
         (["--workloads", "b2"], "--workloads: 'b2' is unknown; allowed: b1, nano"),
         (["--serving"], "qwen3-0.6b is a shape without a tokenizer"),
         (["--serving", "--serving-rates", "7"], "--serving-rates: '7' is unknown; allowed: at-once, 32, 8"),

@@ -33,7 +33,7 @@ def reference_model():
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(dtype="float32", max_model_len=512, kv_cache_memory_bytes=1 << 28) as llm:
+    with LLM(dtype="float32", quantization="dequantized", max_model_len=512, kv_cache_memory_bytes=1 << 28) as llm:
         yield llm
 
 

@@ -1,5 +1,7 @@
 """The C kernels against their torch twins."""
 
+import platform
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,22 @@ from quire.kernels.paged_attention import paged_attention
 from quire.kernels.rms_norm import fused_add_rms_norm_torch, rms_norm_torch
 from quire.kernels.rope_and_write import rope_and_write_torch
 from quire.kernels.silu_mul import silu_mul_torch
+from quire.platforms.cpu_facts import cpu_flags
 from tests.attention.mixes import MIXES, paged_batch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+# What quire_linear is compiled as, and the flags that make this machine one without more. Those it has less than, it
+# cannot run.
+LINEARS: dict[str, tuple[str, ...]] = {"this machine": ()}
+if platform.machine() == "x86_64":
+    LINEARS["portable"] = ("-march=x86-64",)
+    if {"avx2", "fma", "bmi2"} <= cpu_flags():
+        LINEARS["avx2"] = ("-march=haswell",)
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"} <= cpu_flags():
+        LINEARS["avx512"] = ("-march=skylake-avx512",)
 
 
 def check_close(ours, wanted, dtype):
@@ -57,15 +70,43 @@ def test_rope_and_write(dtype, normed, heads, kv_heads, head_dim, rotary):
     check_close(caches[1], caches[0], dtype)
 
 
-@pytest.mark.skipif(not native.has_linear(), reason="needs bf16 arithmetic")
-@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 64, 200])
-@pytest.mark.parametrize(("k", "n"), [(576, 1536), (64, 32), (33, 7), (10, 50), (1024, 96)])
+@pytest.fixture(params=LINEARS)
+def linear_of(request, monkeypatch):
+    """`native.linear` compiled for a lesser machine too."""
+    kind, flags = request.param, LINEARS[request.param]
+    made = native.library(*flags, only=("linear.c", "threads.c")) if flags else native.library()
+    assert kind == "this machine" or native.LINEAR_KINDS[made.quire_linear_kind()] == kind
+    monkeypatch.setattr(native, "has_amx", lambda: False)
+    monkeypatch.setattr(
+        native, "native_function", lambda name: with_types(getattr(made, name), native._SIGNATURES[name])
+    )
+    return native.linear
+
+
+def with_types(function, signature):
+    function.argtypes = [native._KINDS[kind] for kind in signature.replace(" ", "")]
+    return function
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(rows, k, n, with_bias):
-    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, k), (n, k), (n,)))
-    wanted = x.float() @ weight.float().T + (bias.float() if with_bias else 0)
-    ours = native.linear(x, native.pack_linear(weight), n, bias if with_bias else None)
-    torch.testing.assert_close(ours.float(), wanted, atol=1e-2 * k**0.5, rtol=1e-2)
+def test_linear(linear_of, with_bias):
+    torch.manual_seed(0)
+    for k, n in [(576, 1536), (64, 32), (33, 7), (10, 50), (1024, 96), (1, 1)]:
+        weight, bias = torch.randn(n, k).bfloat16(), torch.randn(n).bfloat16() if with_bias else None
+        packed = native.pack_linear(weight)
+        for rows in [1, 2, 3, 5, 8, 12, 13, 64, 200]:
+            x = torch.randn(rows, k).bfloat16()
+            wanted = x.float() @ weight.float().T + (bias.float() if with_bias else 0)
+            ours = linear_of(x, packed, n, bias)
+            torch.testing.assert_close(ours.float(), wanted, atol=1e-3 * k**0.5, rtol=8e-3)
+
+
+def test_linear_keeps_what_is_not_a_number(linear_of):
+    x, weight = torch.ones(3, 40).bfloat16(), torch.ones(5, 40).bfloat16()
+    x[1, 7] = float("nan")
+    x[2, 3] = float("inf")
+    out = linear_of(x, native.pack_linear(weight), 5, None)
+    assert (out[0] == 40).all() and out[1].isnan().all() and (out[2] == float("inf")).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -36,7 +36,7 @@ def main(state: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load_model(ckpt, hf, torch.bfloat16, "cpu")
+    model = load_model(ckpt, hf, torch.bfloat16, "cpu", quantization="dequantized")
     loaded.set()
     watcher.join()
     peak = max(peak, anonymous_memory())

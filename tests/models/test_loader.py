@@ -121,7 +121,7 @@ def test_truncated_file_names_the_tensor(tmp_path):
 
 def test_load_model_from_a_gguf():
     ckpt = resolve_model(None)
-    model = load_model(ckpt, load_hf_config(ckpt), torch.float32, "cpu")
+    model = load_model(ckpt, load_hf_config(ckpt), torch.float32, "cpu", quantization="dequantized")
     stored = {tensor.name: tensor for tensor in open_tensors(ckpt)}
 
     def read(name: str) -> torch.Tensor:

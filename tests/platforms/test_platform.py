@@ -24,7 +24,3 @@ def test_bfloat16_only_where_it_is_fast(monkeypatch, fast, expected):
 def test_unknown_device():
     with pytest.raises(ValueError, match="'tpu'; allowed: auto, cpu, cuda"):
         current_platform("tpu")
-
-
-def test_at_least_one_core():
-    assert cpu_facts.usable_cores() >= 1

@@ -111,6 +111,7 @@ def system_facts() -> Facts:
 def cpu_facts() -> Facts:
     from quire.bench.machine import cpu_model
     from quire.platforms import cpu_facts
+    from quire.platforms.cpu_cores import usable_cores
     from quire.platforms.cpuid import load_cpuid
 
     def shown_flags() -> str:
@@ -130,7 +131,7 @@ def cpu_facts() -> Facts:
     return each(
         model=cpu_model,
         logical_cores=os.cpu_count,
-        usable_cores=cpu_facts.usable_cores,
+        usable_cores=usable_cores,
         flags=shown_flags,
         fast_bfloat16=lambda: cpu_facts.has_fast_bf16(load_cpuid()),
         oneDNN_limit=onednn,

@@ -9,40 +9,73 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from quire.platforms.cpu_facts import cpu_flags
+from quire.platforms.cpu_isa import ceiling
 
 logger = logging.getLogger("quire")
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
 TIMEOUT = 120
+
+# Added and tried again when a file does not compile: assemblers from before AMX do not know its instructions.
+SECOND_TRY = {"amx.c": "-DQUIRE_NO_AMX"}
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """None where there is no compiler, or its product does not load: the torch twins serve then."""
+def library(*extra_flags: str, only: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """None where there is no compiler, or its product does not load: the torch twins serve then.
+
+    With other flags, or some of the sources only, it is a library of its own, for tests.
+    """
     compiler = next(filter(None, (shutil.which(name) for name in ("cc", "gcc", "clang"))), None)
+    flags = (*FLAGS, *processor_flags(ceiling()), *extra_flags)
     if platform.system() != "Linux" or os.environ.get("QUIRE_NATIVE_KERNELS") == "0":
         return None
     try:
-        path = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+        path = _cache_folder() / f"kernels-{_fingerprint((*flags, *only))}.so"
         if not path.exists():
             if compiler is None:
                 return None
-            _compile(compiler, path)
+            _compile(compiler, flags, [FOLDER / name for name in only] or sorted(FOLDER.glob("*.c")), path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels, plain torch instead: %s", error)
         return None
 
 
-def _compile(compiler: str, path: Path) -> None:
+def processor_flags(level: str) -> tuple[str, ...]:
+    """What the compiler may use, below the ceiling `level` (platforms/cpu_isa.py)."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if level == "portable":
+        return ("-march=x86-64",) if x86 else ()
+    if level == "avx2" and {"avx2", "fma", "bmi2"} <= cpu_flags():
+        return ("-march=haswell",)
+    return ("-march=native",)
+
+
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, product = f"{folder}/kernels.o", f"{folder}/kernels.so"
-        _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", made)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+
+        def compile_one(source: Path) -> str:
+            made = f"{folder}/{source.stem}.o"
+            command = (compiler, *flags, "-c", str(source), "-o", made)
+            try:
+                _run(*command)
+            except OSError:
+                if source.name not in SECOND_TRY:
+                    raise
+                _run(*command, SECOND_TRY[source.name])
+            return made
+
+        objects = list(pool.map(compile_one, sources))
+        product = f"{folder}/kernels.so"
         # Without -fopenmp: its calls bind to the libgomp that torch has loaded, and to that one's threads.
-        _run(compiler, "-shared", "-o", product, made, "-lm")
+        _run(compiler, "-shared", "-o", product, *objects, "-lm")
         os.replace(product, path)  # at once: another process may be looking for it
 
 
@@ -57,12 +90,12 @@ def _cache_folder() -> Path:
     return Path(root) / "quire"
 
 
-def _fingerprint(compiler: str | None) -> str:
-    """Of the source, the flags and the processor."""
+def _fingerprint(options: tuple[str, ...]) -> str:
+    """Of the sources, the options and the processor."""
     try:
         facts = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         processor = [line for line in facts.splitlines() if line.startswith(("flags", "Features", "model name"))]
     except OSError:
         processor = [platform.processor()]
-    parts = [SOURCE.read_text(), *FLAGS, *processor]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    sources = [path.read_text() for path in sorted(FOLDER.glob("*.[ch]"))]
+    return hashlib.sha256("\0".join([*sources, *options, *processor]).encode()).hexdigest()[:16]

@@ -1,0 +1,27 @@
+/* bfloat16 and the packed form of a bf16 weight, for every file that multiplies by one. */
+
+#pragma once
+#include <stdint.h>
+
+typedef uint16_t bf16;
+
+static inline float widen(bf16 x) {
+    union { uint32_t u; float f; } v = {.u = (uint32_t)x << 16};
+    return v.f;
+}
+
+static inline bf16 narrow(float x) {
+    union { float f; uint32_t u; } v = {.f = x};
+    if ((v.u & 0x7fffffff) > 0x7f800000) return (bf16)((v.u >> 16) | 0x40);
+    return (bf16)((v.u + 0x7fff + ((v.u >> 16) & 1)) >> 16);
+}
+
+/* Below this many elements threads cost more than they gain. */
+#define WORTH_THREADS 16384
+
+/* A weight [n, k] is packed into panels of 32 outputs, [panel][pairs of inputs][32][2]; outputs past n and an input
+ * past an odd k are zero. */
+enum { PANEL = 32 };
+
+/* Memory that a thread keeps from call to call: fresh memory would be mapped page by page. Aligned to 64 bytes. */
+void *quire_scratch(int64_t bytes);

@@ -1,0 +1,237 @@
+/* Linear layers in bf16 over packed panels (bf16.h), with the widest instructions that this file is compiled for: bf16
+ * dot products of AVX-512, or bf16 widened to float32 in vectors of whatever the processor has. With AMX, amx.c
+ * multiplies many rows by the same panels. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "bf16.h"
+#include "threads.h"
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define HAVE_BF16_DOT 1
+#endif
+
+/* In the order of LINEAR_KINDS in __init__.py. */
+int quire_linear_kind(void) {
+#if defined(HAVE_BF16_DOT)
+    return 3;
+#elif defined(__AVX512F__)
+    return 2;
+#elif defined(__AVX2__) && defined(__FMA__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+static pthread_key_t scratch_key;
+static void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
+
+void *quire_scratch(int64_t bytes) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    enum { HEADER = 64 };
+    pthread_once(&once, make_scratch_key);
+    int64_t *held = pthread_getspecific(scratch_key);
+    if (!held || *held < bytes) {
+        free(held);
+        held = aligned_alloc(64, (bytes + HEADER + 63) / 64 * 64);
+        if (!held) {
+            fprintf(stderr, "quire: no memory for a product's %lld bytes\n", (long long)bytes);
+            abort();
+        }
+        *held = bytes;
+        pthread_setspecific(scratch_key, held);
+    }
+    return (char *)held + HEADER;
+}
+
+void quire_pack_linear(const bf16 *weight, bf16 *packed, int64_t n, int64_t k) {
+    int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t e = 0; e < pairs; e++)
+            for (int64_t j = 0; j < PANEL; j++) {
+                bf16 *to = packed + ((p * pairs + e) * PANEL + j) * 2;
+                int64_t row = p * PANEL + j;
+                to[0] = row < n ? weight[row * k + 2 * e] : 0;
+                to[1] = row < n && 2 * e + 1 < k ? weight[row * k + 2 * e + 1] : 0;
+            }
+}
+
+#ifdef HAVE_BF16_DOT
+
+enum { ROWS = 12 };
+
+static inline __attribute__((always_inline)) void multiply(const int rows, const bf16 *x, const bf16 *panel,
+                                                           float *bias, bf16 *out, int64_t k, int64_t n,
+                                                           int64_t width) {
+    __m512 a[ROWS], b[ROWS];
+    __m512 first = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+    __m512 second = bias ? _mm512_loadu_ps(bias + 16) : _mm512_setzero_ps();
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) a[r] = first, b[r] = second;
+    int64_t pairs = k / 2;
+    for (int64_t e = 0; e < pairs; e++) {
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + e * PANEL * 2);
+        __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + e * PANEL * 2 + 32);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * k + 2 * e, 4);
+            __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
+            a[r] = _mm512_dpbf16_ps(a[r], w0, v);
+            b[r] = _mm512_dpbf16_ps(b[r], w1, v);
+        }
+    }
+    if (k & 1) {
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + pairs * PANEL * 2);
+        __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + pairs * PANEL * 2 + 32);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            __m512bh v = (__m512bh)_mm512_set1_epi32(x[r * k + k - 1]);
+            a[r] = _mm512_dpbf16_ps(a[r], w0, v);
+            b[r] = _mm512_dpbf16_ps(b[r], w1, v);
+        }
+    }
+    __mmask16 low = width >= 16 ? 0xffff : (__mmask16)((1u << width) - 1);
+    __mmask16 high = width >= 32 ? 0xffff : width > 16 ? (__mmask16)((1u << (width - 16)) - 1) : 0;
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        _mm256_mask_storeu_epi16(out + r * n, low, (__m256i)_mm512_cvtneps_pbh(a[r]));
+        _mm256_mask_storeu_epi16(out + r * n + 16, high, (__m256i)_mm512_cvtneps_pbh(b[r]));
+    }
+}
+
+static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bias, bf16 *out, int64_t k, int64_t n,
+                          int64_t width) {
+    switch (rows) {
+#define CASE(R)                                                                                                        \
+    case R: multiply(R, x, panel, bias, out, k, n, width); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+/* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
+void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+    int pinned = quire_pinned();
+#pragma omp parallel for schedule(static) if (n * k > WORTH_THREADS)
+    for (int64_t p = 0; p < panels; p++) {
+        quire_stay(pinned);
+        int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
+        const bf16 *panel = packed + p * pairs * PANEL * 2;
+        float added[PANEL] = {0};
+        if (bias)
+            for (int64_t j = 0; j < width; j++) added[j] = widen(bias[at + j]);
+        for (int64_t i = 0; i < m; i += ROWS)
+            multiply_rows(m - i < ROWS ? (int)(m - i) : ROWS, x + i * k, panel, bias ? added : NULL,
+                          out + i * n + at, k, n, width);
+    }
+}
+
+#else
+
+/* Without such an instruction a pair of weights becomes two float32: shifted up, and with its low half cleared. LANES
+ * is a vector register. ROWS x STRIP vectors of sums, and the weights, fit the registers; a single row needs more
+ * vectors, because each sum waits for the one before it. */
+#if defined(__AVX512F__)
+enum { LANES = 16, STRIP = 2, STRIP_OF_ONE = 2, ROWS = 8 };
+#elif defined(__AVX__)
+enum { LANES = 8, STRIP = 2, STRIP_OF_ONE = 4, ROWS = 4 };
+#else
+enum { LANES = 4, STRIP = 2, STRIP_OF_ONE = 4, ROWS = 4 };
+#endif
+typedef float Floats __attribute__((vector_size(LANES * 4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4), may_alias));
+
+/* Widened inputs of this many bytes stay in the second-level cache while panels pass by. */
+enum { WIDENED_BYTES = 256 << 10 };
+
+/* x [rows][2 * pairs] float32; sums [rows][PANEL], of which `strip` vectors are computed. */
+static inline __attribute__((always_inline)) void multiply(const int rows, const int strip, const float *x,
+                                                           const bf16 *panel, float *sums, int64_t pairs) {
+    Floats a[ROWS][4], b[2][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < strip; v++) {
+            a[r][v] = (Floats){0};
+            if (rows <= 2) b[r][v] = (Floats){0};
+        }
+    for (int64_t e = 0; e < pairs; e++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < strip; v++) {
+            Words w;
+            memcpy(&w, panel + (e * PANEL + v * LANES) * 2, sizeof w);
+            Floats even = (Floats)(w << 16), odd = (Floats)(w & 0xffff0000u);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const float *pair = x + (r * pairs + e) * 2;
+                a[r][v] += even * pair[0];
+                if (rows <= 2) b[r][v] += odd * pair[1];
+                else a[r][v] += odd * pair[1];
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < strip; v++) {
+            Floats sum = a[r][v];
+            if (rows <= 2) sum += b[r][v];
+            memcpy(sums + r * PANEL + v * LANES, &sum, sizeof sum);
+        }
+}
+
+static void multiply_rows(int rows, const float *x, const bf16 *panel, float *sums, int64_t pairs) {
+    int outputs = (rows == 1 ? STRIP_OF_ONE : STRIP) * LANES;
+    for (int j = 0; j < PANEL; j += outputs)
+        switch (rows) {
+#define CASE(R)                                                                                                        \
+    case R:                                                                                                            \
+        if (R <= ROWS) multiply(R, R == 1 ? STRIP_OF_ONE : STRIP, x, panel + j * 2, sums + j, pairs);                  \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#if defined(__AVX512F__)
+            CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+        }
+}
+
+/* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
+void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+    int64_t most = WIDENED_BYTES / (pairs * 8) / ROWS * ROWS;
+    if (most < ROWS) most = ROWS;
+    int pinned = quire_pinned();
+#pragma omp parallel if (n * k > WORTH_THREADS)
+    for (int64_t first = 0; first < m; first += most) {
+        quire_stay(pinned);
+        int64_t rows = m - first < most ? m - first : most;
+        float *wide = quire_scratch(rows * pairs * 8);
+        for (int64_t i = 0; i < rows; i++) {
+            float *to = wide + i * pairs * 2;
+            const bf16 *from = x + (first + i) * k;
+            for (int64_t e = 0; e < k; e++) to[e] = widen(from[e]);
+            if (k & 1) to[k] = 0;
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t p = 0; p < panels; p++) {
+            int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
+            const bf16 *panel = packed + p * pairs * PANEL * 2;
+            float sums[ROWS * PANEL] __attribute__((aligned(64)));
+            for (int64_t i = 0; i < rows; i += ROWS) {
+                int some = rows - i < ROWS ? (int)(rows - i) : ROWS;
+                multiply_rows(some, wide + i * pairs * 2, panel, sums, pairs);
+                for (int r = 0; r < some; r++) {
+                    bf16 *to = out + (first + i + r) * n + at;
+                    for (int64_t j = 0; j < width; j++)
+                        to[j] = narrow(sums[r * PANEL + j] + (bias ? widen(bias[at + j]) : 0));
+                }
+            }
+        }
+    }
+}
+#endif

@@ -1,0 +1,475 @@
+/* Linear layers whose weights stay quantized; see quantized.h for how they are packed.
+ *
+ * Inputs are rounded to int8 by groups of 32, and multiplied as integers; zero times their sum is taken off as an integer
+ * too. A row is summed in the same order however many rows there are: its result does not depend on the others. */
+
+#include "quantized.h"
+#include "threads.h"
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+/* What the machine has: WIDTH outputs are one vector, and ROWS rows x VECTORS vectors fit the registers. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+enum { KIND_OF_DOT = 2, WIDTH = 16, ROWS = 6, VECTORS = 2 };
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+enum { KIND_OF_DOT = 1, WIDTH = 8, ROWS = 2, VECTORS = 2 };
+#else
+enum { KIND_OF_DOT = 0, WIDTH = 4, ROWS = 1, VECTORS = 1 };
+#endif
+
+typedef uint8_t Bytes __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Shorts __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Bytes load_bytes(const uint8_t *p) {
+    Bytes v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE Ints all_ints(int32_t x) { return x - (Ints){0}; }
+INLINE Floats all_floats(float x) { return x - (Floats){0}; }
+
+INLINE Bytes nibbles(Bytes v, int shift) { return (Bytes)((Shorts)v >> shift) & 0xf; }
+
+/* Bits of a plane, moved to where they stand above a nibble: mask is 0x10 or 0x30. */
+INLINE Bytes above(Bytes plane, int at, uint8_t mask) {
+    Shorts v = (Shorts)plane;
+    return (Bytes)(at > 4 ? v >> (at - 4) : v << (4 - at)) & mask;
+}
+
+/* dot: 4 inputs of each output; x holds 4 signed bytes. The loads make floats of float16, unsigned and signed bytes. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+
+INLINE Ints dot(Ints sum, Bytes w, int32_t x, int bits) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+}
+INLINE Floats load_halves(const uint8_t *p) {
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE Floats load_u8(const uint8_t *p) {
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE Floats load_i8(const uint8_t *p) {
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE Floats fused(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+/* Products are added in pairs of 16 bits, too few for 8-bit weights: those are taken as two nibbles. */
+INLINE Ints dot(Ints sum, Bytes w, int32_t x, int bits) {
+    __m256i inputs = _mm256_set1_epi32(x), low = (__m256i)(bits == 8 ? w & 0xf : w);
+    sum += (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(low, inputs), _mm256_set1_epi16(1));
+    if (bits < 8) return sum;
+    __m256i high = (__m256i)((Bytes)((Shorts)w >> 4) & 0xf);
+    return sum + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(high, inputs), _mm256_set1_epi16(16));
+}
+INLINE Floats load_halves(const uint8_t *p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE Floats load_u8(const uint8_t *p) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE Floats load_i8(const uint8_t *p) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE Floats fused(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
+#else
+
+INLINE Ints dot(Ints sum, Bytes w, int32_t x, int bits) {
+    int8_t inputs[4];
+    memcpy(inputs, &x, 4);
+    for (int n = 0; n < WIDTH; n++)
+        sum[n] += w[4 * n] * inputs[0] + w[4 * n + 1] * inputs[1] + w[4 * n + 2] * inputs[2] + w[4 * n + 3] * inputs[3];
+    return sum;
+}
+INLINE Floats load_halves(const uint8_t *p) {
+    uint16_t halves[WIDTH];
+    memcpy(halves, p, sizeof halves);
+    return (Floats){from_half(halves[0]), from_half(halves[1]), from_half(halves[2]), from_half(halves[3])};
+}
+INLINE Floats load_u8(const uint8_t *p) { return (Floats){p[0], p[1], p[2], p[3]}; }
+INLINE Floats load_i8(const uint8_t *p) { return (Floats){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]}; }
+INLINE Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
+
+#endif
+
+/* From panels to bytes and float scales */
+
+typedef struct {
+    Bytes w[QUADS];
+    Floats a, b; /* d and m, or the d of each half */
+} Group;
+
+/* Where the next group is, and which vector of its panel to read. Before the first of eight groups, K formats have what
+ * they share. */
+typedef struct {
+    const uint8_t *at;
+    int lane;
+    Floats d, m;
+} Reader;
+
+INLINE Reader read_vector(int format, const uint8_t *packed, int64_t vector, int64_t k) {
+    int64_t lane = vector * WIDTH;
+    return (Reader){.at = packed + lane / LANES * panel_bytes_of(format, k), .lane = (int)(lane % LANES)};
+}
+
+INLINE void next_group(const int format, Reader *from, int64_t g, Group *to) {
+    const Format f = FORMATS[format];
+    const int lane = from->lane;
+    if (f.k_format && g % SUPER == 0) {
+        from->d = load_halves(from->at + 2 * lane);
+        if (f.kind == AFFINE) from->m = load_halves(from->at + 2 * (LANES + lane));
+        from->at += shared_bytes(f.kind, 1);
+    }
+    const uint8_t *p = from->at + 4 * lane;
+    if (f.bits == 8) {
+        for (int j = 0; j < QUADS; j++) to->w[j] = load_bytes(p + 64 * j);
+    } else {
+        for (int j = 0; j < QUADS / 2; j++) {
+            Bytes both = load_bytes(p + 64 * j);
+            to->w[j] = nibbles(both, 0);
+            to->w[j + 4] = nibbles(both, 4);
+        }
+    }
+    if (f.bits == 5)
+        for (int j = 0; j < QUADS; j++) to->w[j] |= above(load_bytes(p + 256), j, 0x10);
+    if (f.bits == 6)
+        for (int j = 0; j < QUADS; j++) to->w[j] |= above(load_bytes(p + 256 + j / 4 * 64), j % 4 * 2, 0x30);
+    p = from->at + quant_bytes(f.bits);
+    from->at = p + scale_bytes(f.kind, f.k_format);
+    if (f.kind == HALVES) {
+        to->a = from->d * load_i8(p + lane);
+        to->b = from->d * load_i8(p + LANES + lane);
+    } else if (f.k_format) {
+        to->a = from->d * load_u8(p + lane);
+        to->b = -(from->m * load_u8(p + LANES + lane));
+    } else {
+        to->a = load_halves(p + 2 * lane);
+        if (f.kind == AFFINE) to->b = load_halves(p + 2 * (LANES + lane));
+    }
+}
+
+#define FOR_EVERY_FORMAT(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K)
+
+INLINE void unpack_as(const int format, Reader reader, Group *to, int64_t groups) {
+    for (int64_t g = 0; g < groups; g++) next_group(format, &reader, g, to + g);
+}
+
+static void unpack(int format, Reader reader, Group *to, int64_t groups) {
+    switch (format) {
+#define CASE(F)                                                                                                        \
+    case F: unpack_as(F, reader, to, groups); break;
+        FOR_EVERY_FORMAT(CASE)
+#undef CASE
+    }
+}
+
+/* 0: plain C, 1: AVX2, 2: AVX-512 with VNNI. */
+int quire_quantized_kind(void) { return KIND_OF_DOT; }
+
+/* Memory that a thread keeps between calls. */
+static void *keep(int which, size_t size) {
+    static _Thread_local struct {
+        void *memory;
+        size_t size;
+    } kept[2];
+    if (kept[which].size < size) {
+        free(kept[which].memory);
+        kept[which].size = 0;
+        kept[which].memory = aligned_alloc(64, (size + 63) / 64 * 64);
+        if (!kept[which].memory) abort();
+        kept[which].size = size;
+    }
+    return kept[which].memory;
+}
+
+/* Rows `ids` of a packed weight, as floats. */
+void quire_quantized_lookup(int format, const uint8_t *packed, const int64_t *ids, void *out, int64_t count, int64_t k,
+                            int type) {
+    Format f = FORMATS[format];
+    int64_t groups = k / GROUP;
+#pragma omp parallel for if (count > 16)
+    for (int64_t i = 0; i < count; i++) {
+        Group *all = keep(0, sizeof(Group) * groups);
+        unpack(format, read_vector(format, packed, ids[i] / WIDTH, k), all, groups);
+        int lane = (int)(ids[i] % WIDTH);
+        for (int64_t g = 0; g < groups; g++)
+            for (int j = 0; j < GROUP; j++) {
+                float q = (float)(((const uint8_t *)&all[g].w[j / 4])[lane * 4 + j % 4] - f.zero);
+                float a = ((const float *)&all[g].a)[lane], b = ((const float *)&all[g].b)[lane];
+                float value = f.kind == AFFINE ? a * q + b : f.kind == HALVES && j >= 16 ? b * q : a * q;
+                int64_t to = i * k + g * GROUP + j;
+                if (type) ((uint16_t *)out)[to] = narrow(value);
+                else ((float *)out)[to] = value;
+            }
+    }
+}
+
+/* The product */
+
+/* Outputs that are one tensor in the checkpoint. */
+typedef struct {
+    const uint8_t *packed;
+    int64_t format, outputs, offset;
+} Segment;
+
+/* Rows in int8, in blocks of ROWS (the last one smaller): [block][group][row], so that a block is read from end to end. */
+typedef struct {
+    int32_t *q;     /* 8 times 4 bytes a group */
+    float *scale;   /* of q */
+    float *total;   /* scale * sum of q */
+    int32_t *start; /* [segment][2]: -zero * sum of q of each half; the first is of both halves unless HALVES */
+} Inputs;
+
+static inline Inputs block_of(Inputs x, int64_t row, int64_t groups) {
+    int64_t at = row * groups;
+    return (Inputs){x.q + at * QUADS, x.scale + at, x.total + at, x.start + at * 2};
+}
+
+/* 32 numbers as q * scale; sums of q of each half. A NaN makes the scale NaN: as bits it is above all numbers. */
+#ifdef __AVX512BW__
+INLINE float round_group(const void *x, int64_t at, int type, void *q, int32_t *sums) {
+    __m512 v[2];
+    __m512i most = _mm512_setzero_si512(), magnitude = _mm512_set1_epi32(0x7fffffff);
+    for (int i = 0; i < 2; i++) {
+        v[i] = type ? (__m512)_mm512_slli_epi32(
+                          _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)((const bf16 *)x + at + 16 * i))), 16)
+                    : _mm512_loadu_ps((const float *)x + at + 16 * i);
+        most = _mm512_max_epi32(most, _mm512_and_si512((__m512i)v[i], magnitude));
+    }
+    float largest = from_bits((uint32_t)_mm512_reduce_max_epi32(most)), inverse = largest > 1e-30f ? 127 / largest : 0;
+    for (int i = 0; i < 2; i++) {
+        __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], _mm512_set1_ps(inverse)));
+        _mm_storeu_si128((__m128i *)q + i, _mm512_cvtepi32_epi8(rounded));
+        sums[i] = _mm512_reduce_add_epi32(rounded);
+    }
+    return largest / 127;
+}
+#else
+INLINE float round_group(const void *x, int64_t at, int type, void *q, int32_t *sums) {
+    float v[GROUP];
+    uint32_t most = 0;
+    for (int i = 0; i < GROUP; i++) {
+        v[i] = load(x, at + i, type);
+        uint32_t magnitude = to_bits(v[i]) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    }
+    float largest = from_bits(most), inverse = largest > 1e-30f ? 127 / largest : 0;
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < GROUP; i++) {
+        int32_t rounded = (int32_t)rintf(v[i] * inverse);
+        ((int8_t *)q)[i] = (int8_t)rounded;
+        sums[i / 16] += rounded;
+    }
+    return largest / 127;
+}
+#endif
+
+/* Row first + row of x becomes row `row` of all `rows`. */
+static void quantize_row(const void *x, int64_t first, int64_t row, int64_t rows, int64_t k, int type,
+                         const Segment *segments, int64_t count, Inputs all, int64_t numbers) {
+    int64_t block = row / ROWS * ROWS, height = rows - block < ROWS ? rows - block : ROWS;
+    Inputs to = block_of(all, block, k / GROUP);
+    x = (const char *)x + (first + row) * k * (type ? 2 : 4);
+    row -= block;
+    for (int64_t g = 0; g < k / GROUP; g++) {
+        int64_t at = g * height + row;
+        int32_t sums[2];
+        float scale = round_group(x, g * GROUP, type, to.q + at * QUADS, sums);
+        to.scale[at] = scale;
+        to.total[at] = scale * (float)(sums[0] + sums[1]);
+        for (int64_t s = 0; s < count; s++) {
+            const Format *f = FORMATS + segments[s].format;
+            int32_t *start = to.start + s * numbers * 2 + at * 2;
+            start[0] = -f->zero * (f->kind == HALVES ? sums[0] : sums[0] + sums[1]);
+            start[1] = -f->zero * sums[1];
+        }
+    }
+}
+
+/* A group of `vectors` vectors times `rows` rows, added to y[row][vector]. Both are taken side by side: what is loaded serves
+ * several products, and none waits for the one before. */
+INLINE void add_group(const int kind, const int bits, const int rows, const int vectors, Floats (*y)[VECTORS],
+                      const Group *const *w, const int32_t *x, const float *scale, const float *total,
+                      const int32_t *start) {
+    Ints sum[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < vectors; p++) sum[r][p] = kind == AFFINE ? (Ints){0} : all_ints(start[2 * r]);
+#pragma GCC unroll 16
+    for (int j = 0; j < QUADS; j++) {
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < vectors; p++) {
+                if (kind == HALVES && j == QUADS / 2) {
+                    y[r][p] = fused(__builtin_convertvector(sum[r][p], Floats), w[p]->a * scale[r], y[r][p]);
+                    sum[r][p] = all_ints(start[2 * r + 1]);
+                }
+                sum[r][p] = dot(sum[r][p], w[p]->w[j], x[r * QUADS + j], bits);
+            }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < vectors; p++) {
+            Floats d = kind == HALVES ? w[p]->b : w[p]->a;
+            y[r][p] = fused(__builtin_convertvector(sum[r][p], Floats), d * scale[r], y[r][p]);
+            if (kind == AFFINE) y[r][p] = fused(w[p]->b, all_floats(total[r]), y[r][p]);
+        }
+}
+
+static void write_row(Floats y, void *out, int64_t at, int width, int type) {
+    float values[WIDTH];
+    memcpy(values, &y, sizeof values);
+    if (!type) memcpy((float *)out + at, values, sizeof(float) * width);
+    else
+        for (int n = 0; n < width; n++) ((uint16_t *)out)[at + n] = narrow(values[n]);
+}
+
+/* `rows` rows of one block by `vectors` vectors that are unpacked already, one `groups` groups after the other. */
+INLINE void multiply_as(const int kind, const int bits, const int rows, const int vectors, const Group *w,
+                        int64_t groups, Inputs x, Floats (*y)[VECTORS]) {
+    Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < vectors; p++) sums[r][p] = y[0][p];
+    for (int64_t g = 0; g < groups; g++) {
+        const Group *both[2] = {w + g, w + groups + g};
+        int64_t at = g * rows;
+        add_group(kind, bits, rows, vectors, sums, both, x.q + at * QUADS, x.scale + at, x.total + at,
+                  x.start + at * 2);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < vectors; p++) y[r][p] = sums[r][p];
+}
+
+/* More than fits the registers never comes: those cases are left out. */
+#define CASE(P, R)                                                                                                     \
+    case P * 8 + R:                                                                                                    \
+        if (R <= ROWS && P <= VECTORS)                                                                                  \
+            multiply_as(KIND, BITS, R <= ROWS ? R : 1, P <= VECTORS ? P : 1, w, groups, x, y);                          \
+        break;
+#define EVERY_CASE                                                                                                     \
+    CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6)                                                  \
+    CASE(2, 1) CASE(2, 2) CASE(2, 3) CASE(2, 4) CASE(2, 5) CASE(2, 6)
+#define MULTIPLY(NAME, K, B)                                                                                           \
+    static void NAME(int rows, int vectors, const Group *w, int64_t groups, Inputs x, Floats (*y)[VECTORS]) {            \
+        enum { KIND = K, BITS = B };                                                                                   \
+        switch (vectors * 8 + rows) { EVERY_CASE }                                                                      \
+    }
+MULTIPLY(multiply_symmetric, SYMMETRIC, 8)
+MULTIPLY(multiply_affine, AFFINE, 5)
+MULTIPLY(multiply_halves, HALVES, 6)
+#undef CASE
+
+/* One row: the weight goes through registers only. */
+INLINE Floats multiply_one_as(const int format, Reader reader, int64_t groups, Inputs x, Floats first) {
+    Floats y[VECTORS] = {first};
+    const Format f = FORMATS[format];
+    for (int64_t g = 0; g < groups; g++) {
+        Group w;
+        const Group *one[1] = {&w};
+        next_group(format, &reader, g, &w);
+        add_group(f.kind, f.bits, 1, 1, &y, one, x.q + g * QUADS, x.scale + g, x.total + g, x.start + g * 2);
+    }
+    return y[0];
+}
+
+static Floats multiply_one(int format, Reader reader, int64_t groups, Inputs x, Floats y) {
+    switch (format) {
+#define CASE(F)                                                                                                        \
+    case F: return multiply_one_as(F, reader, groups, x, y);
+        FOR_EVERY_FORMAT(CASE)
+#undef CASE
+    }
+    return y;
+}
+
+/* Vector `at` of a weight and, where they belong together, the one after it. */
+static void multiply_vectors(const Segment *s, int64_t at, const void *bias, void *out, Inputs x, int64_t rows, int64_t n,
+                             int64_t k, int type) {
+    const Format f = FORMATS[s->format];
+    int64_t groups = k / GROUP, left = s->outputs - at * WIDTH, to = s->offset + at * WIDTH;
+    int vectors = VECTORS > 1 && left > WIDTH ? 2 : 1, width[2], format = (int)s->format;
+    Floats first[2] = {{0}};
+    for (int p = 0; p < vectors; p++) {
+        width[p] = left - p * WIDTH < WIDTH ? (int)(left - p * WIDTH) : WIDTH;
+        if (bias)
+            for (int i = 0; i < width[p]; i++) first[p][i] = load(bias, to + p * WIDTH + i, type);
+    }
+    if (rows == 1) {
+        for (int p = 0; p < vectors; p++) {
+            Floats y = multiply_one(format, read_vector(format, s->packed, at + p, k), groups, x, first[p]);
+            write_row(y, out, to + p * WIDTH, width[p], type);
+        }
+        return;
+    }
+    Group *w = keep(0, sizeof(Group) * groups * VECTORS);
+    for (int p = 0; p < vectors; p++)
+        unpack(format, read_vector(format, s->packed, at + p, k), w + p * groups, groups);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+        int some = rows - r < ROWS ? (int)(rows - r) : ROWS;
+        Floats y[ROWS][VECTORS];
+        for (int p = 0; p < vectors; p++) y[0][p] = first[p];
+        if (f.kind == SYMMETRIC) multiply_symmetric(some, vectors, w, groups, block_of(x, r, groups), y);
+        else if (f.kind == AFFINE) multiply_affine(some, vectors, w, groups, block_of(x, r, groups), y);
+        else multiply_halves(some, vectors, w, groups, block_of(x, r, groups), y);
+        for (int i = 0; i < some; i++)
+            for (int p = 0; p < vectors; p++) write_row(y[i][p], out, (r + i) * n + to + p * WIDTH, width[p], type);
+    }
+}
+
+/* Vectors are dealt out VECTORS at a time. */
+static inline int64_t deals(const Segment *s) { return (s->outputs + WIDTH * VECTORS - 1) / (WIDTH * VECTORS); }
+
+/* Rows whose int8 form stays in the second-level cache while all panels pass. */
+#define INPUT_BYTES (512 * 1024)
+
+/* x [m, k], bias [n] or NULL -> out [m, n]. */
+void quire_quantized_linear(const void *x, const Segment *segments, int64_t count, const void *bias, void *out, int64_t m,
+                            int64_t n, int64_t k, int type) {
+    int64_t groups = k / GROUP, total = 0;
+    for (int64_t s = 0; s < count; s++) total += deals(segments + s);
+    int64_t most = INPUT_BYTES / k / ROWS * ROWS;
+    if (most < ROWS) most = ROWS;
+    if (most > m) most = m;
+    int64_t numbers = most * groups;
+    char *memory = keep(1, (size_t)(numbers * (GROUP + 8 + 8 * count)));
+    Inputs all = {.q = (int32_t *)memory, .scale = (float *)(memory + numbers * GROUP)};
+    all.total = all.scale + numbers;
+    all.start = (int32_t *)(all.total + numbers);
+    for (int64_t begin = 0; begin < m; begin += most) {
+        int64_t rows = m - begin < most ? m - begin : most;
+        int many = rows * k > WORTH_THREADS, pinned = quire_pinned();
+        if (!many)
+            for (int64_t r = 0; r < rows; r++) quantize_row(x, begin, r, rows, k, type, segments, count, all, numbers);
+        char *target = (char *)out + begin * n * (type ? 2 : 4);
+#pragma omp parallel if (n * k > WORTH_THREADS)
+        {
+            quire_stay(pinned);
+            if (many) {
+#pragma omp for schedule(static)
+                for (int64_t r = 0; r < rows; r++)
+                    quantize_row(x, begin, r, rows, k, type, segments, count, all, numbers);
+            }
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < total; i++) {
+                const Segment *s = segments;
+                int64_t deal = i;
+                while (deal >= deals(s)) deal -= deals(s++);
+                Inputs x = all;
+                x.start += (s - segments) * numbers * 2;
+                multiply_vectors(s, deal * VECTORS, bias, target, x, rows, n, k, type);
+            }
+        }
+    }
+}

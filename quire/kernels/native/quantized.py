@@ -1,0 +1,127 @@
+"""Weights that stay quantized on a CPU: packing them, multiplying by them, looking rows of them up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.native import TYPES, native_function
+from quire.kernels.native.build import library
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block format of GGUF. `index` is its number in the C source."""
+
+    index: int
+    elements: int  # numbers per block
+    nbytes: int  # bytes per block
+
+
+_SIZES = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+FORMATS = {name: Format(index, *sizes) for index, (name, sizes) in enumerate(_SIZES.items())}
+GROUP = 32  # inputs that are rounded together
+LANES = 16  # outputs of a panel
+
+
+def is_there() -> bool:
+    return library() is not None
+
+
+def is_fast() -> bool:
+    """Whether the processor has instructions for it. The portable kernel is right but slower than plain torch."""
+    return is_there() and bool(native_function("quire_quantized_kind")())
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [outputs, inputs] in panels."""
+
+    format: Format
+    data: torch.Tensor  # uint8 [panels, bytes of a panel]
+    outputs: int
+    inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+def pack(type_name: str, blocks: torch.Tensor, inputs: int, rows: range | None = None, rotary_half: int = 0) -> Packed:
+    """From a file's blocks, uint8 [rows, bytes per row]; `rows` of them where not all.
+
+    rotary_half > 0: heads of twice as many rows; rotary pairs are neighbours in the file and half a head apart here.
+    """
+    kind = FORMATS[type_name]
+    rows = rows or range(len(blocks))
+    assert inputs % kind.elements == 0 and blocks.shape[1] * kind.elements >= inputs * kind.nbytes
+    assert blocks.stride(1) == 1 and rows.step == 1 and rows.stop <= len(blocks)
+    panel = native_function("quire_quantized_panel_bytes")(kind.index, inputs)
+    data = torch.empty(-(-len(rows) // LANES), panel, dtype=torch.uint8)
+    if len(rows) % LANES:
+        data[-1] = 0  # outputs that are not there
+    native_function("quire_pack_quantized")(
+        kind.index, blocks.data_ptr(), data.data_ptr(), len(rows), inputs, blocks.stride(0), rows.start, rotary_half
+    )
+    return Packed(kind, data, len(rows), inputs)
+
+
+def quantize(type_name: str, weight: torch.Tensor) -> Packed:
+    """From a weight [outputs, inputs] in float32 or bf16 to Q8_0 or Q4_1."""
+    assert type_name in ("Q8_0", "Q4_1") and weight.is_contiguous()
+    kind = FORMATS[type_name]
+    outputs, inputs = weight.shape
+    blocks = torch.empty(outputs, inputs // kind.elements * kind.nbytes, dtype=torch.uint8)
+    native_function("quire_quantize_weight")(
+        kind.index, weight.data_ptr(), blocks.data_ptr(), outputs, inputs, TYPES[weight.dtype]
+    )
+    return pack(type_name, blocks, inputs)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Weights of the same inputs whose outputs follow each other."""
+
+    parts: tuple[Packed, ...]
+    table: torch.Tensor  # int64 [parts, 4], of addresses: it is of use while `parts` are there
+    outputs: int
+
+
+def fuse(parts: Sequence[Packed]) -> Fused:
+    rows, offset = [], 0
+    for part in parts:
+        rows.append([part.data.data_ptr(), part.format.index, part.outputs, offset])
+        offset += part.outputs
+    return Fused(tuple(parts), torch.tensor(rows, dtype=torch.int64), offset)
+
+
+def linear(x: torch.Tensor, weights: Fused, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [M, K] float32 or bf16 -> [M, outputs] in the type of x. A row's result does not depend on the others."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    out = torch.empty(rows, weights.outputs, dtype=x.dtype)
+    native_function("quire_quantized_linear")(
+        x.data_ptr(), weights.table.data_ptr(), len(weights.parts), bias.data_ptr() if bias is not None else None,
+        out.data_ptr(), rows, weights.outputs, inputs, TYPES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+def lookup(ids: torch.Tensor, weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a weight as numbers: ids [N] -> [N, inputs]."""
+    ids = ids.to(torch.int64).contiguous()
+    out = torch.empty(len(ids), weight.inputs, dtype=dtype)
+    native_function("quire_quantized_lookup")(
+        weight.format.index, weight.data.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), weight.inputs,
+        TYPES[dtype],
+    )  # fmt: skip
+    return out
