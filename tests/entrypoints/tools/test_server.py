@@ -12,6 +12,7 @@ from quire.config.server import ServerConfig
 from quire.messages.requests import EngineCoreRequest
 from tests.entrypoints.openai.running import MODEL, Running, running
 from tests.entrypoints.tools.parsed import TOOLS
+from tests.entrypoints.tools.rendered import WRITERS, Call
 from tests.entrypoints.tools.test_formats import CASES
 
 HELLO: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
@@ -76,6 +77,50 @@ def test_auto(server: Running, name: str) -> None:
         first = delta.id is not None
         assert (delta.type == "function", delta.function.name is not None) == (first, first)
         assert delta.function.arguments == "" or not first
+
+
+def events(server: Running, **fields: Any) -> list[Any]:
+    """The choices of a stream, as they are on the wire."""
+    body = {"messages": HELLO, "tools": OFFERED, "stream": True, **fields}
+    lines = server.post("/v1/chat/completions", body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_what_is_on_the_wire(server: Running, choice: Any) -> None:
+    """OpenAI's shapes, key by key."""
+    texts = {"auto": CASES["hermes, two"].text, "required": CALLS}
+    say(server.engine, texts[choice] if isinstance(choice, str) else '{"city": "Oslo"}')
+    first, *between, last = events(server, tool_choice=choice)
+    assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
+    assert last["delta"] == {} and last["finish_reason"] == ("tool_calls" if isinstance(choice, str) else "stop")
+    begun = 0
+    for event in between:
+        assert event["finish_reason"] is None and set(event["delta"]) == {"tool_calls"}
+        (call,) = event["delta"]["tool_calls"]
+        if "id" in call:
+            assert set(call) == {"index", "id", "type", "function"} and call["type"] == "function"
+            assert call["index"] == begun and set(call["function"]) == {"name", "arguments"}
+            assert call["function"]["arguments"] == ""
+            begun += 1
+        else:
+            assert set(call) == {"index", "function"} and call["index"] == begun - 1
+            assert set(call["function"]) == {"arguments"} and call["function"]["arguments"]
+    assert begun == (2 if isinstance(choice, str) else 1)
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_the_clients_helper_rebuilds_the_whole_answer(format: str) -> None:
+    made: list[Call] = [("get_weather", {"city": 'Zürich "N" 🌧', "where": {"a": [1, None]}}), ("now", {})]
+    config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=format)
+    with running(engine_that_says(WRITERS[format][0](made)), config) as one:
+        answer = whole(one)
+        together, deltas = streamed(one)
+    assert [(name, json.loads(arguments)) for name, arguments in calls(answer)] == made
+    assert calls(together) == calls(answer) and together.finish_reason == answer.finish_reason == "tool_calls"
+    assert together.message.content in (None, "") and answer.message.content is None
+    assert len(deltas) >= 4 and [delta.index for delta in deltas if delta.id] == [0, 1]
 
 
 def test_a_cut_call_ends_with_length(server: Running) -> None:

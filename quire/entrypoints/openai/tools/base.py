@@ -27,7 +27,11 @@ class ToolParser(ABC):
         self.schemas: dict[str, Mapping[str, Any]] = {f["name"]: f.get("parameters") or {} for f in functions}
         self.reader = Reader()
         self.num_calls = 0
-        self._delta = ParsedDelta()
+        # What was said since the last delta, in pieces: adding to a text again and again would copy it as often.
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._arguments: list[str] = []  # of the last call
+        self._calls: list[ToolCallDelta] = []
         self._space: list[str] = []
         self._beside_call = False
         self._steps: Generator[None, None, None] | None = self.steps()
@@ -49,7 +53,7 @@ class ToolParser(ABC):
         self.reader.ended = True
         self._advance()
         if self._space and not self._beside_call:
-            self._delta.content += "".join(self._space)
+            self._content += self._space
         self._space.clear()
         return self._taken()
 
@@ -64,41 +68,47 @@ class ToolParser(ABC):
             self.content(self.reader.take(len(self.reader.text) - self.reader.at))
 
     def _taken(self) -> ParsedDelta:
-        delta, self._delta = self._delta, ParsedDelta()
+        self._end_arguments()
+        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), self._calls)
+        self._content, self._reasoning, self._calls = [], [], []
         return delta
+
+    def _end_arguments(self) -> None:
+        if self._arguments:
+            self._calls.append(ToolCallDelta(self.num_calls - 1, arguments="".join(self._arguments)))
+            self._arguments = []
 
     # For subclasses
 
     def content(self, text: str) -> None:
         solid = text.rstrip()
         if solid:
-            before = "" if self._beside_call else "".join(self._space)
-            self._delta.content += before + (solid.lstrip() if self._beside_call else solid)
+            if not self._beside_call:
+                self._content += self._space
+            self._content.append(solid.lstrip() if self._beside_call else solid)
             self._space.clear()
             self._beside_call = False
         if len(solid) < len(text):
             self._space.append(text[len(solid) :])
 
     def reasoning(self, text: str) -> None:
-        self._delta.reasoning += text
+        self._reasoning.append(text)
 
     def call(self, name: str, id: str | None = None) -> None:
         """Begin a call: from here on the client knows of it."""
         if self.num_calls >= MAX_CALLS:
             raise Malformed
+        self._end_arguments()
         self.reader.forget()
         self._space.clear()
         self._beside_call = True
-        self._delta.tool_calls.append(ToolCallDelta(self.num_calls, id or self.new_id(), name))
+        self._calls.append(ToolCallDelta(self.num_calls, id or self.new_id(), name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """More of the last call's arguments."""
-        calls = self._delta.tool_calls
-        if calls and calls[-1].name is None:
-            calls[-1].arguments += text
-        elif text:
-            calls.append(ToolCallDelta(self.num_calls - 1, arguments=text))
+        if text:
+            self._arguments.append(text)
 
     def attempt(self, reading: Reading[None], kept: str = "") -> Reading[bool]:
         """Read a call. What turns out to be none becomes content, `kept` (its opening marker) before it."""

@@ -9,6 +9,7 @@ from quire.entrypoints.openai.tools.reader import Malformed, Reading
 HEADER = re.compile(r"(?:[^<]|<(?!\|message\|>|\|start\|>))*")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"\bto=functions\.([\w.:/-]+)")
+TO = re.compile(r" ?(?:t(?:o(?:=[\w.:/-]*)?)?)?")
 MAX_HEADER = 2 * MAX_NAME
 
 
@@ -21,11 +22,18 @@ class HarmonyParser(JsonCallParser):
     markers = (*STARTS, *ENDS, "<|message|>", "<|constrain|>")
 
     def steps(self) -> Reading[None]:
+        yield from self.attempt(self.addressed())
         marker = yield from self.reader.until(*self.STARTS, emit=self.content)
         while marker:
             if not (yield from self.attempt(self.message(marker), marker)):
                 yield from self.reader.until(*self.ENDS, emit=self.content)
             marker = yield from self.reader.until(*self.STARTS, emit=self.content)
+
+    def addressed(self) -> Reading[None]:
+        """The prompt ends with the role, so an answer may begin with its recipient."""
+        to = yield from self.reader.match(TO, MAX_NAME)
+        yield from self.reader.expect("<|channel|>")
+        yield from self.message(f"{to}<|channel|>")
 
     def message(self, marker: str) -> Reading[None]:
         reader = self.reader

@@ -28,11 +28,13 @@ class Reader:
         self.text = ""
         self.at = 0
         self.ended = False
+        self._places: dict[str, int] = {}  # of the next marker of each kind in the text; -1: it has none
         self._kept: list[str] | None = None
 
     def add(self, text: str) -> None:
         self.text = self.text[self.at :] + text
         self.at = 0
+        self._places.clear()
 
     def keep(self) -> None:
         """Remember what is read from here on, until `forget` or `give_back`."""
@@ -94,8 +96,9 @@ class Reader:
     def expect(self, *literals: str) -> Reading[str]:
         found = yield from self.has(*literals)
         if not found:
-            rest = self.text[self.at :]
-            cut_off = self.ended and any(literal.startswith(rest) for literal in literals)
+            rest = self.text[self.at : self.at + max(map(len, literals))]
+            short = self.at + len(rest) == len(self.text)
+            cut_off = self.ended and short and any(literal.startswith(rest) for literal in literals)
             raise Truncated if cut_off else Malformed
         return found
 
@@ -123,7 +126,7 @@ class Reader:
         """Pass text on up to the nearest of the markers, which is taken and returned; "" where the text ends. No
         marker may have another one's beginning inside it."""
         while True:
-            found = [(place, marker) for marker in markers if (place := self.text.find(marker, self.at)) >= 0]
+            found = [(place, marker) for marker in markers if (place := self._place(marker)) >= 0]
             end = len(self.text) if self.ended else self._safe_end(markers)
             place, marker = min(found, default=(end, ""))
             if place > self.at:
@@ -133,6 +136,13 @@ class Reader:
             if self.ended:
                 return ""
             yield
+
+    def _place(self, marker: str) -> int:
+        """Each part of the text is searched once, however often another marker comes first."""
+        place = self._places.get(marker, 0)
+        if 0 <= place < self.at or marker not in self._places:
+            place = self._places[marker] = self.text.find(marker, self.at)
+        return place
 
     def _safe_end(self, markers: tuple[str, ...]) -> int:
         """The text up to here cannot be part of a marker that is still to come."""

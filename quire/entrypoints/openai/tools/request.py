@@ -94,8 +94,11 @@ class ToolUse:
         if params.structured_outputs is not None:
             raise bad_request("tool_choice and structured output both want the form of the answer", "tool_choice")
         try:
-            # Where line breaks are allowed anywhere, small models may write nothing else until their tokens run out.
-            form = StructuredOutputsParams(json=schema, disable_any_whitespace=True, field="tool_choice")
+            # Where line breaks, or arguments of the model's own, are allowed anywhere, small models may write nothing
+            # else until their tokens run out.
+            form = StructuredOutputsParams(
+                json=schema, disable_any_whitespace=True, disable_additional_properties=True, field="tool_choice"
+            )
             return params.replace(structured_outputs=form)
         except ValueError as error:
             raise refused_value(error, ("tool_choice",), "tool_choice") from None
