@@ -28,6 +28,7 @@ class RunningSet:
         self.window_floor = np.zeros((num_windows, rows), np.int64)  # blocks given up, per windowed group
         self.generation = np.zeros(rows, np.int64)
         self.index = np.zeros(rows, np.int64)  # the front end's number of the request
+        self.constrained = np.zeros(rows, bool)  # by a grammar
         self.num_cached = np.zeros(rows, np.int32)
         self.scheduled_at = np.zeros(rows)  # when first scheduled; 0 once the front end knows
         self.stop_ids = np.full((4, rows), -1, np.int32)  # a column per row: comparing goes along rows
@@ -72,6 +73,7 @@ class RunningSet:
         self.capacity[row] = capacity
         self.window_floor[:, row] = 0
         self.index[row] = request.core.index
+        self.constrained[row] = request.core.params.structured_outputs is not None
         self.num_cached[row] = request.num_cached
         self.scheduled_at[row] = request.scheduled_at
         self.requests[row] = request

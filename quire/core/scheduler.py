@@ -109,15 +109,12 @@ class Scheduler:
         token before that one is still in flight."""
         run, frame = self.running, self._frames[-1]
         assert frame.step == plan.step, "only the newest plan can wait for its masks"
-        live = np.flatnonzero(frame.samples & (run.generation[frame.rows] == frame.generations))
-        found = []
-        for place in live.tolist():
-            core = frame.requests[place].core
-            if core.params.structured_outputs is not None:
-                if run.num_pending[frame.rows[place]] > 1:
-                    return None
-                found.append((place, core.index))
-        return found
+        live = frame.samples & (run.generation[frame.rows] == frame.generations)
+        places = np.flatnonzero(live & run.constrained[frame.rows])
+        rows = frame.rows[places]
+        if (run.num_pending[rows] > 1).any():
+            return None
+        return list(zip(places.tolist(), run.index[rows].tolist(), strict=True))
 
     def unblock(self, request_id: str) -> None:
         request = self.blocked.pop(request_id, None)

@@ -45,6 +45,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.checked:  # it has come from another process
             return
+        if self.json is False:
+            self._refuse("the schema false allows no output")
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             found = " and ".join(given) if given else "none"

@@ -15,6 +15,9 @@ from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import Compiled, GrammarError
 
 MAX_CACHED = 1024
+# llguidance recurses once for each rule or reference of a chain, and an overflow would end the process. The longest
+# text that is allowed needs less than this. Memory is taken as it is used.
+STACK_BYTES = 256 << 20
 
 Key = tuple[object, ...]
 
@@ -152,7 +155,11 @@ class GrammarCompiler:
         # Daemons: a compile that takes for ever must not keep the process alive.
         thread = threading.Thread(target=self._run, name="quire-grammar", daemon=True)
         self._threads.append(thread)
-        thread.start()
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
 
     def _run(self) -> None:
         while True:

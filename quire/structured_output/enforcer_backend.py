@@ -25,6 +25,7 @@ class EnforcerBackend:
                 regular += [(i, token.decode(), True)] if token else []
             except UnicodeDecodeError:
                 continue  # part of a character
+        self._characters = {text for _, text, _ in regular if len(text) == 1}
         size = vocabulary.size
         decode = vocabulary.tokenizer.decode
         self._tokens = lib.TokenEnforcerTokenizerData(regular, decode, vocabulary.end_id, True, size)
@@ -36,6 +37,9 @@ class EnforcerBackend:
         return None if spec.kind in ("regex", "choice") else f"it has no {spec.kind}"
 
     def compile(self, spec: StructuredOutputsParams) -> "EnforcerCompiled":
+        missing = {char for char in spec.text if ord(char) > 127} - self._characters
+        if missing:
+            raise GrammarError(f"it cannot write {min(missing)!r}, which is no token of its own in this vocabulary")
         compiled = EnforcerCompiled(self, spec)
         first = np.zeros((self._tokens.vocab_size + 31) // 32, np.int32)
         compiled.matcher().fill(first)  # an error shows here, not in a step

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import GrammarError, first_line
-from quire.structured_output.schemas import closed_objects, outside_guidance
+from quire.structured_output.bits import has
+from quire.structured_output.property_names import NameSpelling, Place
+from quire.structured_output.schemas import closed_objects, open_names, outside_guidance
 from quire.structured_output.vocabulary import Vocabulary
 
 BYTES_PER_CHARACTER = 512  # of a grammar's text; what llguidance keeps is not told
@@ -21,6 +24,7 @@ class GuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         lib: Any = importlib.import_module("llguidance")  # only for who needs it
         self._lib = lib
+        self._vocabulary = vocabulary
         tokenizer = vocabulary.tokenizer
 
         def encode(text: bytes) -> list[int]:
@@ -33,6 +37,10 @@ class GuidanceBackend:
         self._tokenizer = lib.LLTokenizer(
             lib.TokenizerWrapper(wrapped), n_vocab=vocabulary.size, eos_token=[vocabulary.end_id]
         )
+
+    @cached_property
+    def _names(self) -> NameSpelling:
+        return NameSpelling(self._vocabulary)
 
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.kind == "structural_tag":
@@ -51,7 +59,8 @@ class GuidanceBackend:
         warnings = matcher.get_grammar_warnings()
         if warnings:
             raise GrammarError(first_line(warnings[0]))
-        return GuidanceCompiled(matcher, len(spec.text) * BYTES_PER_CHARACTER)
+        names = self._names if spec.kind == "json" and open_names(json.loads(spec.json)) else None
+        return GuidanceCompiled(matcher, len(spec.text) * BYTES_PER_CHARACTER, names)
 
     def _grammar(self, spec: StructuredOutputsParams) -> str:
         make = self._lib.LLMatcher
@@ -92,27 +101,40 @@ class _Encode(SimpleNamespace):
 
 
 class GuidanceCompiled:
-    def __init__(self, matcher: Any, num_bytes: int) -> None:
+    def __init__(self, matcher: Any, num_bytes: int, names: NameSpelling | None) -> None:
         self._matcher = matcher
         self.num_bytes = num_bytes
+        self._names = names
 
     def matcher(self) -> "GuidanceMatcher":
-        return GuidanceMatcher(self._matcher.deep_copy())
+        return GuidanceMatcher(self._matcher.deep_copy(), self._names)
 
 
 class GuidanceMatcher:
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, names: NameSpelling | None) -> None:
         self._matcher = matcher
+        self._names = names
+        self._places = [Place()]  # after each token, where names matter
 
     def accept(self, token: int) -> bool:
         # consume_token() of a wrong token would leave the matcher in an error for ever.
+        if self._names is not None:
+            place = self._places[-1]
+            if not has(self._names.allowed(place), token) or self._matcher.try_consume_tokens([token]) != 1:
+                return False
+            self._places.append(self._names.after(place, token))
+            return True
         return self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
         if count and not self._matcher.rollback(count):
             raise GrammarError(first_line(self._matcher.get_error()))
+        if count and self._names is not None:
+            del self._places[-count:]
 
     def fill(self, row: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
             raise GrammarError(f"the grammar became too complex: {first_line(self._matcher.get_error())}")
+        if self._names is not None:
+            row &= self._names.allowed(self._places[-1])

@@ -3,7 +3,8 @@
 A matcher moves by confirmed tokens alone, so it needs nothing when its request is preempted or a result is dropped.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from quire.config import EngineConfig
 from quire.messages.plan import GrammarMask
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from quire.structured_output.base import Compiled, GrammarError, Matcher
+from quire.structured_output.bits import has, put
 from quire.structured_output.compiler import GrammarCompiler
 from quire.structured_output.reasoning_gate import ReasoningGate
 from quire.structured_output.registry import BackendRegistry
@@ -45,11 +47,13 @@ class StructuredOutputManager:
         self._waiting: dict[str, EngineCoreRequest] = {}
         self._running: dict[int, Constrained] = {}  # by the request's index
         self._index: dict[str, int] = {}
+        self._indices: np.ndarray | None = None  # of those that run
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> "StructuredOutputManager":
         options = config.structured_outputs
         registry = BackendRegistry(lambda: Vocabulary.of_engine(config), options.structured_outputs_backend)
+        registry.prepare()
         return cls(
             registry,
             config.model.vocab_size,
@@ -101,16 +105,17 @@ class StructuredOutputManager:
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
                 self.compiler.forget(request_id)
-            self._running.pop(self._index.pop(request_id, -1), None)
+            if self._running.pop(self._index.pop(request_id, -1), None) is not None:
+                self._indices = None
 
     def advance(self, outputs: EngineCoreOutputs) -> None:
         """Confirmed tokens came; who has ended needs its matcher no more."""
         if not self._running:
             return
-        for i, index in enumerate(outputs.index.tolist()):
-            constrained = self._running.get(index)
-            if constrained is None:
-                continue
+        if self._indices is None:
+            self._indices = np.fromiter(self._running, np.int64, len(self._running))
+        for i in np.flatnonzero(np.isin(outputs.index, self._indices)).tolist():
+            constrained = self._running[int(outputs.index[i])]
             if outputs.finish[i]:
                 self.drop([constrained.request.request_id])
                 continue
@@ -121,45 +126,74 @@ class StructuredOutputManager:
                 if not self._accept(constrained, token):
                     break
 
-    def fill(self, rows: Sequence[tuple[int, int]]) -> GrammarMask | None:
-        """Masks for a step's rows, given as (place in the plan, index of the request)."""
+    def fill(
+        self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, Sequence[int]] | None = None
+    ) -> GrammarMask | None:
+        """Masks for a step's rows, given as (place of its logits, index of the request). A request with a draft of k
+        tokens, by its index, has 1 + k places in a row; place j is for the token after the first j of the draft."""
+        drafts = drafts or {}
+        lengths = [1 + len(drafts.get(index, ())) for _, index in rows]
+        masks = np.zeros((sum(lengths), self._num_words), np.int32)
         places: list[int] = []
-        masks = np.zeros((len(rows), self._num_words), np.int32)
-        for place, index in rows:
+        for (place, index), length in zip(rows, lengths, strict=True):
             constrained = self._running.get(index)
             if constrained is None:
                 continue
-            row = masks[len(places)]
-            if constrained.gate is not None and constrained.gate.inside:
-                row[:] = -1
-                for token in constrained.end_ids:  # the answer is still to come
-                    _set(row, token, False)
-                places.append(place)
-                continue
             try:
-                constrained.matcher.fill(row)
-                if not row.any():
-                    raise GrammarError("no token of this vocabulary can go on here")
+                self._fill_draft(constrained, masks[len(places) : len(places) + length], drafts.get(index, ()))
             except GrammarError as error:
                 self._fail(constrained.request, str(error))
-                continue
-            self._settle_end(constrained, row)
-            if constrained.gate is not None and constrained.gate.start is not None:
-                _set(row, constrained.gate.start, True)
-            places.append(place)
+                masks[len(places) : len(places) + length] = 0
+            else:
+                places += range(place, place + length)
         return GrammarMask(np.asarray(places, np.int64), masks[: len(places)]) if places else None
 
-    def _settle_end(self, constrained: Constrained, row: np.ndarray) -> None:
+    def _fill_draft(self, constrained: Constrained, masks: np.ndarray, draft: Sequence[int]) -> None:
+        """What follows a token that is not allowed is never reached, and left free: a mask must not be empty."""
+        gate, accepted = copy.copy(constrained.gate), 0
+        for ahead, mask in enumerate(masks):
+            try:
+                self._fill_row(constrained, gate, ahead, mask)
+            except GrammarError:
+                if not ahead:
+                    raise
+                masks[ahead:] = -1  # if it comes to that, the next step will say so
+                break
+            if ahead == len(draft):
+                break
+            token = draft[ahead]
+            if gate is not None and gate.takes(token):
+                continue
+            if token in constrained.end_ids or not has(mask, token) or not constrained.matcher.accept(token):
+                masks[ahead + 1 :] = -1
+                break
+            accepted += 1
+        constrained.matcher.rollback(accepted)
+
+    def _fill_row(self, constrained: Constrained, gate: ReasoningGate | None, ahead: int, row: np.ndarray) -> None:
+        if gate is not None and gate.inside:
+            row[:] = -1
+            for token in constrained.end_ids:  # the answer is still to come
+                put(row, token, False)
+            return
+        constrained.matcher.fill(row)
+        if not np.count_nonzero(row):
+            raise GrammarError("no token of this vocabulary can go on here")
+        self._settle_end(constrained, constrained.num_tokens + ahead, row)
+        if gate is not None and gate.start is not None:
+            put(row, gate.start, True)
+
+    def _settle_end(self, constrained: Constrained, num_tokens: int, row: np.ndarray) -> None:
         """All tokens that end the request are allowed where the first is. While min_tokens are not reached, they are
         not, unless the grammar leaves nothing else."""
         params = constrained.request.params
-        if _has(row, constrained.end_ids[0]):
+        if has(row, constrained.end_ids[0]):
             for token in constrained.end_ids:
-                _set(row, token, True)
-        if constrained.num_tokens < params.min_tokens:
+                put(row, token, True)
+        if num_tokens < params.min_tokens:
             longer = row.copy()
             for token in (*constrained.end_ids, *params.stop_token_ids):
-                _set(longer, token, False)
+                put(longer, token, False)
             if longer.any():
                 row[:] = longer
 
@@ -183,6 +217,7 @@ class StructuredOutputManager:
             constrained = Constrained(request, list(ends), compiled.matcher(), gate=self._gate(request))
             self._running[request.index] = constrained
             self._index[request.request_id] = request.index
+            self._indices = None
         except GrammarError as error:
             self._fail(request, str(error))
 
@@ -195,13 +230,3 @@ class StructuredOutputManager:
         spec = request.params.structured_outputs
         assert spec is not None
         self.failures.append(Failure(request.request_id, request.index, f"{spec.field}: {cause}"))
-
-
-def _has(row: np.ndarray, token: int) -> bool:
-    return bool((int(row[token // 32]) >> (token % 32)) & 1)
-
-
-def _set(row: np.ndarray, token: int, allowed: bool) -> None:
-    words = row.view(np.uint32)
-    bit = np.uint32(1 << (token % 32))
-    words[token // 32] = words[token // 32] | bit if allowed else words[token // 32] & ~bit

@@ -3,6 +3,8 @@
 An output matches from its beginning to its end, so anchors there say nothing, and lazy quantifiers are ordinary ones.
 """
 
+import re
+
 PLAIN_ESCAPES = set("dwsnrt")
 
 
@@ -16,7 +18,7 @@ def without_anchors(regex: str) -> str:
 def outside_xgrammar(regex: str) -> str | None:
     """The first thing in it that XGrammar reads differently or not at all."""
     body = regex.removeprefix("^")
-    in_class, i = False, 0
+    in_class, depth, i = False, 0, 0
     while i < len(body):
         char, after = body[i], body[i + 1 : i + 2]
         if char == "\\":
@@ -37,10 +39,22 @@ def outside_xgrammar(regex: str) -> str | None:
             return f"the quantifier {char}{after} is not supported"
         elif char == "^" or (char == "$" and i != len(body) - 1):
             return f"{char} inside a regex is not supported"
-        elif char == "|" and (regex[0] == "^" or regex[-1] == "$"):
+        elif char == "|" and not depth and (regex[0] == "^" or regex[-1] == "$"):
             return "an anchor beside an alternative is not supported"
+        if not in_class and char in "()":
+            depth += 1 if char == "(" else -1
         i += 1
     return None
+
+
+def pattern_outside_xgrammar(pattern: str) -> str | None:
+    """The same for a pattern of a JSON string, of which XGrammar writes some characters as they are."""
+    if '"' in pattern or any(char < " " for char in pattern):
+        return "a quote or a control character in a pattern is not supported"
+    escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
+    if found := set(escapes) & set("\\nrt"):
+        return f"\\{min(found)} in a pattern is not supported"
+    return outside_xgrammar(pattern)
 
 
 def _dots_as_classes(regex: str) -> str:

@@ -2,13 +2,18 @@
 
 import importlib
 import importlib.util
+import json
 import logging
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import Backend, Compiled, GrammarError
+from quire.structured_output.simplify import simpler, simpler_tag
 from quire.structured_output.vocabulary import Vocabulary
+from quire.structured_output.watched import watched
 
 logger = logging.getLogger("quire")
 
@@ -38,10 +43,16 @@ class BackendRegistry:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._load_vocabulary()
-            return self._vocabulary
+        if self._vocabulary is None:  # the engine's thread asks too, and must not wait while a backend is made
+            with self._lock:
+                if self._vocabulary is None:
+                    self._vocabulary = self._load_vocabulary()
+        return self._vocabulary
+
+    def prepare(self) -> None:
+        """Make the backend that was named, on a thread of its own: importing XGrammar takes a second or two."""
+        if self._default != "auto" and installed(self._default):
+            threading.Thread(target=self._get, args=(self._default,), name="quire-grammar", daemon=True).start()
 
     def asked(self, spec: StructuredOutputsParams) -> str:
         return spec.backend or self._default
@@ -49,6 +60,8 @@ class BackendRegistry:
     def compile(self, spec: StructuredOutputsParams) -> Compiled:
         """By the backend that was asked for, or with `auto` by the first that keeps the request exactly."""
         asked = self.asked(spec)
+        if spec.kind in ("json", "structural_tag"):
+            spec = _simplified(spec)
         refusals = []
         for name in _automatic(spec.disable_fallback) if asked == "auto" else [asked]:
             if not installed(name):
@@ -58,7 +71,7 @@ class BackendRegistry:
             reason = backend.refusal(spec)
             if reason is None:
                 try:
-                    compiled = backend.compile(spec)
+                    compiled = watched(backend.compile(spec), self.vocabulary)
                 except GrammarError as error:
                     reason = str(error)
                 else:
@@ -74,6 +87,18 @@ class BackendRegistry:
                 module, cls, *_ = BACKENDS[name]
                 self._made[name] = getattr(importlib.import_module(module), cls)(vocabulary)
             return self._made[name]
+
+
+def _simplified(spec: StructuredOutputsParams) -> StructuredOutputsParams:
+    given = json.loads(getattr(spec, spec.kind))
+    try:
+        schema = simpler(given) if spec.kind == "json" else simpler_tag(given)
+    except (TypeError, ValueError, AttributeError):
+        return spec  # a keyword has a value of the wrong kind: a library will say which
+    if schema is False:
+        raise GrammarError("the json cannot be enforced (the schema allows no value)")
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return msgspec.structs.replace(spec, **{spec.kind: text})
 
 
 def _automatic(first_only: bool) -> list[str]:

@@ -7,6 +7,8 @@ known to keep; all else is refused, so that `auto` looks further and a user who 
 import json
 from typing import Any
 
+from quire.structured_output.regexes import pattern_outside_xgrammar
+
 ANNOTATIONS = {
     "$comment",
     "$defs",
@@ -32,7 +34,7 @@ OF_TYPE: dict[str, set[str]] = {
 }
 REGULAR = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf"}
 REGULAR |= {"minItems", "maxItems", "minLength", "maxLength"}
-XGRAMMAR_FORMATS = {"date", "time", "date-time", "uuid", "ipv4", "ipv6", "email", "hostname"}
+XGRAMMAR_FORMATS = {"uuid", "ipv6"}  # its others let more pass
 
 
 def outside_xgrammar(schema: Any) -> str | None:
@@ -75,13 +77,10 @@ def _outside_of_parts(schema: dict[str, Any]) -> str | None:
         return "a pattern or format beside a length is not supported"
     if {"pattern", "format"} <= schema.keys():
         return "a pattern beside a format is not supported"
-    if schema.get("format", "date") not in XGRAMMAR_FORMATS:
+    if schema.get("format", "uuid") not in XGRAMMAR_FORMATS:
         return f"the format {schema['format']!r} is not supported"
-    if "pattern" in schema:
-        from quire.structured_output.regexes import outside_xgrammar as regex_outside_xgrammar
-
-        if reason := regex_outside_xgrammar(str(schema["pattern"])):
-            return reason
+    if "pattern" in schema and (reason := pattern_outside_xgrammar(str(schema["pattern"]))):
+        return reason
     if "prefixItems" in schema and "items" in schema and schema["items"] is not False:
         return "items beside prefixItems is not supported"
     if "prefixItems" in schema and schema.keys() & {"minItems", "maxItems"}:
@@ -124,10 +123,23 @@ def outside_guidance(schema: Any) -> str | None:
     if isinstance(schema, dict):
         if "x-guidance" in schema:
             return "x-guidance is not allowed in a schema"
+        closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+        if schema.get("minProperties", 0) not in (0, 1) and not closed:
+            return "minProperties beside names that are open is not supported: one could come twice"
         return next((reason for part in schema.values() if (reason := outside_guidance(part))), None)
     if isinstance(schema, list):
         return next((reason for part in schema if (reason := outside_guidance(part))), None)
     return None
+
+
+def open_names(schema: Any) -> bool:
+    """Whether an object that gives some names a meaning leaves others open."""
+    if isinstance(schema, dict):
+        named = schema.keys() & {"properties", "patternProperties"}
+        if named and schema.get("additionalProperties") is not False:
+            return True
+        return any(map(open_names, schema.values()))
+    return isinstance(schema, list) and any(map(open_names, schema))
 
 
 def closed_objects(schema: Any) -> Any:

@@ -3,13 +3,13 @@
 import importlib
 import json
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import GrammarError, first_line
+from quire.structured_output.bits import has, mask_of
 from quire.structured_output.regexes import outside_xgrammar, without_anchors
 from quire.structured_output.schemas import outside_xgrammar as schema_outside_xgrammar
 from quire.structured_output.vocabulary import Vocabulary
@@ -17,6 +17,7 @@ from quire.structured_output.vocabulary import Vocabulary
 COMPILE_THREADS = 1  # a step needs the cores more
 # XGrammar takes half a surrogate pair for a character, which is not UTF-8: no token may write one, nor complete one.
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 BEGINS = b"\xed"
 COMPLETES = range(0xA0, 0xC0)
 
@@ -28,9 +29,10 @@ class XGrammarBackend:
         lib: Any = importlib.import_module("xgrammar")  # only for who needs it
         self._lib = lib
         self._tokens = [b"" if SURROGATE.search(token) else token for token in vocabulary.tokens]
-        self._known = _mask(vocabulary, range(vocabulary.size))  # bits beyond come set
-        completing = {i for i, token in enumerate(self._tokens) if token and token[0] in COMPLETES}
-        self._complete = _mask(vocabulary, (i for i in range(vocabulary.size) if i not in completing))
+        self._known = mask_of([True] * vocabulary.size)  # bits beyond come set
+        # XGrammar lets strings of limited length hold control characters, but for line breaks.
+        self._printable = mask_of(CONTROL.search(token) is None for token in self._tokens)
+        self._complete = mask_of(not token or token[0] not in COMPLETES for token in self._tokens)
         info = lib.TokenizerInfo(
             self._tokens,
             lib.VocabType.RAW,
@@ -48,16 +50,19 @@ class XGrammarBackend:
         if spec.kind == "regex":
             assert spec.regex is not None
             return outside_xgrammar(spec.regex)
+        if spec.kind == "structural_tag":
+            return _outside_tag(json.loads(spec.structural_tag))
         return None
 
     def compile(self, spec: StructuredOutputsParams) -> "XGrammarCompiled":
         try:
-            return XGrammarCompiled(self, self._compile(spec))
+            lengths = spec.kind in ("json", "structural_tag") and "Length" in spec.text
+            return XGrammarCompiled(self, self._compile(spec), self._printable if lengths else self._known)
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(first_line(error)) from None
 
-    def matcher(self, grammar: Any) -> "XGrammarMatcher":
-        return XGrammarMatcher(self._lib.GrammarMatcher(grammar), self._tokens, self._known, self._complete)
+    def matcher(self, grammar: Any, known: np.ndarray) -> "XGrammarMatcher":
+        return XGrammarMatcher(self._lib.GrammarMatcher(grammar), self._tokens, known, self._complete)
 
     def _compile(self, spec: StructuredOutputsParams) -> Any:
         match spec.kind:
@@ -81,13 +86,14 @@ class XGrammarBackend:
 
 
 class XGrammarCompiled:
-    def __init__(self, backend: XGrammarBackend, grammar: Any) -> None:
+    def __init__(self, backend: XGrammarBackend, grammar: Any, known: np.ndarray) -> None:
         self._backend = backend
         self._grammar = grammar
+        self._known = known
         self.num_bytes = int(grammar.memory_size_bytes)
 
     def matcher(self) -> "XGrammarMatcher":
-        return self._backend.matcher(self._grammar)
+        return self._backend.matcher(self._grammar, self._known)
 
 
 class XGrammarMatcher:
@@ -98,6 +104,8 @@ class XGrammarMatcher:
         self._accepted: list[int] = []
 
     def accept(self, token: int) -> bool:
+        if not has(self._known, token) or (self._completes and not has(self._complete, token)):
+            return False
         if not self._matcher.accept_token(token):
             return False
         self._accepted.append(token)
@@ -110,12 +118,23 @@ class XGrammarMatcher:
 
     def fill(self, row: np.ndarray) -> None:
         self._matcher.fill_next_token_bitmask(row[None], 0)
-        row[-1] &= self._known[-1]
-        if self._accepted and self._tokens[self._accepted[-1]].endswith(BEGINS):
+        row &= self._known
+        if self._completes:
             row &= self._complete
 
+    @property
+    def _completes(self) -> bool:
+        return bool(self._accepted) and self._tokens[self._accepted[-1]].endswith(BEGINS)
 
-def _mask(vocabulary: Vocabulary, tokens: Iterable[int]) -> np.ndarray:
-    bits = np.zeros(vocabulary.num_words * 32, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+
+def _outside_tag(part: Any) -> str | None:
+    """The schemas and regexes in a structural tag are kept as exactly as others."""
+    if isinstance(part, list):
+        return next((reason for each in part if (reason := _outside_tag(each))), None)
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") == "json_schema":
+        return schema_outside_xgrammar(part.get("json_schema"))
+    if part.get("type") == "regex":
+        return outside_xgrammar(str(part.get("pattern", "")))
+    return _outside_tag(list(part.values()))

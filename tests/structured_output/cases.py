@@ -75,6 +75,28 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "definitions": {"definitions": {"c": {"enum": [1, 2]}}, "type": "array", "items": {"$ref": "#/definitions/c"}},
     "annotated": {"title": "T", "description": "d", "default": 1, "examples": [2], "type": "integer"},
     "unicode": {"type": "object", "properties": {"schlüssel": {"const": "wért"}}, "required": ["schlüssel"]},
+    "not a type": {"not": {"type": ["string", "object", "array"]}},
+    "dependent": {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "dependentRequired": {"a": ["b"]},
+        "additionalProperties": False,
+    },
+    "names by pattern": {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "maxProperties": 2},
+    "names by list": {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": {"type": "null"},
+    },
+    "unevaluated": {
+        "$defs": {"base": {"properties": {"a": {"type": "null"}}, "required": ["a"]}},
+        "type": "object",
+        "allOf": [{"$ref": "#/$defs/base"}],
+        "properties": {"b": {"type": "null"}},
+        "unevaluatedProperties": False,
+    },
+    "time": {"type": "string", "format": "time"},
+    "date and time": {"type": "string", "format": "date-time"},
     "anything in a list": {"type": "array", "items": {}, "maxItems": 2},
 }
 TRIGGERED = {
@@ -83,12 +105,13 @@ TRIGGERED = {
     "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"enum": [1]}}, "end": "</f>"}],
 }
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "not": {"not": {"type": "string"}},
+    "not": {"type": "integer", "not": {"const": 3}},
     "unique": {"type": "array", "uniqueItems": True},
     "contains": {"type": "array", "contains": {"type": "string"}},
     "if": {"if": {"type": "string"}, "then": {"minLength": 3}},
-    "dependent": {"type": "object", "dependentRequired": {"a": ["b"]}},
-    "property names": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "many dependent": {"type": "object", "dependentRequired": {name: ["z"] for name in "abcde"}},
+    "property names": {"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "^a"}},
+    "some properties": {"type": "object", "minProperties": 2},
     "unevaluated": {"type": "object", "unevaluatedProperties": False, "anyOf": [{"properties": {"a": True}}, {}]},
 }
 REGEXES = [

@@ -1,7 +1,12 @@
 """A tiny random model with a tokenizer that can write anything: all bytes, and some words made of several."""
 
 from pathlib import Path
+from typing import Any
 
+from quire import LLM
+from quire.checkpoint.resolve import resolve_model
+from quire.structured_output.vocabulary import Vocabulary
+from quire.tokenizer.load import load_tokenizer
 from tests.tiny_models import save_tiny
 
 END = "<|end|>"
@@ -24,3 +29,15 @@ def save_model(folder: Path) -> str:
     save_tiny("llama", folder, vocab_size=padded, eos_token_id=tokenizer.token_to_id(END), initializer_range=0.05)
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+def vocabulary_of(tiny: str) -> Vocabulary:
+    tokenizer = load_tokenizer(resolve_model(tiny))
+    [end] = tokenizer.encode(END, add_special_tokens=False)
+    return Vocabulary(tokenizer, tokenizer.vocab_size + 13, (end,))
+
+
+def open_engine(tiny: str, **options: Any) -> LLM:
+    """Room for 64 requests of 256 tokens. One thread is enough for so small a model."""
+    options = {"num_gpu_blocks_override": 1100, "max_num_seqs": 64, "cpu_threads": 1} | options
+    return LLM(tiny, dtype="float32", max_model_len=256, use_tqdm_on_load=False, **options)

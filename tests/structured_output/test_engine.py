@@ -14,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.engine.outputs import RequestOutput
 from quire.sampling_params import StructuredOutputsParams
 from tests.structured_output.cases import POINT, SCHEMAS
+from tests.structured_output.model import END
 
 PROMPT = {"prompt_token_ids": [40, 50, 60, 70, 80]}
 FREE = SamplingParams(temperature=0, max_tokens=24)
@@ -68,7 +69,7 @@ def mixture() -> list[tuple[SamplingParams, Callable[[str], object]]]:
     found: list[tuple[SamplingParams, Callable[[str], object]]] = []
     for name in BOUNDED:
         wanted = params(len(found), json=SCHEMAS[name], disable_any_whitespace=True)
-        found.append((wanted, lambda text, name=name: validate(SCHEMAS[name]).is_valid(json.loads(text, strict=False))))
+        found.append((wanted, lambda text, name=name: validate(SCHEMAS[name]).is_valid(json.loads(text))))
     for regex in REGEXES:
         found.append((params(len(found), regex=regex), lambda text, regex=regex: re.fullmatch(regex, text)))
     found.append((params(len(found), choice=CHOICE), lambda text: text in CHOICE))
@@ -116,6 +117,7 @@ def test_with_logprobs_penalties_and_bias(llm: LLM) -> None:
 
 
 def test_limits_and_ends(llm: LLM) -> None:
+    [end] = llm.llm_engine.tokenizer.encode(END, add_special_tokens=False)
     outputs = run(
         llm,
         [
@@ -124,14 +126,20 @@ def test_limits_and_ends(llm: LLM) -> None:
             params(3, choice=["a", "b"], ignore_eos=True),
             params(4, regex="[a-z]{50}", max_tokens=7),
             params(5, regex="[a-c]{5}STOP[a-c]{50}", stop=["STOP"]),
+            params(6, regex="[a-c]{9}", logit_bias={end: 100.0}),
+            params(7, regex="[a-c]{4}x+", stop=["x"], include_stop_str_in_output=True),
+            params(8, regex="x[a-c]{20}", stop=["x", "b"], min_tokens=4),
         ],
     )
-    longer, forced, ends, cut, stopped = (output.outputs[0] for output in outputs)
+    longer, forced, ends, cut, stopped, eager, shown, late = (output.outputs[0] for output in outputs)
     assert len(longer.token_ids) >= 6 and re.fullmatch("a*", longer.text)
     assert forced.text == "ab" and forced.finish_reason == "stop"  # the grammar leaves nothing else
     assert ends.text in ("a", "b") and ends.finish_reason == "stop"
     assert len(cut.token_ids) == 7 and cut.finish_reason == "length"
     assert re.fullmatch("[a-c]{5}", stopped.text) and stopped.finish_reason == "stop"
+    assert re.fullmatch("[a-c]{9}", eager.text) and eager.finish_reason == "stop"
+    assert re.fullmatch("[a-c]{4}x", shown.text) and shown.finish_reason == "stop"
+    assert late.text.startswith("x") and len(late.token_ids) > 4  # stop strings count after min_tokens
 
 
 def test_a_wrong_schema_ends_its_own_request(llm: LLM) -> None:
@@ -175,6 +183,48 @@ def test_nobody_waits_for_anothers_compiler(llm: LLM, monkeypatch: pytest.Monkey
     gate.open.set()
     outputs = step_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
     assert re.fullmatch("never[a-z]seen", outputs[-1].outputs[0].text)
+
+
+def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """Which requests got a token, step by step."""
+    core, found = llm.llm_engine.client.core, []
+    original = core.step
+
+    def step() -> Any:
+        outputs = original()
+        found.append(set() if outputs is None else set(outputs.index.tolist()))
+        return outputs
+
+    monkeypatch.setattr(core, "step", step)
+    return found
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_no_step_is_lost_to_a_compiler(tiny: str, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    """A request gets a token in every step while others' grammars compile: a large one, and one that takes for ever."""
+    properties = {f"property_{i}": SCHEMAS["nested"] if i % 9 == 0 else {"type": "string"} for i in range(200)}
+    large = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    with engine(tiny, depth) as llm:
+        core = llm.llm_engine.client.core
+        run(llm, [params(regex="a"), params(regex="(?i)b")])  # libraries are imported
+        compiler, slow = core.grammars.compiler, threading.Event()
+        original = compiler._compile
+        monkeypatch.setattr(
+            compiler, "_compile", lambda spec: slow.wait(60) and original(spec) if spec.regex else original(spec)
+        )
+        steps = steps_of(llm, monkeypatch)
+        llm.llm_engine.add_request("free", PROMPT, FREE.replace(max_tokens=200))
+        [free] = [request.core.index for request in core.scheduler.requests.values()]
+        step_until(llm, lambda: any(free in step for step in steps))
+        first = len(steps)
+        llm.llm_engine.add_request("large", PROMPT, params(json=large, max_tokens=20))
+        llm.llm_engine.add_request("slow", PROMPT, params(regex="ne[a-z]er", max_tokens=20))
+        step_until(llm, lambda: "free" not in core.scheduler.requests)
+        assert core.scheduler.requests["slow"].state.name == "WAITING_GRAMMAR"
+        last = max(at for at, step in enumerate(steps) if free in step)
+        assert all(free in step for step in steps[first : last + 1])
+        slow.set()
+        step_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
 
 
 def test_aborting_while_it_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

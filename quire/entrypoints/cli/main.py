@@ -30,6 +30,7 @@ COMMANDS = {
     "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
     "bench serve": Command("quire.bench.serve", "a server under load: throughput, latencies, goodput"),
     "bench http": Command("quire.bench.http_offline", "HTTP streaming against offline, same requests, in one run"),
+    "bench structured": Command("quire.bench.structured", "requests under a JSON schema against free ones, in turn"),
     "bench soak": Command("quire.bench.soak", "minutes of mixed traffic; memory and blocks must come back"),
     "bench frontend": Command("quire.bench.frontend", "tokens per second that one API process can stream"),
     "bench card": Command("quire.bench.card", "all workloads of the reference numbers, beside vLLM's figures"),
