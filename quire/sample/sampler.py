@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels import native
 from quire.kernels.apply_bitmask import apply_bitmask
 from quire.kernels.apply_penalties import apply_penalties
 from quire.kernels.dispatch import use_triton
@@ -151,7 +152,7 @@ class Sampler:
         if used or draw >= Draw.RANDOM:
             logits = logits.to(torch.float32, copy=True)  # processors work in place
         logits = _apply([p for p in used if p.changes_argmax], logits, batch)
-        tokens = logits.argmax(dim=1)
+        tokens = native.argmax(logits) if native.serves(logits) else logits.argmax(dim=1)
         possible = has_token(logits, tokens)
         if draw >= Draw.RANDOM:
             logits = _apply([p for p in used if not p.changes_argmax], logits, batch)

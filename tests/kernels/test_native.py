@@ -88,6 +88,20 @@ def with_types(function, signature):
     return function
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax(dtype):
+    for rows, width in [(1, 1), (3, 7), (2, 256), (5, 257), (64, 49152)]:
+        torch.manual_seed(width)
+        x = torch.randn(rows, width).to(dtype)
+        best = x.float().max(1, keepdim=True).values
+        first = torch.where(x.float() == best, torch.arange(width), width).min(1).values  # bf16 has many equals
+        assert torch.equal(native.argmax(x), first)
+        x[0, width // 2] = float("nan")
+        x[-1] = float("-inf")
+        found = native.argmax(x)
+        assert found[-1] == 0 and (rows == 1 or found[0] == width // 2)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(linear_of, with_bias):
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-/* Attention over pages. A task is a block of queries of one row and one KV head, with all query heads of its group: m
- * rows in all, which see the same keys. Keys come in tiles, the softmax is brought up to date after each. */
+/* Attention over pages. A task is a block of queries of one row and some of its KV heads, each with all query heads of
+ * its group: m rows that see the same keys. Keys come in tiles, the softmax is brought up to date after each. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -17,14 +17,18 @@ typedef struct {
     const void *q, *cache;
     void *out;
     const int32_t *pages; /* of the row */
-    int64_t heads, kv_heads, d, block_size, kv_head, first_token, num_queries, position, window;
+    int64_t heads, kv_heads, d, block_size, first_head, num_heads, first_token, num_queries, position, window;
     float scale;
     int type, tiles; /* tiles: whether there are AMX's */
 } Task;
 
-static inline int64_t key_place(const Task *t, int64_t key, int kind) {
-    int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + t->kv_head;
+static inline int64_t key_place(const Task *t, int64_t head, int64_t key, int kind) {
+    int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + head;
     return (page * t->block_size + key % t->block_size) * t->d;
+}
+
+static inline int64_t first_key(const Task *t) {
+    return t->window > 0 && t->position - t->window + 1 > 0 ? t->position - t->window + 1 : 0;
 }
 
 /* The keys [first, last) of a tile that query `position` sees. */
@@ -65,16 +69,21 @@ static void soften(const Task *t, float *scores, int64_t tile, int64_t count, in
     }
 }
 
-static void attend_plain(const Task *t, int64_t group, int64_t m, float *scores, float *acc, float *most, float *total,
-                         int64_t begin, int64_t end) {
+/* Where row i of a KV head's queries lies, in q and in out. */
+static inline int64_t query_place(const Task *t, int64_t head, int64_t group, int64_t i) {
+    return ((t->first_token + i / group) * t->heads + head * group + i % group) * t->d;
+}
+
+static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, float *scores, float *acc, float *most,
+                         float *total, int64_t begin, int64_t end) {
     float q[MAX_D], k[MAX_D];
     for (int64_t tile = begin; tile < end; tile += TILE) {
         int64_t count = end - tile < TILE ? end - tile : TILE;
         for (int64_t j = 0; j < count; j++) {
-            int64_t at = key_place(t, tile + j, 0);
+            int64_t at = key_place(t, head, tile + j, 0);
             for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
             for (int64_t i = 0; i < m; i++) {
-                int64_t from = ((t->first_token + i / group) * t->heads + t->kv_head * group + i % group) * t->d;
+                int64_t from = query_place(t, head, group, i);
                 float sum = 0;
                 for (int64_t e = 0; e < t->d; e++) q[e] = load(t->q, from + e, t->type);
                 _Pragma("omp simd reduction(+ : sum)") for (int64_t e = 0; e < t->d; e++) sum += q[e] * k[e];
@@ -83,7 +92,7 @@ static void attend_plain(const Task *t, int64_t group, int64_t m, float *scores,
         }
         soften(t, scores, tile, count, group, m, most, total, acc);
         for (int64_t j = 0; j < count; j++) {
-            int64_t at = key_place(t, tile + j, 1);
+            int64_t at = key_place(t, head, tile + j, 1);
             for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
             for (int64_t i = 0; i < m; i++) {
                 float w = scores[i * TILE + j];
@@ -232,75 +241,82 @@ static void weigh(const bf16 *weights, const bf16 *values, float *acc, int64_t m
 
 /* bf16 with d a multiple of 32. Keys are packed [d / 2][TILE] pairs of elements, values [TILE / 2][d] pairs of keys, so
  * that one instruction multiplies 16 outputs by a pair, or one tile 16 rows by 16 pairs. Rows past m are zero. */
-static void attend_bf16(const Task *t, int64_t group, int64_t m, float *scores, float *acc, float *most, float *total,
-                        int64_t begin, int64_t end) {
-    int64_t d = t->d, rows_at_once = t->tiles ? 16 : 4, all = (m + rows_at_once - 1) / rows_at_once * rows_at_once;
+static void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *scores, float *acc, float *most,
+                        float *total, int64_t begin, int64_t end) {
+    int64_t d = t->d, to_values = t->kv_heads * t->block_size * d; /* from a key to its value */
     static const bf16 zeros[MAX_D];
-    const bf16 *cache = t->cache;
     bf16 q[MAX_M * MAX_D] __attribute__((aligned(64)));
     int32_t keys[MAX_D / 2 * TILE] __attribute__((aligned(64)));
     bf16 values[TILE * MAX_D] __attribute__((aligned(64)));
     bf16 weights[MAX_M * TILE] __attribute__((aligned(64)));
-    for (int64_t i = 0; i < all; i++) {
-        int64_t from = ((t->first_token + i / group) * t->heads + t->kv_head * group + i % group) * d;
-        memcpy(q + i * d, i < m ? (const bf16 *)t->q + from : zeros, d * 2);
-    }
+    for (int64_t h = 0; h < t->num_heads; h++)
+        for (int64_t i = 0; i < all; i++) {
+            const bf16 *from = i < m ? (const bf16 *)t->q + query_place(t, t->first_head + h, group, i) : zeros;
+            memcpy(q + (h * all + i) * d, from, d * 2);
+        }
     memset(weights + m * TILE, 0, (all - m) * TILE * 2);
     if (t->tiles) quire_tiles_begin();
     __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
                                    4, 35, 3, 34, 2, 33, 1, 32, 0);
     __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int64_t tile = begin; tile < end; tile += TILE) {
-        int64_t count = end - tile < TILE ? end - tile : TILE;
-        int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
-        const bf16 *rows[TILE];
-        for (int64_t j = 0; j < blocks * 16; j++) rows[j] = j < count ? cache + key_place(t, tile + j, 0) : zeros;
-        for (int64_t b = 0; b < blocks; b++)
-            for (int64_t e = 0; e < d / 2; e += 16) {
-                __m512i r[16];
-                for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512((const int32_t *)rows[b * 16 + j] + e);
-                transpose16(r);
-                for (int j = 0; j < 16; j++) _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
+    for (int64_t tile = begin; tile < end; tile += TILE)
+        for (int64_t h = 0; h < t->num_heads; h++) {
+            int64_t count = end - tile < TILE ? end - tile : TILE;
+            int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
+            const bf16 *rows[TILE];
+            for (int64_t j = 0; j < blocks * 16; j++)
+                rows[j] = j < count ? (const bf16 *)t->cache + key_place(t, t->first_head + h, tile + j, 0) : zeros;
+            for (int64_t b = 0; b < blocks; b++)
+                for (int64_t e = 0; e < d / 2; e += 16) {
+                    __m512i r[16];
+                    for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512((const int32_t *)rows[b * 16 + j] + e);
+                    transpose16(r);
+                    for (int j = 0; j < 16; j++) _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
+                }
+            if (t->tiles) quire_tile_scores(q + h * all * d, keys, scores, all, d, blocks);
+            else score(q + h * all * d, keys, scores, all, d, blocks);
+            float *sums = acc + h * all * d;
+            soften_bf16(t, scores, weights, tile, count, group, m, most + h * all, total + h * all, sums);
+            for (int64_t j = 0; j < pairs; j++) {
+                const bf16 *a = 2 * j < count ? rows[2 * j] + to_values : zeros;
+                const bf16 *b = 2 * j + 1 < count ? rows[2 * j + 1] + to_values : zeros;
+                for (int64_t e = 0; e < d; e += 32) {
+                    __m512i x = _mm512_loadu_si512(a + e), y = _mm512_loadu_si512(b + e);
+                    _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(x, low, y));
+                    _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(x, high, y));
+                }
             }
-        if (t->tiles) quire_tile_scores(q, keys, scores, all, d, blocks);
-        else score(q, keys, scores, all, d, blocks);
-        soften_bf16(t, scores, weights, tile, count, group, m, most, total, acc);
-        int64_t to_values = (int64_t)t->kv_heads * t->block_size * d; /* from a key to its value */
-        for (int64_t j = 0; j < pairs; j++) {
-            const bf16 *a = 2 * j < count ? rows[2 * j] + to_values : zeros;
-            const bf16 *b = 2 * j + 1 < count ? rows[2 * j + 1] + to_values : zeros;
-            for (int64_t e = 0; e < d; e += 32) {
-                __m512i x = _mm512_loadu_si512(a + e), y = _mm512_loadu_si512(b + e);
-                _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(x, low, y));
-                _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(x, high, y));
-            }
+            if (t->tiles) quire_tile_values(weights, values, sums, all, d, blocks / 2);
+            else weigh(weights, values, sums, all, d, (count + 1) / 2);
         }
-        if (t->tiles) quire_tile_values(weights, values, acc, all, d, blocks / 2);
-        else weigh(weights, values, acc, all, d, (count + 1) / 2);
-    }
     if (t->tiles) quire_tiles_end();
 }
 #endif
+
+/* A KV head's rows, padded to what is multiplied at a time. */
+static int64_t padded(int64_t m, int tiles) { return tiles ? (m + 15) / 16 * 16 : (m + 3) / 4 * 4; }
 
 static void attend(const Task *t) {
     float scores[MAX_M * TILE] __attribute__((aligned(64)));
     float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
     float most[MAX_M], total[MAX_M];
-    int64_t group = t->heads / t->kv_heads, m = t->num_queries * group;
-    for (int64_t i = 0; i < m; i++) most[i] = -INFINITY, total[i] = 0;
-    memset(acc, 0, sizeof(float) * ((m + 15) / 16 * 16) * t->d);
-    int64_t end = t->position + t->num_queries;
-    int64_t begin = t->window > 0 && t->position - t->window + 1 > 0 ? t->position - t->window + 1 : 0;
+    int64_t group = t->heads / t->kv_heads, m = t->num_queries * group, all = padded(m, t->tiles);
+    for (int64_t i = 0; i < t->num_heads * all; i++) most[i] = -INFINITY, total[i] = 0;
+    memset(acc, 0, sizeof(float) * t->num_heads * all * t->d);
+    int64_t begin = first_key(t), end = t->position + t->num_queries;
 #ifdef HAVE_BF16_DOT
-    if (t->type == 1 && t->d % 32 == 0) attend_bf16(t, group, m, scores, acc, most, total, begin, end);
+    if (t->type == 1 && t->d % 32 == 0) attend_bf16(t, group, m, all, scores, acc, most, total, begin, end);
     else
 #endif
-        attend_plain(t, group, m, scores, acc, most, total, begin, end);
-    for (int64_t i = 0; i < m; i++) {
-        int64_t to = ((t->first_token + i / group) * t->heads + t->kv_head * group + i % group) * t->d;
-        float scale = total[i] > 0 ? 1.0f / total[i] : 0.0f;
-        for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, acc[i * t->d + e] * scale, t->type);
-    }
+        for (int64_t h = 0; h < t->num_heads; h++)
+            attend_plain(t, t->first_head + h, group, m, scores, acc + h * all * t->d, most + h * all, total + h * all,
+                         begin, end);
+    for (int64_t h = 0; h < t->num_heads; h++)
+        for (int64_t i = 0; i < m; i++) {
+            int64_t to = query_place(t, t->first_head + h, group, i), row = h * all + i;
+            float scale = total[row] > 0 ? 1.0f / total[row] : 0.0f;
+            for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, acc[row * t->d + e] * scale, t->type);
+        }
 }
 
 int quire_attention_fits(int64_t heads, int64_t kv_heads, int64_t d) {
@@ -314,17 +330,23 @@ void quire_attention(const void *q, void *out, const void *cache, const int64_t 
                      int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, float scale, int type,
                      int tiles) {
     int64_t group = heads / kv_heads, most = MAX_M / group, tasks = 0;
-    for (int64_t i = 0; i < n; i++) tasks += (query_start[i + 1] - query_start[i] + most - 1) / most * kv_heads;
+    /* A page holds the keys and values of all heads: reading them together is reading in order, which memory does three
+     * times as fast. So a single query takes all heads at once, if that leaves every thread enough to do. */
+    int64_t together = n >= 4 * omp_get_max_threads() && kv_heads * padded(group, tiles) <= MAX_M ? kv_heads : 1;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t count = query_start[i + 1] - query_start[i];
+        tasks += count == 1 ? kv_heads / together : (count + most - 1) / most * kv_heads;
+    }
     if (!tasks) return;
     Task *all = malloc(sizeof(Task) * tasks);
     int64_t at = 0;
     for (int64_t i = 0; i < n; i++) {
-        int64_t count = query_start[i + 1] - query_start[i];
+        int64_t count = query_start[i + 1] - query_start[i], taken = count == 1 ? together : 1;
         for (int64_t first = 0; first < count; first += most)
-            for (int64_t h = 0; h < kv_heads; h++)
+            for (int64_t h = 0; h < kv_heads; h += taken)
                 all[at++] = (Task){
                     .q = q, .cache = cache, .out = out, .pages = table + rows[i] * table_stride, .heads = heads,
-                    .kv_heads = kv_heads, .d = d, .block_size = block_size, .kv_head = h,
+                    .kv_heads = kv_heads, .d = d, .block_size = block_size, .first_head = h, .num_heads = taken,
                     .first_token = query_start[i] + first,
                     .num_queries = count - first < most ? count - first : most,
                     .position = seq_lens[i] - count + first, .window = window, .scale = scale, .type = type,

@@ -94,3 +94,32 @@ void quire_rope_and_write(const void *qkv, void *q, void *cache, const void *q_w
         }
     }
 }
+
+/* x [n, d] -> the first greatest of each row, a NaN being greater than anything. */
+#define ARGMAX(NAME, T, TO)                                                                                            \
+    static int64_t NAME(const T *x, int64_t d) {                                                                       \
+        enum { AT_ONCE = 256 };                                                                                        \
+        float most = -INFINITY;                                                                                        \
+        int64_t best = 0;                                                                                              \
+        for (int64_t at = 0; at < d; at += AT_ONCE) {                                                                  \
+            int64_t count = d - at < AT_ONCE ? d - at : AT_ONCE;                                                       \
+            int greater = 0;                                                                                           \
+            _Pragma("omp simd reduction(| : greater)") for (int64_t j = 0; j < count; j++) greater |=                  \
+                !(TO(x[at + j]) <= most);                                                                              \
+            if (!greater) continue;                                                                                    \
+            for (int64_t j = at; j < at + count; j++) {                                                                \
+                float value = TO(x[j]);                                                                                \
+                if (value != value) return j;                                                                          \
+                if (value > most) most = value, best = j;                                                              \
+            }                                                                                                          \
+        }                                                                                                              \
+        return best;                                                                                                   \
+    }
+ARGMAX(argmax_f32, float, SAME)
+ARGMAX(argmax_bf16, bf16, widen)
+
+void quire_argmax(const void *x, int64_t *out, int64_t n, int64_t d, int type) {
+#pragma omp parallel for if (n > 1)
+    for (int64_t i = 0; i < n; i++)
+        out[i] = type ? argmax_bf16((const bf16 *)x + i * d, d) : argmax_f32((const float *)x + i * d, d);
+}
