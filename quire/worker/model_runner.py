@@ -19,6 +19,7 @@ from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_scores import PromptScores
+from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 from quire.worker.transfer import Pending, to_device
 
@@ -61,6 +62,7 @@ class ModelRunner:
         self.use_graphs = use_graphs
         self.processors = processors
         self.graphs: StepGraphs | None = None
+        self.recorded: RecordedSteps | None = None
         self._pending: PendingStep | None = None
         self._compiling: bool | None = None  # None: not yet
         self._later: list[Any] = []  # kernels to compile once the engine serves
@@ -86,6 +88,8 @@ class ModelRunner:
                 layers[layer].bind(caches[layer], index, self.backend)
         if self.connector is not None:
             self.connector.bind([caches[i] for i in sorted(caches)])
+        if self.device.type == "cpu":
+            self.recorded = RecordedSteps(self.model, self.backend, self.rows.block_tables, self.rows.block_sizes)
 
     @torch.inference_mode()
     def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
@@ -266,6 +270,10 @@ class ModelRunner:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
+        if token_rows is None and self.recorded is not None and self.connector is None:
+            hidden = self.recorded.run(rows, inputs)
+            if hidden is not None:
+                return hidden
         if self._compiling:
             inputs.input_ids.zero_()  # nothing was launched that would have filled it
         step = StepInputs(

@@ -3,7 +3,9 @@
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ _SIGNATURES = {
     "quire_quantized_lookup": "i ppp ll i",
     "quire_quantized_linear": "pp l pp lll i",
     "quire_attention_fits": "lll",
-    "quire_attention": "ppppppp lllllll f ii",
+    "quire_attention": "ppppppp llllllll f ii",
+    "quire_replay": "p l",
 }
 
 
@@ -170,23 +173,47 @@ def attention(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Tokens after the last row's belong to nobody: zeros keep them finite."""
+    """Tokens after the last row's belong to nobody and get zeros, which keeps them finite."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     q = q.contiguous()
     out = torch.empty_like(q)
-    out[int(query_start[-1]) :] = 0
     native_function("quire_attention")(
         q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), rows.data_ptr(), query_start.data_ptr(),
         seq_lens.data_ptr(), block_table.data_ptr(),
-        block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window or 0, scale,
+        q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window or 0, scale,
         TYPES[q.dtype], has_amx(),
     )  # fmt: skip
     return out
 
 
-@functools.cache
+Watcher = Callable[[str, tuple[Any, ...]], None]
+_watchers: dict[int, Watcher] = {}  # by thread; almost always empty
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Inside, it is told of every call of this thread, by name and arguments."""
+    _watchers[threading.get_ident()] = watcher
+    try:
+        yield
+    finally:
+        del _watchers[threading.get_ident()]
+
+
 def native_function(name: str) -> Any:
+    if not _watchers or (watcher := _watchers.get(threading.get_ident())) is None:
+        return _bound(name)
+    return functools.partial(_watched, name, watcher)
+
+
+def _watched(name: str, watcher: Watcher, *arguments: Any) -> Any:
+    watcher(name, arguments)
+    return _bound(name)(*arguments)
+
+
+@functools.cache
+def _bound(name: str) -> Any:
     found = library()
     assert found is not None
     function = getattr(found, name)

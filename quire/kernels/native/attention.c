@@ -326,9 +326,11 @@ int quire_attention_fits(int64_t heads, int64_t kv_heads, int64_t d) {
 /* q, out [tokens, heads, d]; rows [n] of table; query_start [n + 1]; seq_lens [n]; window 0: none; tiles: whether
  * quire_amx_start found that AMX works. */
 void quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
-                     const int32_t *seq_lens, const int32_t *table, int64_t table_stride, int64_t n, int64_t heads,
-                     int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, float scale, int type,
-                     int tiles) {
+                     const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
+                     int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, float scale,
+                     int type, int tiles) {
+    int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
+    if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
     int64_t group = heads / kv_heads, most = MAX_M / group, tasks = 0;
     /* A page holds the keys and values of all heads: reading them together is reading in order, which memory does three
      * times as fast. So a single query takes all heads at once, if that leaves every thread enough to do. */

@@ -1,0 +1,50 @@
+/* A step's calls, made once by Python with these very arguments, made again without it. */
+
+#include <stdint.h>
+#include "bf16.h"
+
+void quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, float, int);
+void quire_silu_mul(const void *, void *, int64_t, int64_t, int);
+void quire_rope_and_write(const void *, void *, void *, const void *, const void *, float, const void *, const int64_t *,
+                          const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
+void quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
+void quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
+void quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int);
+void quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
+                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int,
+                     int);
+
+/* As replay.py writes them. */
+enum { RMS_NORM, SILU_MUL, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION };
+typedef union {
+    int64_t i;
+    double f;
+    void *p;
+} Argument;
+typedef struct {
+    int64_t kind;
+    Argument a[18];
+} Call;
+
+void quire_replay(const Call *calls, int64_t count) {
+    for (const Call *c = calls; c < calls + count; c++) {
+        const Argument *a = c->a;
+        switch (c->kind) {
+        case RMS_NORM: quire_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].f, a[7].i); break;
+        case SILU_MUL: quire_silu_mul(a[0].p, a[1].p, a[2].i, a[3].i, a[4].i); break;
+        case ROPE_AND_WRITE:
+            quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p, a[9].i, a[10].i,
+                                 a[11].i, a[12].i, a[13].i, a[14].i, a[15].i);
+            break;
+        case LINEAR: quire_linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].i); break;
+        case LINEAR_AMX: quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].i); break;
+        case QUANTIZED_LINEAR:
+            quire_quantized_linear(a[0].p, a[1].p, a[2].i, a[3].p, a[4].p, a[5].i, a[6].i, a[7].i, a[8].i);
+            break;
+        case ATTENTION:
+            quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].i, a[8].i, a[9].i, a[10].i,
+                            a[11].i, a[12].i, a[13].i, a[14].i, a[15].f, a[16].i, a[17].i);
+            break;
+        }
+    }
+}
