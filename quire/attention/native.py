@@ -17,6 +17,7 @@ class NativeMetadata:
     seq_lens: torch.Tensor  # [n] int32
     block_table: torch.Tensor
     no_positions: torch.Tensor  # for models without rotary embeddings
+    shared: int  # leading keys in blocks that all rows share
 
 
 class NativeBackend:
@@ -41,6 +42,7 @@ class NativeBackend:
             step.seq_lens.int().contiguous(),
             block_table,
             torch.empty(0, dtype=torch.int64),
+            int(step.prefix_len) if step.prefix_len is not None else 0,
         )
 
     def write(
@@ -65,4 +67,5 @@ class NativeBackend:
         sliding_window: int | None,
     ) -> torch.Tensor:
         rows = (metadata.rows, metadata.query_start, metadata.seq_lens, metadata.block_table)
-        return native.attention(q, kv_cache, *rows, scale, sliding_window)
+        shared = metadata.shared if sliding_window is None else 0
+        return native.attention(q, kv_cache, *rows, scale, sliding_window, shared)

@@ -14,6 +14,7 @@ from quire.kernels.native.build import FOLDER, SECOND_TRY, library
 from quire.kernels.paged_attention import paged_attention
 from quire.platforms.cpu_facts import cpu_flags
 from tests.attention.mixes import MIXES, paged_batch
+from tests.kernels.test_native import check_shared_prefix
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
@@ -161,6 +162,11 @@ def test_attention(monkeypatch, mix, window):
     use_for_attention(monkeypatch, library("-DQUIRE_EMULATE_AMX", only=(*FILES, "attention.c")))
     for heads, kv_heads, head_size in ((4, 2, 32), (9, 3, 64), (5, 1, 96)):
         check_attention(mix, window, heads, kv_heads, head_size)
+
+
+def test_attention_to_a_shared_prefix(monkeypatch):
+    use_for_attention(monkeypatch, library("-DQUIRE_EMULATE_AMX", only=(*FILES, "attention.c")))
+    check_shared_prefix(torch.bfloat16, 35, 96)
 
 
 @pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs the bf16 instructions of every AMX processor")

@@ -139,6 +139,20 @@ def test_attention_with_other_blocks(block_size):
     check_close(native.attention(*batch, 0.125, None), paged_attention(*batch, 0.125, None), torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "shared"), [(9, 32), (70, 192), (3, 64), (64, 16)])
+def test_a_prefix_that_all_rows_share(dtype, rows, shared):
+    check_shared_prefix(dtype, rows, shared)
+
+
+def check_shared_prefix(dtype, rows, shared):
+    lengths = [(shared + 5 * i % 77, 1) for i in range(rows)]
+    q, cache, places, starts, lens, table = paged_batch(lengths, 16, 9, 3, 64, dtype)
+    table[:, : shared // 16] = table[places[0], : shared // 16].clone()
+    batch = (q, cache, places, starts, lens, table)
+    check_close(native.attention(*batch, 0.125, None, shared), paged_attention(*batch, 0.125, None), dtype)
+
+
 def test_one_thread_gives_the_same():
     batch = paged_batch(MIXES["long"], 16, 6, 2, 64, torch.bfloat16)
     several = native.attention(*batch, 0.125, None)

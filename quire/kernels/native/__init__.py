@@ -48,7 +48,7 @@ _SIGNATURES = {
     "quire_quantized_lookup": "i ppp ll i",
     "quire_quantized_linear": "pp l pp lll i",
     "quire_attention_fits": "lll",
-    "quire_attention": "ppppppp llllllll f ii",
+    "quire_attention": "ppppppp lllllllll f ii",
     "quire_replay": "p l",
 }
 
@@ -172,8 +172,11 @@ def attention(
     block_table: torch.Tensor,  # [rows, max_blocks] int32
     scale: float,
     window: int | None,
+    shared: int = 0,
 ) -> torch.Tensor:
-    """Tokens after the last row's belong to nobody and get zeros, which keeps them finite."""
+    """`shared`: leading keys, in blocks that all rows have, that are read once for all of them; then each row has one
+    query, keys beyond those, and no window. Tokens after the last row's belong to nobody and get zeros, which keeps
+    them finite."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     q = q.contiguous()
@@ -181,8 +184,8 @@ def attention(
     native_function("quire_attention")(
         q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), rows.data_ptr(), query_start.data_ptr(),
         seq_lens.data_ptr(), block_table.data_ptr(),
-        q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window or 0, scale,
-        TYPES[q.dtype], has_amx(),
+        q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window or 0, shared,
+        scale, TYPES[q.dtype], has_amx(),
     )  # fmt: skip
     return out
 

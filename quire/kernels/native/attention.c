@@ -18,6 +18,9 @@ typedef struct {
     void *out;
     const int32_t *pages; /* of the row */
     int64_t heads, kv_heads, d, block_size, first_head, num_heads, first_token, num_queries, position, window;
+    int64_t shared;  /* leading keys that all rows share: attended to for many rows at once, before the rest */
+    float *parts;    /* what came of that, [tokens, heads] of d sums, the greatest score and the total; or NULL */
+    int makes_parts; /* whether this task is one of those for many rows, each of one query */
     float scale;
     int type, tiles; /* tiles: whether there are AMX's */
 } Task;
@@ -300,22 +303,37 @@ static void attend(const Task *t) {
     float scores[MAX_M * TILE] __attribute__((aligned(64)));
     float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
     float most[MAX_M], total[MAX_M];
-    int64_t group = t->heads / t->kv_heads, m = t->num_queries * group, all = padded(m, t->tiles);
+    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group, all = padded(m, t->tiles);
     for (int64_t i = 0; i < t->num_heads * all; i++) most[i] = -INFINITY, total[i] = 0;
-    memset(acc, 0, sizeof(float) * t->num_heads * all * t->d);
-    int64_t begin = first_key(t), end = t->position + t->num_queries;
+    memset(acc, 0, sizeof(float) * t->num_heads * all * d);
+    int64_t begin = first_key(t), end = t->makes_parts ? t->shared : t->position + t->num_queries;
+    if (t->parts && !t->makes_parts) {
+        begin = t->shared;
+        for (int64_t h = 0; h < t->num_heads; h++)
+            for (int64_t i = 0; i < m; i++) {
+                const float *part = t->parts + query_place(t, t->first_head + h, group, i) / d * (d + 2);
+                memcpy(acc + (h * all + i) * d, part, d * 4);
+                most[h * all + i] = part[d], total[h * all + i] = part[d + 1];
+            }
+    }
 #ifdef HAVE_BF16_DOT
-    if (t->type == 1 && t->d % 32 == 0) attend_bf16(t, group, m, all, scores, acc, most, total, begin, end);
+    if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, scores, acc, most, total, begin, end);
     else
 #endif
         for (int64_t h = 0; h < t->num_heads; h++)
-            attend_plain(t, t->first_head + h, group, m, scores, acc + h * all * t->d, most + h * all, total + h * all,
+            attend_plain(t, t->first_head + h, group, m, scores, acc + h * all * d, most + h * all, total + h * all,
                          begin, end);
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t i = 0; i < m; i++) {
             int64_t to = query_place(t, t->first_head + h, group, i), row = h * all + i;
+            if (t->makes_parts) {
+                float *part = t->parts + to / d * (d + 2);
+                memcpy(part, acc + row * d, d * 4);
+                part[d] = most[row], part[d + 1] = total[row];
+                continue;
+            }
             float scale = total[row] > 0 ? 1.0f / total[row] : 0.0f;
-            for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, acc[row * t->d + e] * scale, t->type);
+            for (int64_t e = 0; e < d; e++) store(t->out, to + e, acc[row * d + e] * scale, t->type);
         }
 }
 
@@ -323,42 +341,62 @@ int quire_attention_fits(int64_t heads, int64_t kv_heads, int64_t d) {
     return heads / kv_heads <= MAX_M && d <= MAX_D;
 }
 
-/* q, out [tokens, heads, d]; rows [n] of table; query_start [n + 1]; seq_lens [n]; window 0: none; tiles: whether
- * quire_amx_start found that AMX works. */
+static void attend_all(const Task *tasks, int64_t count) {
+    int pinned = quire_pinned();
+#pragma omp parallel for schedule(dynamic, 1) if (count > 1)
+    for (int64_t i = count - 1; i >= 0; i--) {
+        quire_stay(pinned);
+        attend(tasks + i);
+    }
+}
+
+/* q, out [tokens, heads, d]; rows [n] of table; query_start [n + 1]; seq_lens [n]; window 0: none; shared: leading keys
+ * in pages that all rows have, if they are worth a pass of their own: every row has one query then, there is no window,
+ * and each has keys beyond them; tiles: whether quire_amx_start found that AMX works. */
 void quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
                      const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
-                     int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, float scale,
-                     int type, int tiles) {
+                     int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, int64_t shared,
+                     float scale, int type, int tiles) {
     int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
     if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
-    int64_t group = heads / kv_heads, most = MAX_M / group, tasks = 0;
+    int64_t group = heads / kv_heads, most = MAX_M / group, count = 0;
     /* A page holds the keys and values of all heads: reading them together is reading in order, which memory does three
      * times as fast. So a single query takes all heads at once, if that leaves every thread enough to do. */
     int64_t together = n >= 4 * omp_get_max_threads() && kv_heads * padded(group, tiles) <= MAX_M ? kv_heads : 1;
     for (int64_t i = 0; i < n; i++) {
-        int64_t count = query_start[i + 1] - query_start[i];
-        tasks += count == 1 ? kv_heads / together : (count + most - 1) / most * kv_heads;
+        int64_t queries = query_start[i + 1] - query_start[i];
+        count += queries == 1 ? kv_heads / together : (queries + most - 1) / most * kv_heads;
     }
-    if (!tasks) return;
-    Task *all = malloc(sizeof(Task) * tasks);
-    int64_t at = 0;
+    if (!count) return;
+    Task *tasks = malloc(sizeof(Task) * (count > n * kv_heads ? count : n * kv_heads)), common = {
+        .q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d, .block_size = block_size,
+        .window = window, .shared = shared, .scale = scale, .type = type, .tiles = tiles};
+    if (shared) {
+        common.parts = malloc(sizeof(float) * n * heads * (d + 2));
+        int64_t at_once = most > 1 ? most / 2 : 1, made = 0; /* tasks enough for all threads */
+        for (int64_t first = 0; first < n; first += at_once)
+            for (int64_t h = 0; h < kv_heads; h++) {
+                Task *t = tasks + made++;
+                *t = common;
+                t->pages = table + rows[0] * table_stride, t->makes_parts = 1, t->position = shared;
+                t->first_token = first, t->num_queries = n - first < at_once ? n - first : at_once;
+                t->first_head = h, t->num_heads = 1;
+            }
+        attend_all(tasks, made);
+    }
+    int64_t made = 0;
     for (int64_t i = 0; i < n; i++) {
-        int64_t count = query_start[i + 1] - query_start[i], taken = count == 1 ? together : 1;
-        for (int64_t first = 0; first < count; first += most)
-            for (int64_t h = 0; h < kv_heads; h += taken)
-                all[at++] = (Task){
-                    .q = q, .cache = cache, .out = out, .pages = table + rows[i] * table_stride, .heads = heads,
-                    .kv_heads = kv_heads, .d = d, .block_size = block_size, .first_head = h, .num_heads = taken,
-                    .first_token = query_start[i] + first,
-                    .num_queries = count - first < most ? count - first : most,
-                    .position = seq_lens[i] - count + first, .window = window, .scale = scale, .type = type,
-                    .tiles = tiles};
+        int64_t queries = query_start[i + 1] - query_start[i], taken = queries == 1 ? together : 1;
+        for (int64_t first = 0; first < queries; first += most)
+            for (int64_t h = 0; h < kv_heads; h += taken) {
+                Task *t = tasks + made++;
+                *t = common;
+                t->pages = table + rows[i] * table_stride, t->position = seq_lens[i] - queries + first;
+                t->first_token = query_start[i] + first, t->num_queries = queries - first < most ? queries - first : most;
+                t->first_head = h, t->num_heads = taken;
+            }
     }
-    int pinned = quire_pinned();
-#pragma omp parallel for schedule(dynamic, 1) if (tasks > 1)
-    for (int64_t i = tasks - 1; i >= 0; i--) {
-        quire_stay(pinned);
-        attend(all + i);
-    }
-    free(all);
+    attend_all(tasks, made);
+    free(common.parts);
+    free(tasks);
 }

@@ -11,8 +11,8 @@ void quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int
 void quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 void quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int);
 void quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
-                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int,
-                     int);
+                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                     float, int, int);
 
 /* As replay.py writes them. */
 enum { RMS_NORM, SILU_MUL, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION };
@@ -23,7 +23,7 @@ typedef union {
 } Argument;
 typedef struct {
     int64_t kind;
-    Argument a[18];
+    Argument a[19];
 } Call;
 
 void quire_replay(const Call *calls, int64_t count) {
@@ -43,7 +43,7 @@ void quire_replay(const Call *calls, int64_t count) {
             break;
         case ATTENTION:
             quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].i, a[8].i, a[9].i, a[10].i,
-                            a[11].i, a[12].i, a[13].i, a[14].i, a[15].f, a[16].i, a[17].i);
+                            a[11].i, a[12].i, a[13].i, a[14].i, a[15].i, a[16].f, a[17].i, a[18].i);
             break;
         }
     }

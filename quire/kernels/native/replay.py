@@ -12,7 +12,7 @@ from quire.kernels import native
 
 # In the order of replay.c.
 KINDS = ("rms_norm", "silu_mul", "rope_and_write", "linear", "linear_amx", "quantized_linear", "attention")
-MAX_ARGUMENTS = 18
+MAX_ARGUMENTS = 19
 
 _aten = torch.ops.aten
 # They make tensors and look at them in other ways, but compute nothing.
