@@ -1,5 +1,8 @@
 """Decode steps that are replayed give what the model gives, and what cannot be replayed is not."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -79,3 +82,14 @@ def test_replaying_reads_what_the_inputs_hold_by_then():
     x.copy_(torch.randn(2, 8))
     again()
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (8,), weight, 1e-5))
+
+
+def test_recording_does_not_bring_in_a_compiler():
+    lines = (
+        "import sys, torch",
+        "from quire.kernels import native",
+        "from quire.kernels.native.replay import Recording",
+        "with Recording(): native.rms_norm(torch.ones(2, 8), None, torch.ones(8), 1e-5)",
+        "assert 'torch._dynamo' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -272,7 +272,7 @@ def test_whoever_ends_the_request_ends_all_its_beams():
     body = {"prompt": "one", "use_beam_search": True, "n": 4, "max_tokens": 1000, "ignore_eos": True}
     with running(engine, ServerConfig(enable_admin=True)) as server, ThreadPoolExecutor() as pool:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json=body, timeout=0.4)
+            httpx.post(server.url + "/v1/completions", json=body, timeout=2)
         server.wait_until(lambda: not engine.running and not engine.streams)
         assert engine.aborted and all("-beam-" in one for one in engine.aborted)
         answer = pool.submit(server.post, "/v1/completions", body | {"request_id": "mine"})

@@ -33,6 +33,7 @@ class Job:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     beams: set[str] = field(default_factory=set)  # a beam search's requests in the engine at this moment
     ended: bool = False  # by an administrator
+    engine_died: bool = False  # that is why it was aborted
 
     def engine_ids(self) -> list[str]:
         """One for each prompt."""
@@ -123,7 +124,8 @@ class ServerContext:
         await self.engine.abort([engine_id for job in known for engine_id in (*job.engine_ids(), *job.beams)])
         return [job.id for job in known]
 
-    def abort_all(self) -> None:
+    def abort_all(self, engine_died: bool = False) -> None:
         """At shutdown: every open request is ended with an error that its client sees."""
         for job in self.jobs.values():
+            job.engine_died = engine_died
             job.aborted.set()

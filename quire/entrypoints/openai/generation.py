@@ -12,7 +12,7 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import RequestOutput
 from quire.entrypoints.openai.body import ClientDisconnected
 from quire.entrypoints.openai.context import Job
-from quire.entrypoints.openai.errors import SERVER, ApiError, bad_request
+from quire.entrypoints.openai.errors import SERVER, ApiError, bad_request, engine_dead
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import FIELDS
 
@@ -103,6 +103,8 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive, job: J
     if left.done() and not left.cancelled():
         raise ClientDisconnected
     if job.aborted.is_set():
+        if job.engine_died:
+            raise engine_dead()
         raise ApiError(503, "the server is shutting down; the request was ended", type=SERVER, code="shutting_down")
     raise ApiError(504, f"the request took more than {timeout:g} seconds", type=SERVER, code="timeout")
 

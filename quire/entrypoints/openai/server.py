@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import signal
@@ -125,7 +126,8 @@ class Server(uvicorn.Server):
         if open_requests and not self.exit_code:
             logger.info("shutting down; %d requests have %g s to end", open_requests, seconds)
         # A client that does not even read its error cannot hold up the end.
-        timers = [loop.call_later(seconds, self.context.abort_all), loop.call_later(seconds + GRACE, self._force)]
+        end = functools.partial(self.context.abort_all, engine_died=self.failure is not None)
+        timers = [loop.call_later(seconds, end), loop.call_later(seconds + GRACE, self._force)]
         await super().shutdown(sockets)
         for timer in timers:
             timer.cancel()

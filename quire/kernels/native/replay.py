@@ -29,6 +29,10 @@ class Recording(TorchDispatchMode):
         self.tensors: list[Any] = []
         self.faithful = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is none here; True would import all of torch's compiler, a second in the middle of a step
+
     def __enter__(self) -> "Recording":
         self._watching = native.watched_by(self._called)
         self._watching.__enter__()

@@ -114,4 +114,4 @@ def test_answers_without_limits_are_valid_or_cut(smollm: Served) -> None:
             ended += 1
         for call in calls:
             check(call, tools)
-    assert ended > len(cases) // 3
+    assert ended >= 3  # or nothing was shown
