@@ -11,9 +11,9 @@ from torch import nn
 
 from quire.kernels.native import quantized
 from quire.kernels.packed_linear import Multiply, pack_weight
-from quire.kernels.skinny_linear import Norm
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition
+from quire.quantization.fused import FusesFewRows
 
 Part = quantized.Packed | torch.Tensor  # a plain weight where its type has no kernel
 
@@ -113,7 +113,7 @@ class PackedSlot(LoadSlot):
         self.weight.parts[self.index] = quantized.quantize(self.target, plain) if self.target else plain
 
 
-class PackedLinearMethod:
+class PackedLinearMethod(FusesFewRows):
     """GGUF's tensors stay as they are where their type has a kernel; with `target`, any tensor becomes that."""
 
     def __init__(self, target: str | None = None) -> None:
@@ -153,20 +153,6 @@ class PackedLinearMethod:
 
     def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return weight_of(layer).lookup(ids)
-
-    def can_fuse(self, layer: nn.Module) -> bool:
-        return False
-
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> torch.Tensor:
-        raise NotImplementedError
 
     def process_after_loading(self, layer: nn.Module) -> None:
         weight_of(layer).finish()

@@ -3,9 +3,9 @@
 import ctypes
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -191,23 +191,22 @@ def attention(
 
 
 Watcher = Callable[[str, tuple[Any, ...]], None]
-_watchers: dict[int, Watcher] = {}  # by thread; almost always empty
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
     """Inside, it is told of every call of this thread, by name and arguments."""
-    _watchers[threading.get_ident()] = watcher
+    before = _watcher.set(watcher)
     try:
         yield
     finally:
-        del _watchers[threading.get_ident()]
+        _watcher.reset(before)
 
 
 def native_function(name: str) -> Any:
-    if not _watchers or (watcher := _watchers.get(threading.get_ident())) is None:
-        return _bound(name)
-    return functools.partial(_watched, name, watcher)
+    watcher = _watcher.get()
+    return _bound(name) if watcher is None else functools.partial(_watched, name, watcher)
 
 
 def _watched(name: str, watcher: Watcher, *arguments: Any) -> Any:
