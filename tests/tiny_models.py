@@ -1,5 +1,7 @@
 """Tiny random models of each family, saved as users' checkpoints are, and transformers' own greedy output for them."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +21,83 @@ COMMON = {
     "pad_token_id": 0,
 }
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [4.0, 6.0] * 4, "factor": 4.0}
+GEMMA2 = {
+    "head_dim": 32,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 10.0,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+    "attention_bias": True,
+}
+
+ALL_KV = {"num_key_value_heads": 4}
+FALCON_GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96}
+FALCON_RW = {"alibi": True, "bias": True, "parallel_attn": False, "multi_query": False, "ffn_hidden_size": 96}
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "head_dim": 32,
+    "sliding_window": 24,
+    "rope_parameters": YARN | {"truncate": False},
+}
+
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": 24}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2-mixed": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma": ("GemmaConfig", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", GEMMA2),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24, "sliding_window_pattern": 3},
+    ),
+    "phi3": ("Phi3Config", {"sliding_window": 24, "partial_rotary_factor": 0.75}),
+    "phi3-longrope": ("Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 24}),
+    "granite": ("GraniteConfig", GRANITE),
+    "smollm3": ("SmolLM3Config", {}),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        {"use_sliding_window": True, "sliding_window": 24, "no_rope_layer_interval": 2},
+    ),
+    "gpt2": ("GPT2Config", ALL_KV | {"n_inner": 96}),
+    "gpt2-unscaled": ("GPT2Config", ALL_KV | {"n_inner": 96, "scale_attn_weights": False}),
+    "gpt-neox": ("GPTNeoXConfig", ALL_KV),
+    "gpt-neox-sequential": ("GPTNeoXConfig", ALL_KV | {"use_parallel_residual": False, "rotary_pct": 0.5}),
+    "opt": ("OPTConfig", ALL_KV | {"ffn_dim": 96, "init_std": 0.15}),
+    "falcon-7b": ("FalconConfig", {"ffn_hidden_size": 96}),
+    "falcon-40b": ("FalconConfig", FALCON_GROUPS),
+    "falcon-11b": ("FalconConfig", FALCON_GROUPS | {"num_ln_in_parallel_attn": 1}),
+    "falcon-rw": ("FalconConfig", FALCON_RW),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 24}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "cohere-qk-norm": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.25, "attention_bias": True}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 24, "logit_scale": 0.25}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
+    "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "olmoe": ("OlmoeConfig", EXPERTS | {"clip_qkv": 0.8}),
+    "granite-moe": ("GraniteMoeConfig", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "gpt-oss": ("GptOssConfig", GPT_OSS),
 }
+
+# Those that the whole matrix of settings is tried on in every run of the tests; on the others by `make test-models`.
+CORE = ("llama", "mistral", "qwen2", "qwen2-mixed", "qwen3")
 
 PROMPT_LENGTHS = (1, 5, 16, 17, 33, 50, 64, 100)
 NUM_TOKENS = 64
@@ -39,7 +111,7 @@ class Reference:
     prompts: list[list[int]]
     token_ids: list[list[int]]
     logprobs: list[list[float]]
-    num_groups: int  # of the KV cache: one per kind of attention
+    num_groups: int  # of the KV cache
 
 
 def save_tiny(family: str, folder: Path, **overrides: object):
@@ -48,11 +120,15 @@ def save_tiny(family: str, folder: Path, **overrides: object):
     name, differences = FAMILIES[family]
     config = getattr(transformers, name)(**{**COMMON, **differences, **overrides})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    # transformers' eager attention adds Falcon's ALiBi twice.
+    attention = "sdpa" if getattr(config, "alibi", False) else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 parameter.normal_(0, 0.1)  # initialised to zero, they would test nothing
+            elif "norm" in parameter_name or ".ln_" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)  # nor would norms that are all alike
     model.save_pretrained(folder)
     return model
 
@@ -62,14 +138,24 @@ def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, vocab: int = COMMON["voca
     return [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def make_reference(family: str, folder: Path) -> Reference:
+def make_reference(
+    family: str, folder: Path, lengths: tuple[int, ...] = PROMPT_LENGTHS, num_tokens: int = NUM_TOKENS
+) -> Reference:
     model = save_tiny(family, folder)
-    reference = Reference(str(folder), prompts(), [], [], num_groups=2 if family == "qwen2-mixed" else 1)
+    reference = Reference(str(folder), prompts(lengths), [], [], num_groups=num_groups(model.config.to_dict()))
     for prompt in reference.prompts:
-        tokens, logprobs = greedy(model, prompt, NUM_TOKENS)
+        tokens, logprobs = greedy(model, prompt, num_tokens)
         reference.token_ids.append(tokens)
         reference.logprobs.append(logprobs)
     return reference
+
+
+def num_groups(hf: dict) -> int:
+    """Of the KV cache, by our own reading of the config: one per kind of attention, all with equally many layers."""
+    from quire.models.registry import model_class
+
+    layers = Counter(model_class(hf).configure(hf).windows).values()
+    return sum(math.ceil(count / min(layers)) for count in layers)
 
 
 @torch.no_grad()

@@ -15,12 +15,13 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.attention.triton import TritonBackend
+from quire.kernels.paged_attention import Scoring
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill
 
 DEVICE = torch.device("cuda")
 BLOCK, HEAD = 16, 128
-SCALE = HEAD**-0.5
+SCORING = Scoring(HEAD**-0.5)
 
 
 class Batch:
@@ -43,7 +44,7 @@ class Batch:
         self.bytes = rows * length * kv_heads * HEAD * 4
 
     def decode(self, **options: object) -> float:
-        args = (self.rows, None, self.lens, self.table, self.space, SCALE)
+        args = (self.rows, None, self.lens, self.table, self.space, SCORING)
         calls = [partial(paged_decode, self.q, self.out, cache, *args, **options) for cache in self.caches]
         return timed(calls * max(1, 16 // len(calls)))
 
@@ -108,7 +109,7 @@ def prefill() -> None:
         blocks = torch.from_numpy(backend.plan_queries(np.full(rows, new))).to(DEVICE)
         starts = (torch.arange(rows + 1, device=DEVICE) * new).int()
         flops = rows * 4 * heads * HEAD * (new * cached + new * (new + 1) / 2)
-        args = (batch.q, batch.out, batch.caches[0], blocks, batch.rows, starts, batch.lens, batch.table, SCALE)
+        args = (batch.q, batch.out, batch.caches[0], blocks, batch.rows, starts, batch.lens, batch.table, SCORING)
         found = []
         for tile, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4)):
             try:

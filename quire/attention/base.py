@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quire.kernels.paged_attention import Scoring as Scoring
 from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import Norms
 
@@ -95,7 +96,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scale: float, sliding_window: int | None
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scoring: Scoring
     ) -> torch.Tensor:  # [N, heads, head_size]
         """Over the pages of each row, this step's own keys among them."""
         ...

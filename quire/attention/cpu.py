@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, StepInputs
+from quire.attention.base import Angles, Scoring, StepInputs
 from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
 from quire.kernels.kv_write import cache_rows, kv_write
 from quire.kernels.rope_and_write import Norms, norm_and_rope
@@ -33,7 +33,7 @@ class TorchMetadata:
     step: StepInputs
     block_table: torch.Tensor
     block_size: int
-    plans: dict[tuple[int, int | None], Plan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int | None], Plan] = field(default_factory=dict)
     rows_to_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def write_rows(self, num_kv_heads: int, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,15 +42,15 @@ class TorchMetadata:
         return self.rows_to_write[num_kv_heads]
 
     def plan(self, kv_cache: torch.Tensor, window: int | None) -> Plan:
-        num_kv_heads = kv_cache.shape[2]
-        key = (num_kv_heads, window)
+        num_kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[-1]
+        key = (num_kv_heads, head_size, window)
         if key not in self.plans:
             rows = (self.step.query_start, self.step.seq_lens, self.block_table)
             decode = plan_decode(*rows, self.block_size, num_kv_heads, window)
             prompts = plan_prompts(*rows, self.block_size, num_kv_heads, window)
             gathers = [batch.pages for batch in decode] + [row.pages for row in prompts]
             most = max((len(pages) for pages in gathers), default=0)
-            scratch = kv_cache.new_empty(most, self.block_size * kv_cache.shape[-1])
+            scratch = kv_cache.new_empty(most, self.block_size * head_size)
             self.plans[key] = Plan(decode, prompts, scratch)
         return self.plans[key]
 
@@ -90,24 +90,19 @@ class TorchBackend:
         return q
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TorchMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TorchMetadata, scoring: Scoring
     ) -> torch.Tensor:
         num_tokens, num_heads, head_size = q.shape
         num_kv_heads = kv_cache.shape[2]
-        plan = metadata.plan(kv_cache, sliding_window)
+        plan = metadata.plan(kv_cache, scoring.window)
 
         pages = kv_cache.view(-1, metadata.block_size * head_size)
-        grouped = (q * scale).view(num_tokens, num_kv_heads, -1, head_size)
+        grouped = (q * scoring.scale).view(num_tokens, num_kv_heads, -1, head_size)
         out = torch.zeros_like(grouped)  # padding tokens belong to no row; zeros keep them finite
         for batch in plan.decode:
-            out[batch.tokens] = _attend_decode(grouped[batch.tokens], pages, batch, plan.scratch)
+            out[batch.tokens] = _attend_decode(grouped[batch.tokens], pages, batch, plan.scratch, scoring)
         for row in plan.prompts:
-            _attend_prompt(grouped, pages, row, plan.scratch, out)
+            _attend_prompt(grouped, pages, row, plan.scratch, scoring, out)
         return out.view(num_tokens, num_heads, head_size)
 
 
@@ -120,19 +115,26 @@ def _gather(
     return kv[0], kv[1]
 
 
-def _attend_decode(q: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor) -> torch.Tensor:
+def _attend_decode(
+    q: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
     """q [B, KV, G, D] -> the same shape."""
     rows, kv_heads, group, head_size = q.shape
     k, v = _gather(pages, batch.pages, scratch, kv_heads, head_size)
     flat_q = q.transpose(0, 1).reshape(kv_heads * rows, group, head_size)
-    scores = torch.bmm(flat_q, k.view(kv_heads * rows, -1, head_size).transpose(1, 2))
-    scores.view(kv_heads, rows, group, -1).masked_fill_(batch.hidden, -torch.inf)
-    out = torch.bmm(scores.softmax(-1), v.view(kv_heads * rows, -1, head_size))
+    raw = torch.bmm(flat_q, k.view(kv_heads * rows, -1, head_size).transpose(1, 2))
+    scores = _bent(raw.view(kv_heads, rows, group, -1), scoring)
+    if scoring.slopes is not None:
+        distances = batch.first[:, None] + torch.arange(scores.shape[-1], device=q.device)
+        scores += scoring.slopes.view(kv_heads, 1, group, 1) * distances[:, None]
+    scores.masked_fill_(batch.hidden, -torch.inf)
+    weights = _softmax(scores, scoring, (kv_heads, 1, group, 1)).view(raw.shape).to(v.dtype)
+    out = torch.bmm(weights, v.view(kv_heads * rows, -1, head_size))
     return out.view(kv_heads, rows, group, head_size).transpose(0, 1)
 
 
 def _attend_prompt(
-    q: torch.Tensor, pages: torch.Tensor, row: PromptRow, scratch: torch.Tensor, out: torch.Tensor
+    q: torch.Tensor, pages: torch.Tensor, row: PromptRow, scratch: torch.Tensor, scoring: Scoring, out: torch.Tensor
 ) -> None:
     """q, out [N, KV, G, D]: fills out for the row's tokens."""
     _, kv_heads, group, head_size = q.shape
@@ -142,8 +144,26 @@ def _attend_prompt(
         keys = slice(block.first_key, block.last_key)
         # [T, KV, G, D] -> [KV, G * T, D]: one matmul per KV head serves its whole group.
         flat_q = q[queries].permute(1, 2, 0, 3).reshape(kv_heads, -1, head_size)
-        scores = torch.bmm(flat_q, k[:, keys].transpose(1, 2))
-        maskable = scores.view(kv_heads, group, block.num_tokens, -1)[..., block.hidden_from :]
-        maskable.masked_fill_(block.hidden, -torch.inf)
-        result = torch.bmm(scores.softmax(-1), v[:, keys])
+        raw = torch.bmm(flat_q, k[:, keys].transpose(1, 2))
+        scores = _bent(raw.view(kv_heads, group, block.num_tokens, -1), scoring)
+        if scoring.slopes is not None:
+            key, query = (torch.arange(n, device=q.device) for n in (scores.shape[-1], block.num_tokens))
+            scores += scoring.slopes.view(kv_heads, group, 1, 1) * (block.first + key - query[:, None])
+        scores[..., block.hidden_from :].masked_fill_(block.hidden, -torch.inf)
+        weights = _softmax(scores, scoring, (kv_heads, group, 1, 1)).view(raw.shape).to(v.dtype)
+        result = torch.bmm(weights, v[:, keys])
         out[queries] = result.view(kv_heads, group, block.num_tokens, head_size).permute(2, 0, 1, 3)
+
+
+def _bent(scores: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Soft-capped where asked; in float32 where more than a softmax is to come."""
+    if scoring.softcap is not None:
+        return scores.float().div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    return scores.float() if scoring.slopes is not None or scoring.sinks is not None else scores
+
+
+def _softmax(scores: torch.Tensor, scoring: Scoring, by_head: tuple[int, ...]) -> torch.Tensor:
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    sinks = scoring.sinks.view(by_head).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1].contiguous()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, StepInputs
+from quire.attention.base import Angles, Scoring, StepInputs
 from quire.kernels import native
 from quire.kernels.rope_and_write import Norms
 
@@ -59,13 +59,7 @@ class NativeBackend:
         return native.rope_and_write(qkv, num_heads, norms, table, positions, kv_cache, slot_mapping)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: NativeMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: NativeMetadata, scoring: Scoring
     ) -> torch.Tensor:
         rows = (metadata.rows, metadata.query_start, metadata.seq_lens, metadata.block_table)
-        shared = metadata.shared if sliding_window is None else 0
-        return native.attention(q, kv_cache, *rows, scale, sliding_window, shared)
+        return native.attention(q, kv_cache, *rows, scoring, metadata.shared if scoring.window is None else 0)

@@ -23,6 +23,7 @@ class DecodeBatch:
     tokens: torch.Tensor  # [B]: their tokens in the step
     pages: torch.Tensor  # [2 * KV * B * pages per row]: pages in the cache seen as [blocks * 2 * KV, ...]
     hidden: torch.Tensor  # [B, 1, L] bool: gathered positions outside the row or its window
+    first: torch.Tensor  # [B]: position of the first gathered key minus that of the query
 
 
 @dataclass
@@ -35,6 +36,7 @@ class QueryBlock:
     last_key: int
     hidden_from: int  # keys before this one, counted from first_key, are visible to the whole block
     hidden: torch.Tensor  # [num_tokens, keys from hidden_from] bool
+    first: int  # position of the first key minus that of the first query
 
 
 @dataclass
@@ -70,10 +72,12 @@ def plan_decode(
         last_page = first_page[part] + num_pages[part] - 1
         wanted = torch.minimum(first_page[part, None] + columns, last_page[:, None])
         blocks = block_table[rows[part]].gather(1, wanted).long()
-        positions = first_page[part, None] * block_size + torch.arange(len(columns) * block_size, device=rows.device)
+        start = first_page[part] * block_size
+        positions = start[:, None] + torch.arange(len(columns) * block_size, device=rows.device)
         hidden = (positions < first_key[part, None]) | (positions >= lens[part, None])
         tokens = query_start[:-1][rows[part]].long()
-        batches.append(DecodeBatch(tokens, page_index(blocks, num_kv_heads), hidden.unsqueeze(1)))
+        first = start - (lens[part] - 1)
+        batches.append(DecodeBatch(tokens, page_index(blocks, num_kv_heads), hidden.unsqueeze(1), first))
     return batches
 
 
@@ -119,7 +123,7 @@ def query_block(position: int, size: int, window: int | None, device: torch.devi
     hidden = keys > queries
     if window and not all_see_first:
         hidden |= keys <= queries - window
-    return QueryBlock(0, size, first_key, last_key, hidden_from - first_key, hidden)
+    return QueryBlock(0, size, first_key, last_key, hidden_from - first_key, hidden, first_key - position)
 
 
 def page_index(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

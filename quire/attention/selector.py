@@ -11,6 +11,7 @@ from quire.kernels import native
 from quire.platforms.base import Platform
 
 BACKENDS = ("torch", "native", "triton")
+TRITON_HEAD_SIZE, TRITON_GROUP = 256, 128  # more would not fit the registers of a program
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,42 @@ def choose_backend(
         raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(BACKENDS)}")
     if requested == "triton" and platform.name == "cpu":
         raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: native, torch")
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
-    native_serves = platform.name == "cpu" and dtype in native.TYPES and native.attention_fits(*heads)
-    if requested == "native" and not native_serves:
-        raise ValueError(
-            "attention backend 'native' needs a CPU, a C compiler, float32 or bfloat16, and heads of at most 256; "
-            "allowed here: torch"
-        )
+    lacking = native_needs(platform, dtype, shape)
+    if requested == "native" and lacking is not None:
+        raise ValueError(f"attention backend 'native' needs {lacking}; allowed here: torch")
     if requested == "torch" and kv_cache_dtype != "auto":
         raise ValueError(f"attention backend 'torch' has no kv_cache_dtype {kv_cache_dtype!r}; allowed: auto")
     # In float32 torch's own products are faster than the plain C of that precision.
-    on_cpu = "native" if native_serves and dtype is torch.bfloat16 else "torch"
+    on_cpu = "native" if lacking is None and dtype is torch.bfloat16 else "torch"
     name = requested or (on_cpu if platform.name == "cpu" else "triton")
     served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {shape.head_size}"
     why = f"attention backend {name}: {'it was asked for' if requested else f'it serves {served}'}."
     if name == "torch":
+        if requested is None and lacking is not None:
+            why = f"{why[:-1]}; native needs {lacking}."
         return TorchBackend(), why
     if name == "native":
         return NativeBackend(), why
+    group = shape.num_heads // shape.num_kv_heads
+    if shape.head_size > TRITON_HEAD_SIZE or group > TRITON_GROUP:
+        raise ValueError(
+            f"attention backend 'triton' has no heads of {shape.head_size} with {group} to a KV head: the most are "
+            f"{TRITON_HEAD_SIZE} and {TRITON_GROUP}; allowed here: torch (--attention-backend torch)"
+        )
     from quire.attention.triton import TritonBackend
 
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
     return TritonBackend(shape.max_rows, *heads, dtype, platform.device), why
+
+
+def native_needs(platform: Platform, dtype: torch.dtype, shape: AttentionShape) -> str | None:
+    """What the C kernels would need to serve here; None: they can."""
+    if platform.name != "cpu":
+        return "a CPU"
+    if dtype not in native.TYPES:
+        return "float32 or bfloat16"
+    if native.library() is None:
+        return "a C compiler"
+    if not native.attention_fits(shape.num_heads, shape.num_kv_heads, shape.head_size):
+        return "heads of at most 256, and at most 192 of them to a KV head"
+    return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, StepInputs
+from quire.attention.base import Angles, Scoring, StepInputs
 from quire.kernels.rope_and_write import Norms, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
@@ -69,29 +69,22 @@ class TritonBackend:
         slot_mapping: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor:
-        if angles is None:
-            raise NotImplementedError("the triton attention backend has no path without rotary embeddings")
-        return rope_and_write(qkv, num_heads, norms, angles.table, angles.positions, kv_cache, slot_mapping)
+        table, positions = (angles.table, angles.positions) if angles is not None else (None, None)
+        return rope_and_write(qkv, num_heads, norms, table, positions, kv_cache, slot_mapping)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TritonMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, scoring: Scoring
     ) -> torch.Tensor:
         step, table = metadata.step, metadata.block_table
         out = torch.empty_like(q)
         if not step.one_each:
             assert step.query_blocks is not None
             paged_prefill(
-                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scale,
-                sliding_window,
-            )  # fmt: skip
+                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scoring
+            )
         if step.some_single:
             paged_decode(
                 q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,
-                self.workspace, scale, sliding_window, prefix_len=step.prefix_len if sliding_window is None else None,
+                self.workspace, scoring, prefix_len=step.prefix_len if scoring.window is None else None,
             )  # fmt: skip
         return out

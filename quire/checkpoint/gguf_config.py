@@ -5,14 +5,30 @@ from array import array
 from collections import Counter
 from typing import Any
 
+from quire.checkpoint.gguf_families import FAMILY_KEYS
 from quire.checkpoint.gguf_header import GGUFHeader
-from quire.checkpoint.gguf_names import ROPE_FREQS
+from quire.checkpoint.gguf_names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 
 # GGUF architecture -> (Hugging Face class, model_type). Mistral is "llama" in GGUF: the computation is the same.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma": ("GemmaForCausalLM", "gemma"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "gpt2": ("GPT2LMHeadModel", "gpt2"),
+    "gptneox": ("GPTNeoXForCausalLM", "gpt_neox"),
+    "falcon": ("FalconForCausalLM", "falcon"),
+    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2"),
+    "command-r": ("CohereForCausalLM", "cohere"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "chatglm": ("GlmForCausalLM", "glm"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
 }
 
 # Tokens that end a turn, by the names chat models give them.
@@ -53,11 +69,11 @@ def gguf_to_hf_config(header: GGUFHeader) -> dict[str, Any]:
         "vocab_size": _vocab_size(header),
         "max_position_embeddings": int(_required(header, "context_length")),
         # Stored as float32: rounding to 7 digits gives back the 1e-05 or 500000.0 that was written.
-        "rms_norm_eps": float(f"{_required(header, 'attention.layer_norm_rms_epsilon'):.7g}"),
+        "rms_norm_eps": float(f"{_norm_eps(header):.7g}"),
         "rope_theta": float(f"{_optional(header, 'rope.freq_base') or 10000.0:.7g}"),
         "rope_scaling": _rope_scaling(header),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "attention_bias": any(f"blk.0.attn_{part}.bias" in header.tensors for part in ("q", "qkv")),
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": values.get("tokenizer.ggml.eos_token_id"),
@@ -67,7 +83,8 @@ def gguf_to_hf_config(header: GGUFHeader) -> dict[str, Any]:
     window = _optional(header, "attention.sliding_window")
     if window:
         config |= {"sliding_window": int(window), "use_sliding_window": True}
-    return config
+    family = FAMILY_KEYS.get(header.architecture)
+    return config | family(header, config) if family else config
 
 
 def gguf_eos_token_ids(header: GGUFHeader) -> set[int]:
@@ -102,8 +119,14 @@ def _same_in_every_layer(header: GGUFHeader, key: str, count: Any) -> int:
     return count
 
 
+def _norm_eps(header: GGUFHeader) -> float:
+    """Of whichever norm the family has."""
+    eps = _optional(header, "attention.layer_norm_epsilon")
+    return float(_required(header, "attention.layer_norm_rms_epsilon") if eps is None else eps)
+
+
 def _optional(header: GGUFHeader, key: str) -> Any:
-    return header.values.get(f"{header.architecture}.{key}")
+    return header.of_model(key)
 
 
 def _required(header: GGUFHeader, key: str) -> Any:
@@ -132,6 +155,8 @@ def _torch_dtype(header: GGUFHeader) -> str:
 def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     if ROPE_FREQS in header.tensors:
         return _llama3_rope_scaling(header)
+    if ROPE_LONG in header.tensors and ROPE_SHORT in header.tensors:
+        return _longrope_scaling(header)
     kind = _optional(header, "rope.scaling.type")
     factor = _optional(header, "rope.scaling.factor") or _optional(header, "rope.scale_linear")
     if (kind in (None, "none") and not factor) or factor == 1.0:
@@ -152,14 +177,28 @@ def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     return scaling
 
 
-def _llama3_rope_scaling(header: GGUFHeader) -> dict[str, Any]:
-    """The Llama 3 rope parameters behind the stored factors, accepted only if they reproduce every one of them."""
-    info = header.tensors[ROPE_FREQS]
+def _longrope_scaling(header: GGUFHeader) -> dict[str, Any]:
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "long_factor": _numbers(header, ROPE_LONG),
+        "short_factor": _numbers(header, ROPE_SHORT),
+    }
+    attention_factor = _optional(header, "rope.scaling.attn_factor")
+    return scaling if attention_factor is None else scaling | {"attention_factor": float(attention_factor)}
+
+
+def _numbers(header: GGUFHeader, name: str) -> list[float]:
+    info = header.tensors[name]
     if info.type.name != "F32":
-        raise ValueError(f"{header.path}: {ROPE_FREQS} has type {info.type.name}; only F32 is supported")
+        raise ValueError(f"{header.path}: {name} has type {info.type.name}; only F32 is supported")
     with header.path.open("rb") as file:
         file.seek(info.offset)
-        stored = array("f", file.read(info.nbytes))
+        return array("f", file.read(info.nbytes)).tolist()
+
+
+def _llama3_rope_scaling(header: GGUFHeader) -> dict[str, Any]:
+    """The Llama 3 rope parameters behind the stored factors, accepted only if they reproduce every one of them."""
+    stored = _numbers(header, ROPE_FREQS)
     theta = float(_optional(header, "rope.freq_base") or 10000.0)
     factor = round(max(stored), 4)
     for index, value in enumerate(stored):

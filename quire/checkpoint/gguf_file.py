@@ -8,17 +8,29 @@ import torch
 from quire.checkpoint.dequantize import Dequantize, dequantizer
 from quire.checkpoint.gguf_config import kv_heads, query_heads, require_supported
 from quire.checkpoint.gguf_header import GGUFHeader, TensorInfo, read_header
-from quire.checkpoint.gguf_names import ROPE_FREQS, hf_name
+from quire.checkpoint.gguf_names import NO_WEIGHTS, hf_name
 from quire.checkpoint.mapped import check_shape, map_bytes
 
 # float32 numbers held at a time (2 MiB): measured, smaller is slower and larger only takes more memory per thread.
 SLICE_ELEMENTS = 512 * 1024
 
+# Families whose rotary pairs are neighbours in the file, though not in their checkpoints.
+INTERLEAVED = ("llama", "granite", "smollm3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3")
+
 
 class GGUFTensor:
     """One tensor under its Hugging Face name; `type_name` and `raw` serve code that keeps weights quantized."""
 
-    def __init__(self, name: str, info: TensorInfo, data: torch.Tensor, dequantize: Dequantize, rope_heads: int = 0):
+    def __init__(
+        self,
+        name: str,
+        info: TensorInfo,
+        data: torch.Tensor,
+        dequantize: Dequantize,
+        rope_heads: int = 0,
+        added: float = 0.0,
+    ):
         self.name = name
         self.shape = info.shape
         self.type_name = info.type.name
@@ -26,6 +38,7 @@ class GGUFTensor:
         self._data = data[info.offset : info.offset + info.nbytes]
         self._dequantize = dequantize
         self._rope_heads = rope_heads  # > 0: rows are in interleaved-rope order, this many heads
+        self._added = added  # to every element, when the file was made
 
     @property
     def rotary_half(self) -> int:
@@ -50,7 +63,7 @@ class GGUFTensor:
             out[start : start + step].copy_(part.view(-1, columns))
 
     def _read_heads_into(self, out: torch.Tensor) -> None:
-        # GGUF "llama" keeps rotary pairs next to each other (rows 2i and 2i+1 of a head); rotate-half models want all
+        # These families keep rotary pairs next to each other (rows 2i and 2i+1 of a head); rotate-half models want all
         # first halves, then all second halves.
         heads = self._rope_heads
         pairs = self.shape[0] // heads // 2
@@ -63,7 +76,8 @@ class GGUFTensor:
             target[start : start + step].copy_(part.view(-1, pairs, 2, *columns).transpose(1, 2))
 
     def _values(self, stored: torch.Tensor) -> torch.Tensor:
-        return self._dequantize(stored.reshape(-1, self._type.nbytes))
+        values = self._dequantize(stored.reshape(-1, self._type.nbytes))
+        return values - self._added if self._added else values
 
 
 def open_gguf(path: Path) -> Iterator[GGUFTensor]:
@@ -72,12 +86,12 @@ def open_gguf(path: Path) -> Iterator[GGUFTensor]:
     require_supported(header)
     data = map_bytes(path)
     for info in header.tensors.values():
-        if info.name != ROPE_FREQS:
+        if info.name not in NO_WEIGHTS:
             yield _open_tensor(header, info, data)
 
 
 def _open_tensor(header: GGUFHeader, info: TensorInfo, data: torch.Tensor) -> GGUFTensor:
-    name = hf_name(info.name)
+    name = hf_name(info.name, header.architecture)
     if name is None:
         raise ValueError(f"{header.path}: tensor {info.name} is not known for architecture {header.architecture!r}")
     dequantize = dequantizer(info.type.name, info.type_id)
@@ -85,11 +99,13 @@ def _open_tensor(header: GGUFHeader, info: TensorInfo, data: torch.Tensor) -> GG
         raise ValueError(
             f"{header.path}: tensor {info.name} has type {info.type.name}, which cannot be dequantized yet"
         )
-    return GGUFTensor(name, info, data, dequantize, _rope_heads(header, info))
+    # llama.cpp stores the factor itself where Gemma's checkpoints have what it is more than 1.
+    added = 1.0 if header.architecture in PLUS_ONE and name.endswith("norm.weight") else 0.0
+    return GGUFTensor(name, info, data, dequantize, _rope_heads(header, info), added)
 
 
 def _rope_heads(header: GGUFHeader, info: TensorInfo) -> int:
-    if header.architecture != "llama":
+    if header.architecture not in INTERLEAVED:
         return 0
     if ".attn_q." in info.name:
         heads = query_heads(header)

@@ -50,6 +50,10 @@ class GGUFHeader:
     def architecture(self) -> str:
         return str(self.values.get("general.architecture", ""))
 
+    def of_model(self, key: str) -> Any:
+        """What stands under the architecture's own prefix; None where nothing does."""
+        return self.values.get(f"{self.architecture}.{key}")
+
 
 def read_header(path: Path) -> GGUFHeader:
     """Parse the header; remembered for the last files, since config, tokenizer and weights all ask for it."""

@@ -41,8 +41,10 @@ def resolve_model(
     load_format: str = "auto",
     revision: str | None = None,
     download_dir: str | None = None,
+    remote_code: bool = False,
 ) -> Checkpoint:
-    """Find the files of `model`: a folder, a .gguf file, a hub id, or None for the embedded SmolLM2."""
+    """Find the files of `model`: a folder, a .gguf file, a hub id, or None for the embedded SmolLM2. Python files of a
+    hub repository are only fetched with `remote_code`."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format is {load_format!r}; allowed: {', '.join(LOAD_FORMATS)}")
     if model is None:
@@ -62,7 +64,7 @@ def resolve_model(
             f"No model at {model!r}: there is no such file or folder, and it is not a hub id. "
             "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id like 'org/name'."
         )
-    return _from_hub(hub_id["repo"], hub_id["gguf"], model, load_format, revision, download_dir)
+    return _from_hub(hub_id["repo"], hub_id["gguf"], model, load_format, revision, download_dir, remote_code)
 
 
 def _embedded_model() -> Path:
@@ -79,7 +81,13 @@ def _embedded_model() -> Path:
 
 
 def _from_hub(
-    repo: str, gguf: str | None, name: str, load_format: str, revision: str | None, download_dir: str | None
+    repo: str,
+    gguf: str | None,
+    name: str,
+    load_format: str,
+    revision: str | None,
+    download_dir: str | None,
+    remote_code: bool,
 ) -> Checkpoint:
     from quire.checkpoint import hub
 
@@ -87,7 +95,7 @@ def _from_hub(
         file = hub.download_gguf(repo, gguf, revision, download_dir)
         return replace(_from_gguf(file, name, load_format), revision=revision)
     patterns = {"dummy": hub.TOKENIZER_PATTERNS, "pt": hub.PT_PATTERNS}.get(load_format, hub.MODEL_PATTERNS)
-    folder = hub.download(repo, patterns, revision, download_dir)
+    folder = hub.download(repo, (*patterns, "*.py") if remote_code else patterns, revision, download_dir)
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
         # Asked for only now: most repositories hold the same weights in both formats.
         folder = hub.download(repo, hub.PT_PATTERNS, revision, download_dir)

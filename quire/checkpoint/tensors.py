@@ -41,9 +41,9 @@ def count_tensors(checkpoint: Checkpoint) -> int:
     """How many tensors `open_tensors` will give, from the headers alone."""
     if checkpoint.format == "gguf":
         from quire.checkpoint.gguf_header import read_header
-        from quire.checkpoint.gguf_names import ROPE_FREQS
+        from quire.checkpoint.gguf_names import NO_WEIGHTS
 
-        return sum(name != ROPE_FREQS for name in read_header(checkpoint.path).tensors)
+        return sum(name not in NO_WEIGHTS for name in read_header(checkpoint.path).tensors)
     if checkpoint.format == "pt":
         from quire.checkpoint.pt_file import count_pt
 

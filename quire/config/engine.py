@@ -96,7 +96,6 @@ LATER: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "pipeline parallelism"),
     "data_parallel_size": (1, "data parallelism"),
     "enable_lora": (False, "LoRA"),
-    "trust_remote_code": (False, "running code from a checkpoint"),
     "runner": ("generate", "pooling models"),
     "compilation_config": (None, "compilation"),
 }

@@ -72,3 +72,11 @@ def validate(config: Any) -> None:
         if not number or not low <= value <= high:
             bounds = f"at least {low:g}" if info.maximum is None else f"between {low:g} and {high:g}"
             raise ValueError(f"{name} is {value!r}; it must be {bounds} ({flag(name)})")
+
+
+def require_object(name: str, value: Any) -> None:
+    """What is a JSON object on the command line is a dict, or None, in Python."""
+    if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise ValueError(
+            f"{name} is {value!r}; it must be a dict with texts as keys ({flag(name)} takes a JSON object)"
+        )

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
@@ -87,6 +88,16 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; write {{...}}")
+    return value
+
+
 def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
     # A flag that was not given leaves no trace in the namespace, so that the config keeps its own default.
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
@@ -113,11 +124,17 @@ def _plain_types(annotation: Any) -> tuple[Any, ...]:
     return tuple(t for t in typing.get_args(annotation) if t is not type(None)) or (annotation,)
 
 
+def _is_object(types: tuple[Any, ...]) -> bool:
+    return any(typing.get_origin(kind) is dict for kind in types)
+
+
 def _parser_for(name: str, annotation: Any) -> Callable[[str], Any]:
     parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
     types = _plain_types(annotation)
     if types == (int,) and name.endswith("_bytes"):
         return size
+    if _is_object(types):
+        return json_object
     unsupported = [t for t in types if t not in parsers]
     if unsupported:
         raise TypeError(f"{flag(name)}: no flag can be made from type {unsupported[0]}; use int, float, str or bool")
@@ -144,4 +161,6 @@ def _metavar(name: str, annotation: Any) -> str:
     types = _plain_types(annotation)
     if types == (int,) and name.endswith("_bytes"):
         return "SIZE"
+    if _is_object(types):
+        return "JSON"
     return {int: "N", float: "X"}.get(types[0], "TEXT")

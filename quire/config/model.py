@@ -1,11 +1,15 @@
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.fields import internal, option, validate
+from quire.config.fields import internal, option, require_object, validate
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors", "gguf", "dequantized", "int8", "int4")
+MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
+
+Overrides = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass
@@ -16,6 +20,23 @@ class ModelConfig:
     tokenizer: str | None = option(None, "tokenizer folder, tokenizer.json or hub id, if not the model's own")
     chat_template: str | None = option(None, "Jinja file or text for chats, if not the tokenizer's own template")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
+    model_impl: str = option(
+        "auto",
+        "whose model code: ours, transformers', or auto: ours where there is some; vllm means quire",
+        choices=MODEL_IMPLS,
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with the checkpoint")
+    hf_overrides: Overrides | None = option(
+        None, 'changes to the model\'s config.json, as JSON: {"max_position_embeddings": 8192}'
+    )
+    generation_config: str = option(
+        "auto",
+        "sampling defaults for requests: auto: the model's generation_config.json; quire (or vllm): none of the "
+        "model's; else a folder with such a file",
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None, 'changes to those defaults, as JSON: {"temperature": 0.6}'
+    )
     dtype: str = option(
         "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
     )
@@ -43,10 +64,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = internal(())
     vocab_size: int = internal(0)
     longest: int = internal(2048)  # what the model's position embeddings allow
+    default_sampling: dict[str, Any] = internal({})  # SamplingParams that requests get unless they say otherwise
 
     def __post_init__(self) -> None:
         if self.max_model_len in ("auto", -1):
             self.max_model_len = None
+        if self.model_impl == "vllm":
+            self.model_impl = "quire"
+        if not callable(self.hf_overrides):
+            require_object("hf_overrides", self.hf_overrides)
+        require_object("override_generation_config", self.override_generation_config)
         self.logits_processors = _processors(self.logits_processors)
         validate(self)
 

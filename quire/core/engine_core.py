@@ -52,6 +52,7 @@ class EngineCore:
             root=cache_root(
                 config.model.model or "",
                 config.model.revision or "",
+                repr(config.model.hf_overrides),
                 f"{config.model.dtype}, {config.cache.kv_cache_dtype}",
                 repr(layout.groups),
             ),

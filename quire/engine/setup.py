@@ -1,12 +1,28 @@
 """From what the user asked to a configuration that knows its model."""
 
 import dataclasses
+import logging
 from typing import Any
 
 from quire.checkpoint.config import load_eos_token_ids, load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
+from quire.engine.generation_defaults import default_sampling
+from quire.engine.overrides import overridden
 from quire.sample.user_processors import processor_classes
+
+logger = logging.getLogger("quire")
+
+# What families call the longest sequence they were made for.
+LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+)
+DEFAULT_LENGTH = 2048
 
 
 def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
@@ -19,32 +35,57 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         load_format=config.load.load_format,
         revision=asked.revision,
         download_dir=config.load.download_dir,
+        remote_code=asked.trust_remote_code,
     )
-    hf_config = load_hf_config(checkpoint)
+    if asked.hf_config:
+        return config, checkpoint  # by the process that started this one
+    hf_config, overrides = overridden(load_hf_config(checkpoint), asked.hf_overrides)
     longest = longest_sequence(hf_config)
     if asked.max_model_len is not None and asked.max_model_len > longest:
         raise ValueError(
             f"max_model_len is {asked.max_model_len}, but {checkpoint.name} has positions for {longest} tokens; "
             f"use at most that (--max-model-len)"
         )
+    defaults, source = default_sampling(checkpoint, asked)
+    if defaults:
+        values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        logger.info("sampling defaults: %s (from %s)", values, source)
     model = dataclasses.replace(
         asked,
+        hf_overrides=overrides,
         hf_config=hf_config,
         eos_token_ids=load_eos_token_ids(checkpoint, hf_config),
-        vocab_size=int(hf_config["vocab_size"]),
+        vocab_size=vocab_size(hf_config),
         longest=longest,
+        default_sampling=defaults,
     )
     return config.replace(model=model), checkpoint
 
 
+def vocab_size(hf_config: dict[str, Any]) -> int:
+    size = text_part(hf_config).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"the model's config has vocab_size {size!r}; it must be a whole number (--hf-overrides sets it)"
+        )
+    return size
+
+
 def longest_sequence(hf_config: dict[str, Any]) -> int:
     """max_position_embeddings, stretched where the rope scaling is made for more than that."""
-    positions = int(hf_config.get("max_position_embeddings") or 2048)
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    config = text_part(hf_config)
+    positions = int(next((config[name] for name in LENGTH_NAMES if config.get(name)), DEFAULT_LENGTH))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = float(rope.get("factor") or 1.0)
-    if kind in ("linear", "dynamic"):
-        return int(positions * factor)
+    if kind in ("linear", "dynamic") and not str(config.get("model_type")).startswith("gemma3"):
+        return int(positions * factor)  # Gemma 3 says the stretched length itself
     if kind == "yarn":
         return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
     return positions
+
+
+def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Models that also see or hear keep what concerns text in a config of its own."""
+    inner = hf_config.get("text_config")
+    return hf_config | inner if isinstance(inner, dict) else hf_config

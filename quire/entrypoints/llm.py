@@ -49,7 +49,7 @@ class LLM:
         All prompts are checked before any runs: an error leaves the engine as it was.
         """
         many = _as_prompts(prompts)
-        params = _per_prompt(sampling_params, len(many))
+        params = self._per_prompt(sampling_params, len(many))
         priorities = list(priority) if priority is not None else [0] * len(many)
         if len(priorities) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(priorities)} priorities; give one for each")
@@ -72,7 +72,7 @@ class LLM:
         `chat_template` is a Jinja text or file to use instead of the model's own.
         """
         conversations = [messages] if _is_conversation(messages) else list(messages)
-        params = _per_prompt(sampling_params, len(conversations))
+        params = self._per_prompt(sampling_params, len(conversations))
         prompts = self._chat_renderer.prompts(
             conversations,
             chat_template=chat_template,
@@ -136,6 +136,10 @@ class LLM:
             raise ValueError("there is no tokenizer: the engine was made with skip_tokenizer_init")
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take where none are given: the model's own, from its generation_config.json."""
+        return SamplingParams(**self.llm_engine.config.model.default_sampling)
+
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()
 
@@ -151,6 +155,15 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _per_prompt(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ValueError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one for each")
+        return list(params)
 
     def _add_all(self, prompts: list[ParsedPrompt], params: list[SamplingParams], priorities: list[int]) -> list[str]:
         ids: list[str] = []
@@ -221,13 +234,3 @@ def _as_prompts(prompts: Any) -> list[Any]:
 def _is_conversation(messages: Any) -> bool:
     """One conversation or several? Several are lists within a list."""
     return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one for each")
-    return list(params)

@@ -1,6 +1,19 @@
 """Attention over pages, written plainly: what every backend's kernels are tested against."""
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How a layer weighs keys: softmax(cap(q k scale) + slope (key position - query position)) over what is seen."""
+
+    scale: float
+    window: int | None = None  # keys that a query sees, itself among them
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    slopes: torch.Tensor | None = None  # [H] float32: ALiBi's
+    sinks: torch.Tensor | None = None  # [H] float32: the score of one more key, whose value is nothing
 
 
 def paged_attention(
@@ -10,10 +23,7 @@ def paged_attention(
     query_start: torch.Tensor,  # [n + 1]
     seq_lens: torch.Tensor,  # [n]: keys of each row, those of its queries included
     block_table: torch.Tensor,  # [rows, max_blocks]
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,  # [H]: ALiBi
+    scoring: Scoring,
 ) -> torch.Tensor:  # [N, H, D]
     out = torch.zeros_like(q)
     num_heads = q.shape[1]
@@ -25,16 +35,19 @@ def paged_attention(
         pages = kv_cache[block_table[row, : -(-length // block_size)].long()].to(q.dtype)
         k, v = (pages[:, part].transpose(0, 1).reshape(kv_heads, -1, head_size)[:, :length] for part in (0, 1))
         k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
-        scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * scale
+        scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * scoring.scale
         keys = torch.arange(length, device=q.device)
         queries = torch.arange(length - (last - first), length, device=q.device)[:, None]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if slopes is not None:
-            scores = scores + slopes[:, None, None] * (keys - queries)
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        if scoring.slopes is not None:
+            scores = scores + scoring.slopes[:, None, None] * (keys - queries)
         hidden = keys > queries
-        if window is not None:
-            hidden = hidden | (keys <= queries - window)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if scoring.window is not None:
+            hidden = hidden | (keys <= queries - scoring.window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if scoring.sinks is not None:
+            scores = torch.cat((scores, scoring.sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         out[first:last] = torch.einsum("hqk,hkd->qhd", weights, v.float()).to(q.dtype)
     return out

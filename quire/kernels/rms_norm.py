@@ -6,8 +6,8 @@ from quire.kernels.dispatch import use_triton
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D], weight [D] -> [..., D], computed in float32 whatever the dtype of x."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """x [..., D], weight [D] float32 -> [..., D], computed in float32 whatever the dtype of x."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
 
 
 def fused_add_rms_norm_torch(

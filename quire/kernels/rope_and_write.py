@@ -35,13 +35,13 @@ def rope_and_write_torch(
     qkv: torch.Tensor,  # [N, (H + 2 KV) * D]
     num_heads: int,
     norms: Norms | None,
-    table: torch.Tensor,  # [positions, R]: cosines of R / 2 angles, then sines
-    positions: torch.Tensor,  # [N]
+    table: torch.Tensor | None,  # [positions, R]: cosines of R / 2 angles, then sines; None: nothing is rotated
+    positions: torch.Tensor | None,  # [N]
     kv_cache: torch.Tensor,  # [blocks, 2, KV, block_size, D]
     slots: torch.Tensor,  # [N]
 ) -> torch.Tensor:  # q [N, H, D]
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    cos_sin = gather_cos_sin(table, positions)
+    cos_sin = gather_cos_sin(table, positions) if table is not None and positions is not None else None
     q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, norms, cos_sin)
     kv_write(k.to(kv_cache.dtype), v.to(kv_cache.dtype), kv_cache, cache_rows(slots.long(), num_kv_heads, block_size))
     return q
@@ -51,8 +51,8 @@ def rope_and_write(
     qkv: torch.Tensor,
     num_heads: int,
     norms: Norms | None,
-    table: torch.Tensor,
-    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    positions: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:

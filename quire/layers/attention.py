@@ -1,16 +1,22 @@
+from functools import cached_property
+
 import torch
 from torch import nn
 
-from quire.attention.base import Angles, AttentionBackend, ForwardContext
+from quire.attention.base import Angles, AttentionBackend, ForwardContext, Scoring
 from quire.kernels.rope_and_write import Norms
 from quire.messages.kv_cache import KVCacheSpec
 
 
 class Attention(nn.Module):
-    """One layer's attention over the paged cache. The runner binds cache, group and backend before the first step."""
+    """One layer's attention over the paged cache. The runner binds cache, group and backend before the first step.
+
+    `softcap`, `slopes` and `sinks` are Scoring's; whoever made `sinks` also loads it.
+    """
 
     kv_cache: torch.Tensor
     backend: AttentionBackend
+    slopes: torch.Tensor | None
 
     def __init__(
         self,
@@ -20,6 +26,10 @@ class Attention(nn.Module):
         head_size: int,
         scale: float,
         sliding_window: int | None = None,
+        *,
+        softcap: float | None = None,
+        slopes: torch.Tensor | None = None,
+        sinks: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.layer_index = layer_index
@@ -28,7 +38,24 @@ class Attention(nn.Module):
         self.head_size = head_size
         self.scale = scale
         self.sliding_window = sliding_window
+        self.softcap = softcap
+        self.register_buffer("slopes", slopes, persistent=False)
+        self.sinks = sinks
         self.group = 0
+
+    @property
+    def kind(self) -> tuple[int | None, bool, bool, bool, int, int]:
+        """What its kernels are compiled for: layers of one kind differ only in numbers."""
+        features = (self.softcap is not None, self.slopes is not None, self.sinks is not None)
+        return self.sliding_window, *features, self.head_size, self.num_kv_heads
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        # Holds the parameter itself, so that it sees whatever is loaded into it.
+        for each in (self.slopes, self.sinks):
+            assert each is None or (each.dtype, each.shape) == (torch.float32, (self.num_heads,))
+        softcap = float(self.softcap) if self.softcap is not None else None
+        return Scoring(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
 
     def bind(self, kv_cache: torch.Tensor, group: int, backend: AttentionBackend) -> None:
         """kv_cache: shaped as backend.kv_cache_shape says."""
@@ -47,7 +74,11 @@ class Attention(nn.Module):
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
         q = self.backend.write(qkv, self.num_heads, norms, angles, self.kv_cache, slots, metadata)
-        out = self.backend.attend(q, self.kv_cache, metadata, self.scale, self.sliding_window)
+        out = self.backend.attend(q, self.kv_cache, metadata, self.scoring)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)
+
+    def forward_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """q [N, heads, D], k and v [N, kv_heads, D], normed and rotated where need be -> [N, heads * D]."""
+        return self.forward(torch.cat((q, k, v), dim=1).flatten(1), ctx)

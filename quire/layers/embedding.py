@@ -18,14 +18,17 @@ class VocabEmbedding(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         method: VocabMethod | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.shape = (vocab_size, hidden_size)
         self.method = method or UnquantizedLinearMethod()
         self.method.create_weights(self, hidden_size, [vocab_size], dtype, device)
+        self.scale = float(torch.tensor(scale, dtype=dtype))  # rounded, as models that have one were trained
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.method.lookup(self, input_ids)
+        found = self.method.lookup(self, input_ids)
+        return found if self.scale == 1.0 else found * self.scale
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
         return self.method.load_slots(self, [_whole(self.shape)])

@@ -44,16 +44,27 @@ class HasLoadSlots(Protocol):
         ...
 
 
-def all_load_slots(model: nn.Module) -> dict[tuple[str, ShardId], LoadSlot]:
-    """The slots of every module under `model`, by full parameter name."""
-    return dict(_walk(model))
+@runtime_checkable
+class HasDummySlots(Protocol):
+    def dummy_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        """The same parameters in fewer pieces, for filling at random."""
+        ...
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[tuple[str, ShardId], LoadSlot]]:
+def all_load_slots(model: nn.Module, dummy: bool = False) -> dict[tuple[str, ShardId], LoadSlot]:
+    """The slots of every module under `model`, by full parameter name; `dummy`: as few as there may be."""
+    return dict(_walk(model, dummy))
+
+
+def _walk(model: nn.Module, dummy: bool) -> Iterator[tuple[tuple[str, ShardId], LoadSlot]]:
     for path, module in model.named_modules():
-        if isinstance(module, HasLoadSlots):
-            for (name, shard), slot in module.load_slots().items():
-                yield (f"{path}.{name}", shard), slot
+        slots: dict[tuple[str, ShardId], LoadSlot] = {}
+        if dummy and isinstance(module, HasDummySlots):
+            slots = module.dummy_slots()
+        elif isinstance(module, HasLoadSlots):
+            slots = module.load_slots()
+        for (name, shard), slot in slots.items():
+            yield (f"{path}.{name}", shard), slot
 
 
 def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -1,21 +1,34 @@
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from quire.kernels.layer_norm import fused_add_layer_norm, layer_norm
 from quire.kernels.rms_norm import fused_add_rms_norm, rms_norm
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 
 
+class Norm(Protocol):
+    """Weights are float32 whatever the compute dtype: they are few, and `1 + weight` would lose bits in bf16."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and the sum: the new residual. The old one must not be used any more."""
+        ...
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, device: torch.device) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = new_parameter(size, dtype=dtype, device=device)
+        self.weight = new_parameter(size, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and the sum: the new residual."""
         return fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     @property
@@ -24,3 +37,30 @@ class RMSNorm(nn.Module):
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
         return {("weight", None): LoadSlot(self.weight.data, tuple(self.weight.shape), dummy="ones")}
+
+
+class LayerNorm(nn.Module):
+    """`shape` of more than one dimension: weights differ by head, and each head is normed for itself."""
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float, bias: bool, device: torch.device) -> None:
+        super().__init__()
+        shape = (shape,) if isinstance(shape, int) else shape
+        self.eps = eps
+        self.weight = new_parameter(*shape, dtype=torch.float32, device=device)
+        self.bias = new_parameter(*shape, dtype=torch.float32, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dim() > 1:
+            return (F.layer_norm(x.float(), self.weight.shape[-1:], eps=self.eps) * self.weight).to(x.dtype)
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.weight.dim() == 1
+        return fused_add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        shape = tuple(self.weight.shape)
+        slots: dict[tuple[str, ShardId], LoadSlot] = {("weight", None): LoadSlot(self.weight.data, shape, dummy="ones")}
+        if self.bias is not None:
+            slots["bias", None] = LoadSlot(self.bias.data, shape, dummy="zeros")
+        return slots

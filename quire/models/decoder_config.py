@@ -1,11 +1,25 @@
-"""A decoder's shape, read from a Hugging Face config."""
+"""A decoder's shape and its differences from Llama, read from a Hugging Face config."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from quire.kernels.activation import ACTIVATIONS, SILU
 from quire.layers.rotary import RopeParameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What checkpoints call a layer's linears; a quantized one lists by these names what is quantized."""
+
+    layer: str = "model.layers.{i}"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    mlp: str = "mlp"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True)
@@ -17,15 +31,44 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # per layer; None: full attention
-    ropes: tuple[RopeParameters, ...]  # per layer
+    ropes: tuple[RopeParameters | None, ...]  # per layer; None: nothing is rotated
+    names: Names = Names()
 
+    # Embedding and head
+    embed_scale: float = 1.0
+    num_positions: int = 0  # learned position embeddings; 0: none
+    position_offset: int = 0  # the first position's row
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    # Layers: where norms stand, and how their results are added
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    pre_norm: bool = True  # before attention and before the MLP
+    post_norm: bool = False  # of what these return, before it is added
+    parallel: bool = False  # attention and MLP read the same stream
+    mlp_norm: bool = True  # parallel layers may read one norm for both
+    residual_scale: float = 1.0
+
+    # Attention
     qkv_bias: bool = False
     o_bias: bool = False
+    qk_norm: Literal["head", "width", "layer"] | None = (
+        None  # RMS of each head or of all together, or LayerNorm of each
+    )
+    qkv_clip: float | None = None
+    attention_scale: float | None = None  # default: head_dim ** -0.5
+    attention_softcap: float | None = None
+    alibi: float = 0.0  # ALiBi's slopes are multiplied by it; 0: no ALiBi
+    sinks: bool = False
+
+    # MLP
+    activation: str = SILU
+    gated: bool = True
     mlp_bias: bool = False
-    qk_norm: bool = False
 
     @classmethod
     def from_hf(
@@ -33,32 +76,55 @@ class DecoderConfig:
         hf: dict[str, Any],
         windows: tuple[int | None, ...] | None = None,
         head_dim: int | None = None,
-        **differences: bool,
+        ropes: tuple[RopeParameters | None, ...] | None = None,
+        **differences: Any,
     ) -> "DecoderConfig":
-        """`windows`, `head_dim` and `differences` are what the family declares; the config's own head_dim wins."""
+        """`windows`, `ropes` and `differences` are what the family declares, `head_dim` what it has where the config is
+        silent."""
         require(hf, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        activation = hf.get("hidden_act") or "silu"
-        if activation != "silu":
-            raise ValueError(f"activation {activation!r} (hidden_act) is not supported; supported: silu")
         heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
         head_dim = hf.get("head_dim") or head_dim or hf["hidden_size"] // heads
         windows = windows if windows is not None else (None,) * layers
         if len(windows) != layers:
             raise ValueError(f"layer_types names {len(windows)} layers, num_hidden_layers is {layers}")
-        return cls(
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            windows=windows,
-            ropes=tuple(RopeParameters.from_hf(hf, head_dim, SLIDING if w else FULL) for w in windows),
-            **differences,
+        if ropes is None:
+            ropes = tuple(RopeParameters.from_hf(hf, head_dim, SLIDING if w else FULL) for w in windows)
+        read = {
+            "vocab_size": hf["vocab_size"],
+            "hidden_size": hf["hidden_size"],
+            "intermediate_size": hf["intermediate_size"],
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": hf.get("num_key_value_heads") or heads,
+            "head_dim": head_dim,
+            "norm_eps": hf.get("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+            "windows": windows,
+            "ropes": ropes,
+            "activation": hf.get("hidden_act") or SILU,
+        }
+        config = cls(**(read | differences))
+        if config.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {config.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        return config
+
+    @property
+    def is_like_llama(self) -> bool:
+        """Whether a layer is what the fused few-row kernels compute (decoder_layers.py, `forward_fused`)."""
+        return (
+            self.norm == "rms"
+            and self.pre_norm
+            and not self.post_norm
+            and not self.parallel
+            and self.residual_scale == 1.0
+            and self.qk_norm in (None, "head")
+            and self.qkv_clip is None
         )
+
+
+def renamed(hf: dict[str, Any], **theirs: str) -> dict[str, Any]:
+    """The config with what `from_hf` reads, from keys that the family has under names of its own."""
+    return hf | {ours: hf[name] for ours, name in theirs.items() if hf.get(name) is not None}
 
 
 def require(hf: dict[str, Any], *names: str) -> None:
@@ -74,7 +140,31 @@ def windows_by_layer_type(hf: dict[str, Any]) -> tuple[int | None, ...]:
     if types is None:
         first = hf.get("max_window_layers", 28)
         types = [SLIDING if window and i >= first else FULL for i in range(hf["num_hidden_layers"])]
+    return windows_of_types(types, window)
+
+
+def windows_of_types(types: list[str], window: int | None) -> tuple[int | None, ...]:
     unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
         raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: {FULL}, {SLIDING}")
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def layer_types(hf: dict[str, Any], full_every: int) -> list[str]:
+    """As the config lists them; else every so-many-th layer has full attention and the others a window."""
+    require(hf, "num_hidden_layers")
+    listed: list[str] | None = hf.get("layer_types")
+    return listed or [SLIDING if (i + 1) % full_every else FULL for i in range(hf["num_hidden_layers"])]
+
+
+def ropes_by_layer_type(
+    hf: dict[str, Any], types: list[str], head_dim: int, bases: dict[str, float]
+) -> tuple[RopeParameters, ...]:
+    """Where layers with and without a window rotate differently. Configs that do not tell them apart (`rope_scaling`)
+    stretch those without; `bases` are for where none is given."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not any(kind in given for kind in bases):
+        given = {FULL: given}
+    ropes = {kind: {"rope_theta": base} | (given.get(kind) or {}) for kind, base in bases.items()}
+    made = {kind: RopeParameters.from_hf(hf | {"rope_parameters": ropes}, head_dim, kind) for kind in ropes}
+    return tuple(made[kind] for kind in types)

@@ -1,25 +1,128 @@
-"""Architectures we have written, imported on demand."""
+"""Which class serves which architecture: the families we have written, and those that plugins add."""
 
 import importlib
+import logging
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.models.decoder import DecoderModel
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "quire.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "quire.models.mistral:MistralForCausalLM",
-    "Qwen2ForCausalLM": "quire.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "quire.models.qwen3:Qwen3ForCausalLM",
-}
+logger = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class Native:
+    """A family of our own. `quire models` and docs/models.md say what stands here."""
+
+    architecture: str  # as in config.json
+    target: str  # module:Class within quire.models
+    family: str
+    kind: str = "dense"  # or "MoE"
+    gguf: str = ""  # what GGUF files call it, where those load
+    note: str = ""
+
+
+NATIVE = (
+    Native("LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 2, 3.x, SmolLM", "dense", "llama"),
+    Native("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral", "dense", "llama", "sliding window"),
+    Native("Qwen2ForCausalLM", "qwen2:Qwen2ForCausalLM", "Qwen2, Qwen2.5", "dense", "qwen2", "some layers windowed"),
+    Native("Qwen3ForCausalLM", "qwen3:Qwen3ForCausalLM", "Qwen3", "dense", "qwen3", "normed queries and keys"),
+    Native("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma", "dense", "gemma"),
+    Native("Gemma2ForCausalLM", "gemma:Gemma2ForCausalLM", "Gemma 2", "dense", "gemma2", "soft-capped, mixed windows"),
+    Native("Gemma3ForCausalLM", "gemma:Gemma3ForCausalLM", "Gemma 3 (text)", "dense", "gemma3", "mixed windows"),
+    Native("Phi3ForCausalLM", "phi3:Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4", "dense", "phi3", "LongRoPE"),
+    Native("Olmo2ForCausalLM", "olmo2:Olmo2ForCausalLM", "OLMo 2", "dense", "olmo2"),
+    Native("Olmo3ForCausalLM", "olmo2:Olmo3ForCausalLM", "OLMo 3", "dense", "olmo2", "mixed windows"),
+    Native("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3.x", "dense", "granite"),
+    Native("SmolLM3ForCausalLM", "smollm3:SmolLM3ForCausalLM", "SmolLM3", "dense", "smollm3", "some layers unrotated"),
+    Native("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2", "dense", "gpt2"),
+    Native("GPTNeoXForCausalLM", "gpt_neox:GPTNeoXForCausalLM", "GPT-NeoX, Pythia", "dense", "gptneox"),
+    Native("OPTForCausalLM", "opt:OPTForCausalLM", "OPT", "dense", "", "not the 350M"),
+    Native("FalconForCausalLM", "falcon:FalconForCausalLM", "Falcon, Falcon 2", "dense", "falcon", "RW not as GGUF"),
+    Native("Starcoder2ForCausalLM", "starcoder2:Starcoder2ForCausalLM", "StarCoder2", "dense", "starcoder2"),
+    Native("CohereForCausalLM", "cohere:CohereForCausalLM", "Command R, Aya", "dense", "command-r"),
+    Native("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
+    Native("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
+    Native("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
+    Native("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE"),
+    Native("Qwen2MoeForCausalLM", "qwen_moe:Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-MoE", "MoE", "", "shared expert"),
+    Native("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE"),
+    Native("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE"),
+    Native("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE"),
+    Native("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "", "mixed windows; mxfp4 made bf16"),
+)
+ARCHITECTURES = MappingProxyType({native.architecture: native for native in NATIVE})
+
+
+class Registry:
+    """The built-in families and, before them, what was registered here."""
+
+    def __init__(self) -> None:
+        self._registered: dict[str, type | str] = {}
+
+    def register_model(self, architecture: str, model: type | str) -> None:
+        """Serve `architecture` with a class, or with "module:Class", which is imported only when it is needed.
+
+        A class that imports torch or CUDA code is better named than passed: the plugin then stays cheap to load.
+        """
+        if isinstance(model, str):
+            module, _, attribute = model.partition(":")
+            if not module or not attribute.isidentifier():
+                raise ValueError(f"a model is given as a class or as 'module:Class', not as {model!r}")
+        elif not isinstance(model, type):
+            raise TypeError(f"a model is given as a class or as 'module:Class', not as a {type(model).__name__}")
+        if architecture in self.get_supported_archs():
+            logger.warning("%s was registered before; from now on it is %s", architecture, _name(model))
+        self._registered[architecture] = model
+
+    def get_supported_archs(self) -> list[str]:
+        return [*ARCHITECTURES, *(name for name in self._registered if name not in ARCHITECTURES)]
+
+    def registered(self) -> dict[str, type | str]:
+        """What was registered beyond, or in place of, the built-in families."""
+        return dict(self._registered)
+
+    def origin(self, architecture: str) -> str:
+        """Where a supported one comes from, in words."""
+        if architecture in self._registered:
+            return f"registered by a plugin as {_name(self._registered[architecture])}"
+        return f"{ARCHITECTURES[architecture].family}, one of our own families"
+
+    def find(self, hf_config: dict[str, Any]) -> str | None:
+        """The first of the config's `architectures` that is supported."""
+        supported = self.get_supported_archs()
+        return next((name for name in hf_config.get("architectures") or () if name in supported), None)
+
+    def resolve(self, hf_config: dict[str, Any]) -> "type[DecoderModel]":
+        """The class for that architecture. None is supported: a ValueError that lists what is."""
+        name = self.find(hf_config)
+        if name is None:
+            raise ValueError(self.refusal(hf_config))
+        model = self._registered.get(name) or f"quire.models.{ARCHITECTURES[name].target}"
+        return _imported(name, model) if isinstance(model, str) else model
+
+    def refusal(self, hf_config: dict[str, Any]) -> str:
+        given = ", ".join(hf_config.get("architectures") or ()) or "none is named in the model's config"
+        return f"architecture not supported: {given}; supported: {', '.join(self.get_supported_archs())}"
+
+
+def _name(model: type | str) -> str:
+    return model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
+
+
+def _imported(architecture: str, target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{architecture} is registered as {target}, which cannot be imported: {error}") from error
+
+
+# One for the process, under the name that vLLM's has.
+ModelRegistry = Registry()
 
 
 def model_class(hf_config: dict[str, Any]) -> "type[DecoderModel]":
-    """The class for the first of the config's `architectures` that is supported."""
-    names = hf_config.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
-            module, _, attribute = ARCHITECTURES[name].partition(":")
-            return getattr(importlib.import_module(module), attribute)
-    given = ", ".join(names) if names else "none is named in the model's config"
-    raise ValueError(f"architecture not supported: {given}; supported: {', '.join(ARCHITECTURES)}")
+    return ModelRegistry.resolve(hf_config)

@@ -1,11 +1,12 @@
 """From names in a checkpoint to parameters, as data.
 
-A pattern holds placeholders: `{i}` stands for a layer number, `{p}` for the last part of a name (weight, bias ...).
+A pattern holds placeholders: `{i}` stands for a layer number, `{e}` for an expert's, `{p}` for the last part of a name
+(weight, bias ...).
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +15,7 @@ from quire.layers.load_slot import ShardId
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-_PLACEHOLDERS = {"i": r"\d+", "p": r"\w+"}
+_PLACEHOLDERS = {"i": r"\d+", "e": r"\d+", "p": r"\w+"}
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -27,8 +28,12 @@ def _compile(pattern: str) -> re.Pattern[str]:
 class Rule:
     checkpoint: str
     parameter: str
-    shard: ShardId = None
-    transform: Transform | None = None
+    shard: ShardId | tuple[ShardId, ...] = None  # several: the tensor holds all of them, one after the other
+    transform: Transform | None = None  # of the whole tensor, before it is split
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        return self.shard if isinstance(self.shard, tuple) else (self.shard,)
 
     @cached_property
     def _checkpoint_regex(self) -> re.Pattern[str]:
@@ -50,7 +55,7 @@ class Rule:
 @dataclass(frozen=True)
 class Target:
     parameter: str
-    shard: ShardId
+    shards: tuple[ShardId, ...]
     transform: Transform | None
 
 
@@ -63,7 +68,7 @@ class WeightMap:
         for rule in self.rules:
             parameter = rule.parameter_of(checkpoint_name)
             if parameter is not None:
-                return Target(parameter, rule.shard, rule.transform)
+                return Target(parameter, rule.shards, rule.transform)
         return None
 
     def is_ignored(self, checkpoint_name: str) -> bool:
@@ -73,9 +78,23 @@ class WeightMap:
         """The name a missing parameter would have had, for error messages."""
         for rule in self.rules:
             name = rule.checkpoint_name_of(parameter)
-            if rule.shard == shard and name is not None:
+            if shard in rule.shards and name is not None:
                 return name
         return parameter
 
+    def names_of(self, parameter: str) -> tuple[str, ...]:
+        """Patterns of all tensors that fill it."""
+        return tuple(rule.checkpoint for rule in self.rules if rule.parameter == parameter)
+
+    def with_rules(self, *rules: Rule) -> "WeightMap":
+        """These first."""
+        return WeightMap(rules + self.rules, self.ignored)
+
     def ignoring(self, *patterns: str) -> "WeightMap":
         return WeightMap(self.rules, self.ignored + patterns)
+
+    def also_without(self, prefix: str) -> "WeightMap":
+        """For checkpoints that were saved without the head, whose names lack the prefix."""
+        short = (replace(r, checkpoint=r.checkpoint.removeprefix(prefix)) for r in self.rules if prefix in r.checkpoint)
+        ignored = tuple(name.removeprefix(prefix) for name in self.ignored)
+        return WeightMap((*self.rules, *short), self.ignored + ignored)

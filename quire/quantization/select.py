@@ -11,7 +11,7 @@ from quire.quantization.fp8_config import FP8_METHODS, ONLINE, Fp8Config, parse_
 from quire.quantization.packed import GGUFQuantization, IntQuantization
 from quire.quantization.unquantized import UNQUANTIZED, Unquantized
 
-GGUF, DEQUANTIZED = "gguf", "dequantized"
+GGUF, DEQUANTIZED, MXFP4 = "gguf", "dequantized", "mxfp4"
 INT_BITS = {"int8": 8, "int4": 4}
 
 
@@ -21,10 +21,12 @@ def choose_quantization(
     """`asked`: the option `quantization`; None takes the checkpoint as it is."""
     stored = hf_config.get("quantization_config") or hf_config.get("compression_config")
     method = stored.get("quant_method", "compressed-tensors") if stored else None
-    if stored is not None and method not in FP8_METHODS:
+    if method == MXFP4 and asked in (None, MXFP4):
+        return Unquantized(f"mxfp4: experts dequantized to {str(dtype).removeprefix('torch.')} while loading")
+    if stored is not None and method not in (*FP8_METHODS, MXFP4):
         raise ValueError(
             f"the checkpoint is quantized by {method!r} (quantization_config), which is not supported; "
-            f"supported: {', '.join(FP8_METHODS)}, or an unquantized checkpoint"
+            f"supported: {', '.join((*FP8_METHODS, MXFP4))}, or an unquantized checkpoint"
         )
     if stored is not None:
         if asked is not None and asked != method:

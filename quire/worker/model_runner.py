@@ -15,6 +15,7 @@ from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
+from quire.models.base import LanguageModel
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
@@ -43,7 +44,7 @@ class PendingStep:
 class ModelRunner:
     def __init__(
         self,
-        model: Any,
+        model: LanguageModel,
         backend: AttentionBackend,
         device: torch.device,
         vocab_size: int,

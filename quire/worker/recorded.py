@@ -9,7 +9,7 @@ import torch
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
 from quire.kernels.native.replay import Recording
 from quire.kernels.prepare_inputs import PreparedInputs
-from quire.models.decoder import DecoderModel
+from quire.models.base import LanguageModel
 
 MAX_ROWS = 64  # with more, Python's share is small
 MAX_BYTES = 128 << 20  # a recording keeps all activations of its step
@@ -28,12 +28,12 @@ class Recorded:
 
 class RecordedSteps:
     def __init__(
-        self, model: DecoderModel, backend: AttentionBackend, tables: Sequence[torch.Tensor], sizes: list[int]
+        self, model: LanguageModel, backend: AttentionBackend, tables: Sequence[torch.Tensor], sizes: list[int]
     ):
         self.model, self.backend, self.tables, self.sizes = model, backend, tables, sizes
         self._steps: dict[int, Recorded] = {}
         self._seen: Counter[int] = Counter()
-        self._possible = backend.name == "native"
+        self._possible = backend.name == "native" and model.embed_tokens is not None
         self._bytes = 0
 
     def run(self, rows: torch.Tensor, inputs: PreparedInputs) -> torch.Tensor | None:
@@ -46,6 +46,7 @@ class RecordedSteps:
             self._seen[count] += 1
             if self._seen[count] < SEEN_BEFORE or self._bytes > MAX_BYTES:
                 return None
+        assert self.model.embed_tokens is not None
         embeds = self.model.embed_tokens(inputs.input_ids)
         fresh = [inputs.positions, rows, inputs.seq_lens, *inputs.slot_mapping]
         if step is None:

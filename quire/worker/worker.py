@@ -14,6 +14,7 @@ from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.loader import load_model
 from quire.platforms import current_platform
+from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.worker.memory import step_memory
 from quire.worker.model_runner import ModelRunner
@@ -25,11 +26,13 @@ logger = logging.getLogger("quire")
 class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        load_plugins()
         checkpoint = resolve_model(
             config.model.model,
             load_format=config.load.load_format,
             revision=config.model.revision,
             download_dir=config.load.download_dir,
+            remote_code=config.model.trust_remote_code,
         )
         if checkpoint.format != "dummy":
             read_ahead(checkpoint.files)
@@ -48,6 +51,8 @@ class Worker:
             progress=config.load.use_tqdm_on_load,
             max_model_len=config.model.max_model_len,
             quantization=config.model.quantization,
+            model_impl=config.model.model_impl,
+            trust_remote_code=config.model.trust_remote_code,
         )
         # Only now: threads that this one starts, as loading does, would all get its core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
@@ -66,7 +71,7 @@ class Worker:
             config.model.vocab_size,
             config.model.logprobs_mode,
             worker_connector(config.transfer.kv_connector),
-            use_graphs=self.platform.name == "cuda" and backend.name == "triton" and not config.device.enforce_eager,
+            use_graphs=backend.name == "triton" and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
         )
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from quire.attention.base import Scoring
+
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
     "prompts": [(0, 20), (0, 2), (33, 7), (16, 16)],
@@ -26,3 +28,22 @@ def paged_batch(rows, block_size, heads, kv_heads, head_size, dtype, window=None
     starts = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).int()
     q = torch.randn(int(starts[-1]), heads, head_size).to(dtype)
     return q, cache, places, starts, torch.tensor(lens).int(), table
+
+
+FEATURES = {
+    "soft-cap": ("softcap",),
+    "alibi": ("slopes",),
+    "sinks": ("sinks",),
+    "all": ("softcap", "slopes", "sinks"),
+}
+
+
+def scoring_with(features, heads, scale, window=None, device="cpu"):
+    """features: a name of FEATURES, or "". Sinks from nothing to more than all keys; slopes as of ALiBi; a cap that
+    bites."""
+    made = {
+        "softcap": 1.5,
+        "slopes": 2.0 ** -torch.linspace(0.5, 8, heads, device=device),
+        "sinks": torch.linspace(-9, 6, heads, device=device),
+    }
+    return Scoring(scale, window, **{name: made[name] for name in FEATURES.get(features, ())})

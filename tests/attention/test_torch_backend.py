@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from quire.attention.base import StepInputs
+from quire.attention.base import Scoring, StepInputs
 from quire.attention.cpu import TorchBackend
 from quire.attention.pages import similar_lengths
-from quire.attention.selector import AttentionShape, cache_dtype, choose_backend
-from quire.kernels import native
-from quire.platforms import current_platform
 
 HEAD = 16
-SHAPE = AttentionShape(max_rows=8, num_heads=4, num_kv_heads=2, head_size=64)
 
 
 def dense(q, k, v, window):
@@ -57,7 +53,7 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     metadata = backend.build(step, table, block_size)
     qkv = torch.cat([torch.cat([*part, padded]) for part, padded in zip((q, k, v), pad, strict=True)], dim=1)
     queries = backend.write(qkv.flatten(1), heads, None, None, cache, torch.cat(slots), metadata)
-    return backend.attend(queries, cache, metadata, HEAD**-0.5, window), torch.cat(wanted)
+    return backend.attend(queries, cache, metadata, Scoring(HEAD**-0.5, window)), torch.cat(wanted)
 
 
 MIXES = {
@@ -92,22 +88,3 @@ def test_many_ragged_rows_are_split_and_still_right():
 
 def test_equal_rows_stay_together():
     assert similar_lengths([4] * 32, 16, 2) == [(0, 32)]
-
-
-def test_selector_says_why_and_lists_what_is_allowed():
-    cpu = current_platform("cpu")
-    backend, reason = choose_backend(cpu, torch.float16, SHAPE)
-    assert backend.name == "torch" and "float16" in reason
-    backend, reason = choose_backend(cpu, torch.bfloat16, SHAPE)
-    assert backend.name == ("torch" if native.library() is None else "native") and "bfloat16" in reason
-    backend, reason = choose_backend(cpu, torch.bfloat16, SHAPE, "torch")
-    assert backend.name == "torch" and "asked for" in reason
-    for asked, dtype, message in (
-        ("flash", torch.bfloat16, "'flash'; allowed: torch, native, triton"),
-        ("triton", torch.bfloat16, "needs a GPU"),
-        ("native", torch.float16, "float32 or bfloat16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            choose_backend(cpu, dtype, SHAPE, asked)
-    with pytest.raises(ValueError, match="kv_cache_dtype 'fp8' needs a GPU; allowed on a CPU: auto"):
-        cache_dtype(cpu, torch.bfloat16, "fp8")

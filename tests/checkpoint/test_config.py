@@ -112,8 +112,8 @@ def test_qwen3_with_its_own_head_size_and_untied_output(tmp_path):
 
 
 def test_unsupported_architecture_lists_the_supported(tmp_path):
-    with pytest.raises(ValueError, match=r"'gemma3'.*supported: llama, qwen2, qwen3"):
-        gguf_config(tmp_path, architecture="gemma3")
+    with pytest.raises(ValueError, match=r"'mamba'.*supported: llama, qwen2, qwen3"):
+        gguf_config(tmp_path, architecture="mamba")
 
 
 def test_mixture_of_experts_is_refused(tmp_path):

@@ -139,6 +139,9 @@ def test_hub_model_is_downloaded(tmp_path, monkeypatch):
     assert (found.name, found.revision, found.path) == ("org/name", "v1", tmp_path)
     assert (asked["repo"], asked["revision"], asked["cache_dir"]) == ("org/name", "v1", "/models")
     assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
+    assert "*.py" not in asked["allow_patterns"]
+    resolve_model("org/name", remote_code=True)
+    assert "*.py" in asked["allow_patterns"]
 
 
 def test_hub_model_without_safetensors_is_asked_for_its_bin(tmp_path, monkeypatch):

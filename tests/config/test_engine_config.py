@@ -41,6 +41,9 @@ def test_fields_that_quire_fills_in_cannot_be_given() -> None:
         ("max_model_len", 0, "at least 1"),
         ("dtype", "int8", "dtype is 'int8'; allowed: auto, float32, bfloat16, float16"),
         ("scheduling_policy", None, "allowed: fcfs, priority"),
+        ("model_impl", "torch", "model_impl is 'torch'; allowed: auto, quire, transformers, vllm"),
+        ("hf_overrides", "{}", "hf_overrides is '{}'; it must be a dict with texts as keys"),
+        ("override_generation_config", {1: 2}, r"it must be a dict .* \(--override-generation-config takes a JSON"),
     ],
 )
 def test_a_wrong_value_says_what_is_allowed(option: str, value: object, message: str) -> None:
@@ -55,3 +58,7 @@ def test_optional_fields_take_none() -> None:
 def test_a_part_validates_itself() -> None:
     with pytest.raises(ValueError, match="block_size"):
         CacheConfig(block_size=5000)
+
+
+def test_vllms_name_for_own_code_is_ours() -> None:
+    assert EngineConfig.from_kwargs(model_impl="vllm").model.model_impl == "quire"

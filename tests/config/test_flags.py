@@ -7,6 +7,8 @@ from quire.config import EngineConfig
 from quire.config.fields import flag, option, options
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
 
+OBJECTS = ("hf_overrides", "override_generation_config")
+
 
 def parse(*argv: str) -> dict[str, Any]:
     parser = FlagParser(prog="quire test")
@@ -27,7 +29,8 @@ def test_every_engine_option_has_a_flag_that_reaches_the_config() -> None:
             if isinstance(defaults[name], bool):
                 given = parse(flag(name))
             else:
-                given = parse(flag(name), str(info.choices[-1]) if info.choices else "1")
+                word = "{}" if name in OBJECTS else "1"
+                given = parse(flag(name), str(info.choices[-1]) if info.choices else word)
             assert list(given) == [name]
             EngineConfig.from_kwargs(**given)
 
@@ -40,6 +43,11 @@ def test_types_follow_the_annotations() -> None:
 def test_words_in_place_of_numbers() -> None:
     for text in ("auto", "-1"):
         assert EngineConfig.from_kwargs(**parse("--max-model-len", text)).model.max_model_len is None
+
+
+def test_objects_are_json() -> None:
+    given = parse("--hf-overrides", '{"rope_parameters": {"factor": 2}}')
+    assert given == {"hf_overrides": {"rope_parameters": {"factor": 2}}}
 
 
 def test_booleans_come_in_pairs() -> None:
@@ -72,6 +80,9 @@ def test_the_model_may_stand_anywhere(argv: list[str]) -> None:
         (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization: 'x' is not a number"),
         (["--kv-cache-memory-bytes", "4X"], "'4X' is not a size; write a number, or one with K, M, G or T"),
         (["--kv-cache-memory-bytes", "G"], "'G' is not a size"),
+        (["--hf-overrides", "{x"], "--hf-overrides: '{x' is not JSON: "),
+        (["--hf-overrides", "[1]"], "--hf-overrides: '[1]' is not a JSON object; write {...}"),
+        (["--model-impl", "torch"], "--model-impl: invalid choice: 'torch' (choose from"),
         (["--dtype", "int8"], "--dtype: invalid choice: 'int8' (choose from"),
     ],
 )
@@ -93,6 +104,7 @@ def test_help_groups_the_flags_and_shows_defaults(capsys: pytest.CaptureFixture[
     assert "--enable-prefix-caching, --no-enable-prefix-caching" in text
     assert "(default: on)" in text
     assert "--kv-cache-memory-bytes SIZE" in text
+    assert "--hf-overrides JSON" in text
 
 
 def test_flags_of_another_command_can_be_left_out() -> None:

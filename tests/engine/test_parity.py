@@ -1,10 +1,12 @@
 """Greedy output equals transformers' token for token, whatever the batching, chunking, caching or preemption."""
 
+import os
+
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.kernels import native
-from tests.tiny_models import FAMILIES, NUM_TOKENS, Reference, make_reference
+from tests.tiny_models import CORE, FAMILIES, NUM_TOKENS, Reference, make_reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 
@@ -32,7 +34,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=FAMILIES if os.environ.get("QUIRE_ALL_MODELS") else CORE)
 def reference(request, tmp_path_factory) -> Reference:
     return make_reference(request.param, tmp_path_factory.mktemp(request.param))
 

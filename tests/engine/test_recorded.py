@@ -10,7 +10,7 @@ from quire import LLM, SamplingParams
 from quire.kernels import native
 from quire.kernels.native.replay import Recording
 from quire.worker import recorded
-from tests.tiny_models import FAMILIES, prompts, save_tiny
+from tests.tiny_models import CORE, prompts, save_tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
@@ -20,7 +20,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# LayerNorm, biases, MLPs without a gate; one has learned positions, the other attention and MLP side by side.
+OTHERS = ("gpt2", "gpt-neox")
+
+
+@pytest.fixture(scope="module", params=CORE + OTHERS)
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)

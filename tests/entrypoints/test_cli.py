@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import quire
+from quire.config import EngineConfig, ModelConfig
 from quire.config.flags import engine_kwargs
 from quire.entrypoints.cli import start
 from quire.entrypoints.cli.main import main
@@ -43,6 +44,7 @@ class EchoEngine:
     """Answers each prompt in capitals, the last one first, and remembers how it was called."""
 
     last: "EchoEngine"
+    config = EngineConfig()
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         if kwargs.get("model") == "missing":
@@ -163,6 +165,18 @@ def test_generate_passes_engine_and_sampling_flags_where_they_belong() -> None:
     [params] = EchoEngine.last.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
     assert (params.seed, params.max_tokens, params.ignore_eos) == (3, 4, True)
+
+
+def test_generate_takes_the_models_defaults_for_what_is_not_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    defaults = ModelConfig(default_sampling={"temperature": 0.6, "top_k": 20, "max_tokens": 9})
+    monkeypatch.setattr(EchoEngine, "config", EngineConfig(model=defaults))
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "x"}\n{"prompt": "y", "temperature": 0.1}\n')
+    assert main(["generate", "--prompts-file", str(lines), "--top-k", "5"]) == 0
+    asked = [(params.temperature, params.top_k, params.max_tokens) for params in EchoEngine.last.params]
+    assert asked == [(0.6, 5, 9), (0.1, 5, 9)]
 
 
 def test_a_failed_prompt_is_named_and_the_others_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

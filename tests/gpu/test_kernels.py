@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.attention.mixes import FEATURES
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -31,6 +33,36 @@ def test_shared_prefix(dtype, prefix):
     cases.check_attention("decode", "cuda", dtype, 16, 8, 128, prefix=prefix, padding=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size"), [(16, 8, 256), (8, 1, 256), (71, 1, 64), (32, 32, 96), (64, 8, 64)]
+)
+@pytest.mark.parametrize("features", ["", *FEATURES])
+def test_features_and_shapes(mix, dtype, heads, kv_heads, head_size, features):
+    for window in (None, 40):
+        cases.check_attention(mix, "cuda", dtype, heads, kv_heads, head_size, window=window, features=features)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", ["", *FEATURES])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(16, 8, 128), (8, 1, 256), (71, 1, 64)])
+def test_shared_prefix_with(dtype, features, heads, kv_heads, head_size):
+    cases.check_attention(
+        "decode", "cuda", dtype, heads, kv_heads, head_size, prefix=1024, padding=2, features=features
+    )
+
+
+@pytest.mark.parametrize("rows", [6, 32, 64, 200])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(16, 8, 256), (8, 1, 256), (71, 1, 64)])
+def test_any_number_of_rows(rows, heads, kv_heads, head_size):
+    """Tunings differ by rows: each must fit the device."""
+    cases.check_attention(
+        "decode", "cuda", torch.bfloat16, heads, kv_heads, head_size, padding=rows - 6, features="all"
+    )
+    cases.check_attention("decode", "cuda", torch.bfloat16, heads, kv_heads, head_size, padding=rows - 6, prefix=256)
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_attention_over_an_fp8_cache(mix):
     cases.check_attention(mix, "cuda", torch.bfloat16, 16, 8, 128, cache_dtype=torch.float8_e4m3fn)
@@ -40,10 +72,14 @@ def test_attention_over_an_fp8_cache(mix):
 def test_elementwise(dtype):
     for rows, width in ((1, 1024), (300, 4096)):
         cases.check_norms("cuda", dtype, rows, width)
+        cases.check_layer_norms("cuda", dtype, rows, width)
         cases.check_silu_mul("cuda", dtype, rows, width)
+        cases.check_activations("cuda", dtype, rows, width)
     for normed in (False, True):
         cases.check_rope_and_write("cuda", dtype, 37, 16, 8, 128, 128, normed)
         cases.check_rope_and_write("cuda", dtype, 37, 6, 2, 96, 48, normed)
+        cases.check_rope_and_write("cuda", dtype, 37, 6, 2, 96, 0, normed)
+        cases.check_rope_and_write("cuda", dtype, 37, 71, 1, 64, 64, normed)
 
 
 @pytest.mark.parametrize("one_each", [True, False])

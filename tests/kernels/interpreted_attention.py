@@ -2,16 +2,27 @@ import pytest
 import torch
 
 import tests.kernels.interpreter_fix  # noqa: F401
+from quire.kernels.triton import paged_decode
 from quire.kernels.triton.paged_decode import Tuning
+from tests.attention.mixes import FEATURES
 from tests.kernels.kernel_cases import (
     MIXES,
+    check_activations,
     check_attention,
+    check_layer_norms,
     check_norms,
     check_prepare_inputs,
     check_rope_and_write,
     check_silu_mul,
     check_split_decode,
 )
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """A GPU's hundreds, of which most find nothing to do, take the interpreter ten seconds."""
+    monkeypatch.setattr(paged_decode, "FLOAT32", Tuning(tile=32, stages=2, programs=64))
+    monkeypatch.setattr(Tuning, "programs", 64)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -30,8 +41,27 @@ def test_a_shared_prefix(prefix):
     check_attention("decode", "cpu", prefix=prefix, padding=2)
 
 
-def test_padding_rows_stay_finite():
-    check_attention("decode", "cpu", padding=3)
+@pytest.mark.parametrize("features", FEATURES)
+def test_a_shared_prefix_with(features):
+    check_attention("decode", "cpu", prefix=64, padding=2, features=features)
+
+
+@pytest.mark.parametrize("features", ["", "all"])
+def test_padding_rows_stay_finite(features):
+    check_attention("decode", "cpu", padding=3, features=features)
+
+
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("features", FEATURES)
+def test_features(mix, window, features):
+    check_attention(mix, "cpu", heads=6, window=window, features=features)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(71, 1, 16), (2, 1, 256), (3, 3, 96)])
+def test_large_groups_and_heads(heads, kv_heads, head_size):
+    check_attention("mixed", "cpu", heads=heads, kv_heads=kv_heads, head_size=head_size, features="all")
+    check_attention("decode", "cpu", heads=heads, kv_heads=kv_heads, head_size=head_size, prefix=32)
 
 
 @pytest.mark.parametrize("min_tiles", [1, 4])
@@ -40,17 +70,27 @@ def test_splits_of_any_size(min_tiles, programs):
     check_split_decode("cpu", torch.float32, Tuning(32, min_tiles=min_tiles, programs=programs))
 
 
+def test_splits_with_features():
+    check_split_decode("cpu", torch.float32, Tuning(32, programs=40), "all")
+
+
 @pytest.mark.parametrize("width", [64, 576])
 def test_norms(width):
     check_norms("cpu", torch.float32, 5, width)
 
 
-def test_silu_mul():
+def test_layer_norms():
+    for width in (64, 576):
+        check_layer_norms("cpu", torch.float32, 5, width)
+
+
+def test_activations():
     check_silu_mul("cpu", torch.float32, 3, 1500)
+    check_activations("cpu", torch.float32, 3, 1500)
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (16, 8), (24, 24)])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (16, 8), (24, 24), (24, 0)])
 def test_rope_and_write(normed, head_dim, rotary):
     check_rope_and_write("cpu", torch.float32, 7, 6, 2, head_dim, rotary, normed)
 

@@ -7,16 +7,20 @@ import torch
 
 from quire.attention.base import StepInputs
 from quire.attention.triton import TritonBackend
+from quire.kernels.activation import activate, activate_mul, activate_mul_torch, activate_torch
+from quire.kernels.layer_norm import layer_norm_torch
 from quire.kernels.paged_attention import paged_attention
 from quire.kernels.prepare_inputs import prepare_inputs_torch
 from quire.kernels.rms_norm import fused_add_rms_norm_torch, rms_norm_torch
 from quire.kernels.rope_and_write import rope_and_write_torch
 from quire.kernels.silu_mul import silu_mul_torch
+from quire.kernels.triton import layer_norm as layer_norm_kernel
 from quire.kernels.triton import prepare_inputs as prepare_kernel
 from quire.kernels.triton import rms_norm as norm_kernel
 from quire.kernels.triton import rope_and_write as rope_kernel
 from quire.kernels.triton import silu_mul as silu_kernel
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
+from tests.attention.mixes import scoring_with
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -53,8 +57,10 @@ def check_attention(
     prefix: int = 0,
     padding: int = 0,
     cache_dtype: torch.dtype | None = None,
+    features: str = "",
 ) -> None:
-    """`prefix`: tokens in blocks that all rows share. `padding`: rows of nobody after the others."""
+    """`features`: a name of tests.attention.mixes.FEATURES. `prefix`: tokens in blocks that all rows share. `padding`:
+    rows of nobody after the others."""
     torch.manual_seed(0)
     rows = [(cached + prefix, new) for cached, new in MIXES[mix]]
     lens = [cached + new for cached, new in rows]
@@ -79,11 +85,11 @@ def check_attention(
     starts, table = starts.to(device), table.to(device)
     length = torch.tensor([prefix], dtype=torch.int32, device=device) if prefix else None
     step = StepInputs(in_step, len(q), starts, seq_lens, bool((counts == 1).all()), blocks, length)
-    scale = head_size**-0.5
-    wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, scale, window)
+    scoring = scoring_with(features, heads, head_size**-0.5, window, device)
+    wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, scoring)
     real = len(q) - padding
     for _ in range(2):  # the second time finds the counters that the first left
-        ours = backend.attend(q, cache, backend.build(step, table, block_size), scale, window)
+        ours = backend.attend(q, cache, backend.build(step, table, block_size), scoring)
         check_close(ours[:real], wanted[:real], dtype)
         assert ours.isfinite().all()
 
@@ -98,6 +104,26 @@ def check_norms(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     assert torch.equal(summed, total)
 
 
+def check_layer_norms(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, residual = torch.randn(2, rows, width, device=device).to(dtype)
+    weight, bias = torch.randn(2, width, device=device)
+    for shift in (None, bias):
+        wanted = layer_norm_torch(x, weight, shift, 1e-5)
+        check_close(layer_norm_kernel.layer_norm(x, None, weight, shift, 1e-5), wanted, dtype)
+        total = x + residual
+        stream = residual.clone()
+        normed = layer_norm_kernel.layer_norm(x, stream, weight, shift, 1e-5)
+        check_close(normed, layer_norm_torch(total, weight, shift, 1e-5), dtype)
+        assert torch.equal(stream, total)
+
+
+def check_activations(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = torch.randn(rows, 2 * width, device=device).to(dtype)
+    for name in ("silu", "gelu", "gelu_tanh", "relu"):
+        check_close(activate(x, name), activate_torch(x.float(), name), dtype)
+        check_close(activate_mul(x, name), activate_mul_torch(x.float(), name), dtype)
+
+
 def check_silu_mul(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x = torch.randn(rows, 2 * width, device=device).to(dtype)
     check_close(silu_kernel.silu_mul(x), silu_mul_torch(x), dtype)
@@ -106,11 +132,12 @@ def check_silu_mul(device: str, dtype: torch.dtype, rows: int, width: int) -> No
 def check_rope_and_write(
     device: str, dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary: int, normed: bool
 ) -> None:
+    """`rotary` 0: without a table."""
     block_size, blocks = 16, tokens // 16 + 3
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     angles = torch.rand(64, rotary // 2) * 6
-    table = torch.cat((angles.cos(), angles.sin()), 1).to(device, dtype)
-    positions = torch.randint(0, 64, (tokens,), dtype=torch.int32).to(device)
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(device, dtype) if rotary else None
+    positions = torch.randint(0, 64, (tokens,), dtype=torch.int32).to(device) if rotary else None
     slots = torch.randperm(blocks * block_size)[:tokens].to(device)
     weights = torch.randn(2, head_dim, device=device).to(dtype)
     norms = (weights[0], weights[1], 1e-6) if normed else None
@@ -118,7 +145,8 @@ def check_rope_and_write(
     caches = [torch.zeros(shape, dtype=t, device=device) for t in (torch.float32, dtype)]
     # The kernel rounds once, at the end; so the twin must not round between norm and rotation.
     exact = (weights[0].float(), weights[1].float(), 1e-6) if normed else None
-    wanted = rope_and_write_torch(qkv.float(), heads, exact, table.float(), positions, caches[0], slots)
+    full = table.float() if table is not None else None
+    wanted = rope_and_write_torch(qkv.float(), heads, exact, full, positions, caches[0], slots)
     ours = rope_kernel.rope_and_write(qkv, heads, norms, table, positions, caches[1], slots)
     check_close(ours, wanted, dtype)
     check_close(caches[1], caches[0], dtype)
@@ -152,7 +180,7 @@ def check_prepare_inputs(device: str, one_each: bool) -> None:
         assert torch.equal(states[1][rows.long()], before[rows.long()] + 1)
 
 
-def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning) -> None:
+def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning, features: str = "") -> None:
     """Rows of uneven length, some shorter than a split may be."""
     lens = torch.tensor([1, 40, 200, 330, 129], dtype=torch.int32)
     pages = [-(-int(n) // 16) for n in lens]
@@ -165,6 +193,7 @@ def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning) -> None:
     q = torch.randn(len(lens), 4, 16).to(device, dtype)
     out, space = torch.empty_like(q), DecodeWorkspace(len(lens), 4, 2, 16, torch.device(device))
     rows, starts, lens, table = (x.to(device) for x in (rows, starts, lens, table))
+    scoring = scoring_with(features, 4, 0.25, device=device)
     for _ in range(2):
-        paged_decode(q, out, cache, rows, None, lens, table, space, 0.25, tuning=tuning)
-        check_close(out, paged_attention(q, cache, rows, starts, lens, table, 0.25), dtype)
+        paged_decode(q, out, cache, rows, None, lens, table, space, scoring, tuning=tuning)
+        check_close(out, paged_attention(q, cache, rows, starts, lens, table, scoring), dtype)

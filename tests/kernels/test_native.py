@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from quire.kernels import native
-from quire.kernels.paged_attention import paged_attention
+from quire.kernels.activation import ACTIVATIONS, activate, activate_mul, activate_mul_torch, activate_torch
+from quire.kernels.layer_norm import layer_norm_torch
+from quire.kernels.paged_attention import Scoring, paged_attention
 from quire.kernels.rms_norm import fused_add_rms_norm_torch, rms_norm_torch
 from quire.kernels.rope_and_write import rope_and_write_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.platforms.cpu_facts import cpu_flags
-from tests.attention.mixes import MIXES, paged_batch
+from tests.attention.mixes import FEATURES, MIXES, paged_batch, scoring_with
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
+PLAIN = Scoring(0.125)
 
 # What quire_linear is compiled as, and the flags that make this machine one without more. Those it has less than, it
 # cannot run.
@@ -38,12 +41,41 @@ def check_close(ours, wanted, dtype):
 @pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 65), (70, 1024)])
 def test_rms_norm(dtype, rows, width):
     x, residual, weight = torch.randn(2 * rows + 1, width).to(dtype).split((rows, rows, 1))
-    weight = weight[0].contiguous()
+    weight = weight[0].float()
     check_close(native.rms_norm(x, None, weight, 1e-6), rms_norm_torch(x, weight, 1e-6), dtype)
     wanted, total = fused_add_rms_norm_torch(x, residual, weight, 1e-6)
     stream = residual.clone()
     check_close(native.rms_norm(x, stream, weight, 1e-6), wanted, dtype)
     assert torch.equal(stream, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 65), (70, 1024)])
+def test_layer_norm(dtype, has_bias, rows, width):
+    x, residual = (torch.randn(2, rows, width) + 3).to(dtype)
+    weight, shift = torch.randn(2, width)
+    bias = shift if has_bias else None
+    check_close(native.layer_norm(x, None, weight, bias, 1e-5), layer_norm_torch(x, weight, bias, 1e-5), dtype)
+    stream, total = residual.clone(), x + residual
+    check_close(native.layer_norm(x, stream, weight, bias, 1e-5), layer_norm_torch(total, weight, bias, 1e-5), dtype)
+    assert torch.equal(stream, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add(dtype):
+    x, y = torch.randn(2, 5, 70).to(dtype)
+    assert torch.equal(native.add(x, y), x + y)
+    table, rows = torch.randn(9, 70).to(dtype), torch.tensor([6, 0, 3, 3, 1])
+    assert torch.equal(native.add_rows(x, table, rows, first=2), x + table[rows + 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activate(dtype, name):
+    x = (torch.randn(7, 2 * 300) * 8).to(dtype)
+    check_close(activate(x, name), activate_torch(x.float(), name), dtype)
+    check_close(activate_mul(x, name), activate_mul_torch(x.float(), name), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,7 +94,7 @@ def test_rope_and_write(dtype, normed, heads, kv_heads, head_dim, rotary):
     angles = torch.rand(64, rotary // 2) * 6
     table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
     positions, slots = torch.randint(0, 64, (tokens,)), torch.randperm(blocks * 16)[:tokens]
-    weights = torch.randn(2, head_dim).to(dtype)
+    weights = torch.randn(2, head_dim)
     norms = (weights[0], weights[1], 1e-6) if normed else None
     caches = [torch.zeros(blocks, 2, kv_heads, 16, head_dim, dtype=dtype) for _ in range(2)]
     wanted = rope_and_write_torch(qkv, heads, norms, table, positions, caches[0], slots)
@@ -129,37 +161,39 @@ def test_linear_keeps_what_is_not_a_number(linear_of):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(9, 3, 64), (4, 4, 24), (6, 2, 128), (32, 1, 32)])
 def test_attention(dtype, mix, window, heads, kv_heads, head_size):
     batch = paged_batch(MIXES[mix], 16, heads, kv_heads, head_size, dtype, window)
-    ours = native.attention(*batch, head_size**-0.5, window)
-    check_close(ours, paged_attention(*batch, head_size**-0.5, window), dtype)
+    scoring = Scoring(head_size**-0.5, window)
+    check_close(native.attention(*batch, scoring), paged_attention(*batch, scoring), dtype)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 32])
 def test_attention_with_other_blocks(block_size):
     batch = paged_batch(MIXES["mixed"], block_size, 6, 2, 64, torch.bfloat16)
-    check_close(native.attention(*batch, 0.125, None), paged_attention(*batch, 0.125, None), torch.bfloat16)
+    check_close(native.attention(*batch, PLAIN), paged_attention(*batch, PLAIN), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "shared"), [(9, 32), (70, 192), (3, 64), (64, 16)])
-def test_a_prefix_that_all_rows_share(dtype, rows, shared):
-    check_shared_prefix(dtype, rows, shared)
+@pytest.mark.parametrize("features", ["", *FEATURES])
+def test_a_prefix_that_all_rows_share(dtype, rows, shared, features):
+    check_shared_prefix(dtype, rows, shared, features)
 
 
-def check_shared_prefix(dtype, rows, shared):
+def check_shared_prefix(dtype, rows, shared, features=""):
     lengths = [(shared + 5 * i % 77, 1) for i in range(rows)]
     q, cache, places, starts, lens, table = paged_batch(lengths, 16, 9, 3, 64, dtype)
     table[:, : shared // 16] = table[places[0], : shared // 16].clone()
     batch = (q, cache, places, starts, lens, table)
-    check_close(native.attention(*batch, 0.125, None, shared), paged_attention(*batch, 0.125, None), dtype)
+    scoring = scoring_with(features, 9, 0.125)
+    check_close(native.attention(*batch, scoring, shared), paged_attention(*batch, scoring), dtype)
 
 
 def test_one_thread_gives_the_same():
     batch = paged_batch(MIXES["long"], 16, 6, 2, 64, torch.bfloat16)
-    several = native.attention(*batch, 0.125, None)
+    several = native.attention(*batch, PLAIN)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert torch.equal(native.attention(*batch, 0.125, None), several)
+        assert torch.equal(native.attention(*batch, PLAIN), several)
     finally:
         torch.set_num_threads(threads)
 
@@ -169,4 +203,4 @@ def test_random_shapes():
     for _ in range(30):
         rows = [(int(rng.integers(0, 200)), int(rng.integers(1, 40))) for _ in range(rng.integers(1, 6))]
         batch = paged_batch(rows, 16, 6, 2, 64, torch.bfloat16)
-        check_close(native.attention(*batch, 0.125, None), paged_attention(*batch, 0.125, None), torch.bfloat16)
+        check_close(native.attention(*batch, PLAIN), paged_attention(*batch, PLAIN), torch.bfloat16)

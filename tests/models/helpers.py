@@ -8,7 +8,7 @@ import torch
 from quire.attention.base import ForwardContext, StepInputs
 from quire.attention.cpu import TorchBackend
 from quire.models.decoder import DecoderModel
-from quire.models.loader import fill_from
+from quire.models.fill import fill_from
 from quire.models.registry import model_class
 
 CPU = torch.device("cpu")

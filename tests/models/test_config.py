@@ -14,8 +14,8 @@ def test_unknown_architecture_lists_the_known():
 
 
 def test_other_activation_is_refused():
-    with pytest.raises(ValueError, match=r"'gelu'.*supported: silu"):
-        Qwen2ForCausalLM.configure(SMALL | {"hidden_act": "gelu"})
+    with pytest.raises(ValueError, match=r"'mish'.*supported: silu"):
+        Qwen2ForCausalLM.configure(SMALL | {"hidden_act": "mish"})
 
 
 def test_unknown_rope_is_refused():
@@ -50,7 +50,7 @@ def test_windows_follow_max_window_layers():
 def test_weight_map_goes_both_ways():
     weights = WeightMap((Rule("a.{i}.q.{p}", "b.{i}.qkv.{p}", "q"),), ignored=("a.{i}.junk",))
     target = weights.target("a.12.q.bias")
-    assert target is not None and (target.parameter, target.shard) == ("b.12.qkv.bias", "q")
+    assert target is not None and (target.parameter, target.shards) == ("b.12.qkv.bias", ("q",))
     assert weights.checkpoint_name("b.12.qkv.bias", "q") == "a.12.q.bias"
     assert weights.target("a.x.q.bias") is None
     assert weights.is_ignored("a.3.junk")

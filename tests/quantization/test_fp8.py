@@ -9,10 +9,11 @@ from safetensors.torch import save_file
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.kernels.quantize_fp8 import FP8, quantize_fp8_torch
-from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.parallel import TensorParallel
+from quire.models.fill import fill_with_random
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loader import fill_with_random, load_model
+from quire.models.loader import load_model
 from quire.quantization.fp8 import Fp8Quantization, OnlineFp8LinearMethod
 from quire.quantization.fp8_config import Fp8Config
 from tests.models.helpers import CPU, TinyRunner
@@ -100,7 +101,7 @@ def test_one_layer_at_a_time_is_in_full_precision(monkeypatch):
     fill_with_random(model, 3)
     assert most == 1 and alive == 0
     model.process_after_loading()
-    linears = list(model._linears())
+    linears = [module for module in model.modules() if isinstance(module, ParallelLinear)]
     assert len(linears) == 4 * SMALL["num_hidden_layers"] and all(linear.weight.dtype is FP8 for linear in linears)
     assert model.lm_head.method.__class__.__name__ == "UnquantizedLinearMethod"
 

@@ -63,9 +63,9 @@ def test_a_tiny_model(tmp_path, family, asked, allowed):
     plain, rounded = (load_model(ckpt, hf, torch.float32, "cpu", quantization=name) for name in (None, asked))
     embedded = plain.embed_tokens(torch.arange(211)), rounded.embed_tokens(torch.arange(211))
     assert off(embedded[1], embedded[0]) < 0.01
-    gate_up = plain.layers[2].mlp.gate_up_proj.weight.clone()
+    gate_up = plain.layers[2].mlp.up_proj.weight.clone()
     with_rounded_weights(plain, rounded)
-    assert off(plain.layers[2].mlp.gate_up_proj.weight, gate_up) < allowed
+    assert off(plain.layers[2].mlp.up_proj.weight, gate_up) < allowed
     wanted, got = (TinyRunner(model, 1).step([(0, TOKENS)])[0] for model in (plain, rounded))
     assert 0 < off(got, wanted) < 0.1  # activations to 8 bits, in a random model that multiplies every error
 
@@ -76,7 +76,7 @@ def test_int4_keeps_embedding_and_head_in_8_bits(tmp_path):
     model = load_model(ckpt, load_hf_config(ckpt), torch.bfloat16, "cpu", quantization="int4")
     assert model.embed_tokens.packed is model.lm_head.packed
     assert [part.format for part in model.lm_head.packed.parts] == [quantized.FORMATS["Q8_0"]]
-    assert {part.format for part in model.layers[0].mlp.gate_up_proj.packed.parts} == {quantized.FORMATS["Q4_1"]}
+    assert {part.format for part in model.layers[0].mlp.up_proj.packed.parts} == {quantized.FORMATS["Q4_1"]}
 
 
 def test_dummy_weights_are_rounded_too(tmp_path):

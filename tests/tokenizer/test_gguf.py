@@ -4,6 +4,7 @@ import pytest
 
 from quire.checkpoint.gguf_header import GGUFHeader
 from quire.tokenizer.gguf import build_gguf_tokenizer
+from quire.tokenizer.pretokenizers import PRE_TOKENIZERS, build_pre_tokenizer
 from tests.tokenizer.vocabularies import sentencepiece
 
 
@@ -56,12 +57,19 @@ DIGIT_MERGES = ["1 2", "12 3", "123 4"]
         ("smollm", ["1", "2", "3", "4", "5"]),
         ("qwen2", ["1", "2", "3", "4", "5"]),
         ("llama-bpe", ["123", "4", "5"]),
+        ("dbrx", ["123", "4", "5"]),
+        ("gpt-4o", ["123", "4", "5"]),
         ("tekken", ["1", "2", "3", "4", "5"]),
     ],
 )
 def test_each_family_cuts_digits_its_own_way(pre, pieces):
     tokenizer = byte_level(pre, DIGITS, DIGIT_MERGES)
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12345")) == pieces
+
+
+def test_gpt4o_cuts_at_capitals_and_keeps_contractions():
+    cut = build_pre_tokenizer(PRE_TOKENIZERS["gpt-4o"]).pre_tokenize_str("HelloWorld's (I'LL)")
+    assert [piece for piece, _ in cut] == ["Hello", "World's", "Ġ(", "I'LL", ")"]
 
 
 def test_llama3_prefers_whole_words_to_merges():
@@ -73,6 +81,11 @@ def test_llama3_prefers_whole_words_to_merges():
 def test_qwen2_normalizes():
     tokens = ["Ã", "©", "Ã©", "e", "Ì", "ģ"]
     assert byte_level("qwen2", tokens, ["Ã ©"]).encode("e\u0301") == [2]
+
+
+def test_falcon_cuts_punctuation_off_and_digits_by_three():
+    cut = build_pre_tokenizer(PRE_TOKENIZERS["falcon"]).pre_tokenize_str("it's 12345 (ok)...")
+    assert [piece for piece, _ in cut] == ["it", "'", "s", "Ġ", "123", "45", "Ġ", "(", "ok", ")..."]
 
 
 def test_unknown_pre_tokenizer_is_an_error_and_a_missing_one_a_warning(caplog):

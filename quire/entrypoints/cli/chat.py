@@ -38,21 +38,21 @@ def run(args: argparse.Namespace) -> int:
     settings = given_settings(args)
     if settings.get("n", 1) != 1:
         raise ValueError("n is always 1 in a chat")
-    return _with_server(args, settings) if args.url is not None else _with_engine(args, {**DEFAULTS, **settings})
+    return _with_server(args, settings) if args.url is not None else _with_engine(args, settings)
 
 
 def _with_engine(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     for name in ("model_name", "api_key"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a server; give its address with --url")
-    SamplingParams(**settings)  # what is wrong together is said now
+    SamplingParams(**DEFAULTS | settings)  # what is wrong together is said now
     engine = start.start_engine(args, leave_out=TAKEN)
     try:
         from quire.entrypoints.cli.chat_model import LocalModel
 
         renderer = start.chat_renderer(engine)
         renderer.render([{"role": "user", "content": "Hello"}])  # no template, or a broken one: said now
-        return _talk(LocalModel(engine, renderer), args, settings)
+        return _talk(LocalModel(engine, renderer), args, DEFAULTS | engine.config.model.default_sampling | settings)
     finally:
         engine.shutdown()
 

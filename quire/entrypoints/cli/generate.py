@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             out = stack.enter_context(args.output.open("w", encoding="utf-8"))
         engine = start.start_engine(args, leave_out=TAKEN)
         stack.callback(engine.shutdown)
+        if engine.config.model.default_sampling:
+            job.check(sampling_params(args, **engine.config.model.default_sampling))
         # On a screen the results are progress enough, and would break the bar.
         show_progress = sys.stderr.isatty() and not out.isatty()
         for place, (task, output) in enumerate(job.run(engine, show_progress)):

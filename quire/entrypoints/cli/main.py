@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": Command("quire.entrypoints.cli.chat", "talk with a model in the terminal, here or on a server"),
     "complete": Command("quire.entrypoints.cli.complete", "continue prompts with a running server"),
     "run-batch": Command("quire.entrypoints.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
+    "models": Command("quire.entrypoints.cli.models", "which models are served, and how a given one would be"),
     "collect-env": Command("quire.entrypoints.cli.collect_env", "facts about this machine for a bug report"),
     "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),
     "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),

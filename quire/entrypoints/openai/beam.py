@@ -14,7 +14,6 @@ from quire.entrypoints.beam_search import Beam, BeamSearch, BeamSearchParams, ch
 from quire.entrypoints.openai.context import Job, ServerContext
 from quire.entrypoints.openai.errors import bad_request, refused_value
 from quire.entrypoints.openai.generation import Batch
-from quire.entrypoints.openai.params import DEFAULT_MAX_TOKENS
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
@@ -61,10 +60,11 @@ def beam_request(request: GenerationRequest, context: ServerContext) -> BeamRequ
     width, limit, logprobs = n, request.max_tokens, None
     if isinstance(request, CompletionRequest):
         width = n if request.best_of is None else request.best_of
-        limit = DEFAULT_MAX_TOKENS if limit is None else limit
+        limit = context.params.completion_max_tokens if limit is None else limit
         logprobs = request.logprobs
     elif isinstance(request, ChatRequest):
         limit = request.max_completion_tokens if request.max_completion_tokens is not None else limit
+        limit = context.params.max_tokens if limit is None else limit
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
     if not 1 <= n <= width or width > context.config.max_n:
         name = "best_of" if width != n else "n"

@@ -51,7 +51,7 @@ class ServerContext:
         self.created = int(time.time())
         self.model_names = config.served_model_name or (engine.model_name,)
         self.decoder = BodyDecoder(config.strict_fields)
-        self.params = ParamsBuilder(config, engine.max_model_len, engine_config.model.vocab_size)
+        self.params = ParamsBuilder(config, engine.max_model_len, engine_config.model)
         self.http_metrics = HttpMetrics()
         endpoint = config.otlp_traces_endpoint
         self.tracer = Tracer(endpoint, self.model_names[0]) if endpoint is not None else None

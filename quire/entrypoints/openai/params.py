@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quire.config import ModelConfig
 from quire.config.server import ServerConfig
 from quire.entrypoints.openai.errors import bad_request, not_available, refused_value
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -38,10 +39,12 @@ MAX_PRIORITY = 2**31
 
 
 class ParamsBuilder:
-    def __init__(self, config: ServerConfig, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, config: ServerConfig, max_model_len: int, model: ModelConfig) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
+        self.vocab_size = model.vocab_size
+        self.defaults = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
+        self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: the model has no opinion
 
     def for_completion(self, request: CompletionRequest) -> SamplingParams:
         if request.suffix:
@@ -49,7 +52,7 @@ class ParamsBuilder:
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise not_available("best_of", "choosing among more completions than n")
         given = self._given(request)
-        limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        limit = self.completion_max_tokens if request.max_tokens is None else request.max_tokens
         if request.echo and limit == 0:
             limit = 1  # the prompt is all that is wanted; what is generated is left out of the answer
         given["max_tokens"] = limit
@@ -66,7 +69,7 @@ class ParamsBuilder:
         given = self._given(request)
         given["max_tokens"] = request.max_completion_tokens
         if request.max_completion_tokens is None:
-            given["max_tokens"] = request.max_tokens
+            given["max_tokens"] = self.max_tokens if request.max_tokens is None else request.max_tokens
         if request.logprobs:
             top = request.top_logprobs or 0
             if top < 0:
@@ -78,9 +81,13 @@ class ParamsBuilder:
             given["thinking_token_budget"] = request.thinking_token_budget
         return self._build(request, given)
 
+    @property
+    def completion_max_tokens(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
     def _given(self, request: GenerationRequest) -> dict[str, Any]:
         given = {name: getattr(request, name) for name in PASSED_ON}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = self.defaults | {name: value for name, value in given.items() if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]
         if request.vllm_xargs is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quire.kernels.native.build import library
+from quire.kernels.paged_attention import Scoring
 from quire.platforms.cpu_facts import cpu_flags
 from quire.platforms.cpu_isa import allows
 
@@ -32,6 +33,9 @@ AMX_STATES = (  # as amx.c numbers them
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _SIGNATURES = {
     "quire_rms_norm": "pppp ll f i",
+    "quire_layer_norm": "ppppp ll f i",
+    "quire_add": "pppp ll i",
+    "quire_activate": "pp ll iii",
     "quire_silu_mul": "pp ll i",
     "quire_argmax": "pp ll i",
     "quire_rope_and_write": "ppppp f ppp llllll i",
@@ -47,8 +51,11 @@ _SIGNATURES = {
     "quire_quantize_weight": "i pp ll i",
     "quire_quantized_lookup": "i ppp ll i",
     "quire_quantized_linear": "pp l pp lll i",
+    "quire_quantized_linear_amx": "pp l pp lll",
     "quire_attention_fits": "lll",
-    "quire_attention": "ppppppp lllllllll f ii",
+    "quire_attention": "ppppppp lllllllll ff pp ii",
+    "quire_route": "ppp lll ii",
+    "quire_moe": "pppppppppppp lllll ii",
     "quire_replay": "p l",
 }
 
@@ -58,7 +65,8 @@ def serves(x: torch.Tensor) -> bool:
 
 
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [n, d]; where there is a residual it is added first, and the sum written over it."""
+    """x [n, d], weight [d] float32; where there is a residual it is added first, and the sum written over it."""
+    assert weight.dtype is torch.float32
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -67,6 +75,48 @@ def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tenso
     native_function("quire_rms_norm")(
         x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *sizes, eps, TYPES[x.dtype]
     )  # fmt: skip
+    return out
+
+
+def layer_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """As rms_norm; weight and bias [d] float32."""
+    assert weight.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    added, shift = (t.data_ptr() if t is not None else None for t in (residual, bias))
+    sizes = (x.numel() // width, width)
+    native_function("quire_layer_norm")(
+        x.data_ptr(), added, weight.data_ptr(), shift, out.data_ptr(), *sizes, eps, TYPES[x.dtype]
+    )  # fmt: skip
+    return out
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[n, d] each."""
+    a, b = a.contiguous(), b.contiguous()
+    out = torch.empty_like(a)
+    native_function("quire_add")(a.data_ptr(), b.data_ptr(), None, out.data_ptr(), *a.shape, TYPES[a.dtype])
+    return out
+
+
+def add_rows(x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """x [n, d] + table[first + rows], rows [n] int64."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    start = table.data_ptr() + first * x.shape[1] * x.itemsize
+    native_function("quire_add")(x.data_ptr(), start, rows.data_ptr(), out.data_ptr(), *x.shape, TYPES[x.dtype])
+    return out
+
+
+def activate(x: torch.Tensor, kind: int, gated: bool) -> torch.Tensor:
+    """x [n, d], or if gated [n, 2 * d] -> [n, d]; `kind` as kernels/activation.py has it."""
+    x = x.contiguous()
+    rows, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    out = torch.empty(rows, width, dtype=x.dtype)
+    native_function("quire_activate")(x.data_ptr(), out.data_ptr(), rows, width, gated, kind, TYPES[x.dtype])
     return out
 
 
@@ -95,7 +145,8 @@ def rope_and_write(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,  # int64
 ) -> torch.Tensor:
-    """Without a table nothing is rotated."""
+    """Without a table nothing is rotated. The norms' weights are float32."""
+    assert norms is None or norms[0].dtype is norms[1].dtype is torch.float32
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     qkv = qkv.contiguous()
     tokens = qkv.shape[0]
@@ -170,8 +221,7 @@ def attention(
     query_start: torch.Tensor,  # [n + 1] int32
     seq_lens: torch.Tensor,  # [n] int32
     block_table: torch.Tensor,  # [rows, max_blocks] int32
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
     shared: int = 0,
 ) -> torch.Tensor:
     """`shared`: leading keys, in blocks that all rows have, that are read once for all of them; then each row has one
@@ -181,11 +231,13 @@ def attention(
     _, _, kv_heads, block_size, _ = kv_cache.shape
     q = q.contiguous()
     out = torch.empty_like(q)
+    window, softcap = scoring.window or 0, float(scoring.softcap or 0.0)
+    slopes, sinks = (x.data_ptr() if x is not None else None for x in (scoring.slopes, scoring.sinks))
     native_function("quire_attention")(
         q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), rows.data_ptr(), query_start.data_ptr(),
         seq_lens.data_ptr(), block_table.data_ptr(),
-        q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window or 0, shared,
-        scale, TYPES[q.dtype], has_amx(),
+        q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window, shared,
+        float(scoring.scale), softcap, slopes, sinks, TYPES[q.dtype], has_amx(),
     )  # fmt: skip
     return out
 

@@ -182,6 +182,15 @@ void quire_linear_amx(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 
     }
 }
 
+void quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
+                           int64_t k, int64_t begin, int64_t end) {
+    if (m < 1 || begin >= end) return;
+    Product p = make_product(x, packed, bias, out, m, n, k, 1);
+    bf16 *inputs = quire_scratch(p.chunk * p.steps * STEP * 2);
+    for (int64_t first = 0; first * p.chunk < m; first++)
+        multiply_part(&p, first * p.panels + begin, first * p.panels + end, inputs);
+}
+
 void quire_tiles_begin(void) { tiles_begin(); }
 void quire_tiles_end(void) { tiles_end(); }
 
@@ -334,6 +343,10 @@ void quire_tile_values(const bf16 *weights, const bf16 *values, float *acc, int6
 }
 void quire_linear_amx(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
     (void)x, (void)packed, (void)bias, (void)out, (void)m, (void)n, (void)k;
+}
+void quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
+                           int64_t k, int64_t begin, int64_t end) {
+    (void)x, (void)packed, (void)bias, (void)out, (void)m, (void)n, (void)k, (void)begin, (void)end;
 }
 
 #endif

@@ -6,12 +6,11 @@
 #include "elements.h"
 #include "threads.h"
 #include "tile_products.h"
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include <immintrin.h>
-#define HAVE_BF16_DOT 1
-#endif
+#include "vectors.h"
 
-enum { MAX_M = 192, TILE = KEYS_AT_ONCE, MAX_D = 256 };
+/* FEW: up to as many queries are multiplied with keys and values as they lie in the cache; ROWS: of more, as many at a time
+ * have scores that stay in the nearest cache. */
+enum { MAX_M = 192, TILE = KEYS_AT_ONCE, MAX_D = 256, FEW = 4, ROWS = 32 };
 
 typedef struct {
     const void *q, *cache;
@@ -21,8 +20,10 @@ typedef struct {
     int64_t shared;  /* leading keys that all rows share: attended to for many rows at once, before the rest */
     float *parts;    /* what came of that, [tokens, heads] of d sums, the greatest score and the total; or NULL */
     int makes_parts; /* whether this task is one of those for many rows, each of one query */
-    float scale;
-    int type, tiles; /* tiles: whether there are AMX's */
+    float scale, softcap;        /* softcap 0: none */
+    const float *slopes, *sinks; /* of each head, or NULL */
+    const int32_t *lengths;      /* of each row */
+    int type, tiles;             /* tiles: whether there are AMX's */
 } Task;
 
 static inline int64_t key_place(const Task *t, int64_t head, int64_t key, int kind) {
@@ -42,16 +43,41 @@ static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t c
     if (*last < *first) *last = *first;
 }
 
+/* Products of row i with keys [first, last) of a tile -> scores with soft-cap and ALiBi. The softmax only scales those of
+ * a layer that has neither, so that they cost it nothing. */
+static void bend(const Task *t, float *s, int64_t head, int64_t group, int64_t i, int64_t tile, int64_t first,
+                 int64_t last) {
+    if (t->softcap > 0) {
+        float by = 2.0f * t->scale / t->softcap, cap = t->softcap;
+        _Pragma("omp simd") for (int64_t j = first; j < last; j++) {
+            float e = exp_fast(-fabsf(s[j] * by)); /* tanh |x| = (1 - exp -2|x|) / (1 + exp -2|x|) */
+            s[j] = copysignf(cap * (1.0f - e) / (1.0f + e), s[j]);
+        }
+    } else {
+        for (int64_t j = first; j < last; j++) s[j] *= t->scale;
+    }
+    if (t->slopes) {
+        int64_t query = t->makes_parts ? t->lengths[t->first_token + i / group] - 1 : t->position + i / group;
+        float slope = t->slopes[head * group + i % group];
+        int32_t from = (int32_t)(tile - query);
+        for (int32_t j = first; j < last; j++) s[j] += slope * (float)(from + j);
+    }
+}
+
+static inline int bends(const Task *t) { return t->softcap > 0 || t->slopes; }
+
 /* Scores [m][TILE] of a tile -> weights in place; greatest, sum and what is accumulated so far are brought up to date. */
-static void soften(const Task *t, float *scores, int64_t tile, int64_t count, int64_t group, int64_t m, float *most,
-                   float *total, float *acc) {
+static void soften(const Task *t, float *scores, int64_t head, int64_t tile, int64_t count, int64_t group, int64_t m,
+                   float *most, float *total, float *acc) {
+    float scale = bends(t) ? 1.0f : t->scale;
     for (int64_t i = 0; i < m; i++) {
         float *s = scores + i * TILE;
         int64_t first, last;
         seen(t, t->position + i / group, tile, count, &first, &last);
         float greatest = most[i];
+        if (bends(t)) bend(t, s, head, group, i, tile, first, last);
         for (int64_t j = first; j < last; j++) {
-            s[j] *= t->scale;
+            s[j] *= scale;
             greatest = s[j] > greatest ? s[j] : greatest;
         }
         for (int64_t j = 0; j < first && j < TILE; j++) s[j] = 0;
@@ -77,9 +103,9 @@ static inline int64_t query_place(const Task *t, int64_t head, int64_t group, in
     return ((t->first_token + i / group) * t->heads + head * group + i % group) * t->d;
 }
 
-static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, float *scores, float *acc, float *most,
-                         float *total, int64_t begin, int64_t end) {
-    float q[MAX_D], k[MAX_D];
+static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, float *acc, float *most, float *total,
+                         int64_t begin, int64_t end) {
+    float q[MAX_D], k[MAX_D], scores[MAX_M * TILE];
     for (int64_t tile = begin; tile < end; tile += TILE) {
         int64_t count = end - tile < TILE ? end - tile : TILE;
         for (int64_t j = 0; j < count; j++) {
@@ -93,7 +119,7 @@ static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, 
                 scores[i * TILE + j] = sum;
             }
         }
-        soften(t, scores, tile, count, group, m, most, total, acc);
+        soften(t, scores, head, tile, count, group, m, most, total, acc);
         for (int64_t j = 0; j < count; j++) {
             int64_t at = key_place(t, head, tile + j, 1);
             for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
@@ -105,7 +131,12 @@ static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, 
     }
 }
 
-#ifdef HAVE_BF16_DOT
+#ifdef HAVE_BF16_VECTORS
+
+/* Elements of two rows in turns: the first 16 of each. */
+#define PAIRS_LOW                                                                                                      \
+    _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3,  \
+                     34, 2, 33, 1, 32, 0)
 
 /* 16 rows of 16 dwords become 16 columns. */
 static inline void transpose16(__m512i *r) {
@@ -134,67 +165,64 @@ static inline void transpose16(__m512i *r) {
     }
 }
 
-/* exp of x <= 0; -inf gives 0. */
-static inline __m512 exp16(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f)); /* below it weights round to nothing */
-    __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.4426950408889634f)), 0);
-    __m512 r = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.6931471805599453f), x);
-    __m512 p = _mm512_set1_ps(8.3334519073e-3f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, whole);
-}
-
 static inline __mmask16 lanes(int64_t first, int64_t last, int64_t at) {
     int64_t from = first - at < 0 ? 0 : first - at > 16 ? 16 : first - at;
     int64_t to = last - at < 0 ? 0 : last - at > 16 ? 16 : last - at;
     return (__mmask16)(((1u << to) - 1) & ~((1u << from) - 1));
 }
 
-/* soften(), with the weights in bf16 beside the scores. */
-static void soften_bf16(const Task *t, const float *scores, bf16 *weights, int64_t tile, int64_t count, int64_t group,
-                        int64_t m, float *most, float *total, float *acc) {
+/* soften() of one row, with the weights in bf16 beside the scores. whole: it sees every key of the tile. */
+static inline __attribute__((always_inline)) void soften_row(const float *scores, bf16 *to, float scale, int64_t d,
+                                                             int64_t first, int64_t last, int whole, float *most,
+                                                             float *total, float *acc) {
     enum { VECTORS = TILE / 16 };
-    __m512 scale = _mm512_set1_ps(t->scale), nothing = _mm512_set1_ps(-INFINITY);
-    for (int64_t i = 0; i < m; i++) {
-        int64_t first, last;
-        seen(t, t->position + i / group, tile, count, &first, &last);
-        bf16 *to = weights + i * TILE;
+    __m512 s[VECTORS], by = _mm512_set1_ps(scale), nothing = _mm512_set1_ps(-INFINITY);
+    for (int v = 0; v < VECTORS; v++) {
+        __mmask16 here = whole ? 0xffff : lanes(first, last, v * 16);
+        s[v] = _mm512_mask_mul_ps(nothing, here, _mm512_load_ps(scores + v * 16), by);
+    }
+    __m512 greatest = s[0], sum = _mm512_setzero_ps();
+    for (int v = 1; v < VECTORS; v++) greatest = _mm512_max_ps(greatest, s[v]);
+    float before = *most, now = _mm512_reduce_max_ps(greatest);
+    if (!(now > before)) now = before;
+    __m512 base = _mm512_set1_ps(now);
+    for (int v = 0; v < VECTORS; v++) {
+        __m512 w = exp16(_mm512_sub_ps(s[v], base));
+        if (!whole) w = _mm512_maskz_mov_ps(lanes(first, last, v * 16), w);
+        sum = _mm512_add_ps(sum, w);
+        _mm256_store_si256((__m256i *)(to + v * 16), (__m256i)_mm512_cvtneps_pbh(w));
+    }
+    if (now > before) {
+        float shrink = before == -INFINITY ? 0.0f : exp_fast(before - now);
+        *total *= shrink;
+        __m512 less = _mm512_set1_ps(shrink);
+        for (int64_t e = 0; e < d; e += 16) _mm512_store_ps(acc + e, _mm512_mul_ps(_mm512_load_ps(acc + e), less));
+        *most = now;
+    }
+    *total += _mm512_reduce_add_ps(sum);
+}
+
+/* Rows [begin, end) of a KV head, those from m on being padding; scores and weights are theirs alone. */
+static void soften_bf16(const Task *t, float *scores, bf16 *weights, int64_t head, int64_t tile, int64_t count,
+                        int64_t group, int64_t begin, int64_t end, int64_t m, float *most, float *total, float *acc) {
+    float scale = bends(t) ? 1.0f : t->scale;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t first = 0, last = 0;
+        float *s = scores + (i - begin) * TILE;
+        bf16 *to = weights + (i - begin) * TILE;
+        if (i < m) seen(t, t->position + i / group, tile, count, &first, &last);
         if (last <= first) {
             memset(to, 0, TILE * 2);
             continue;
         }
-        __m512 s[VECTORS], greatest = nothing, sum = _mm512_setzero_ps();
-        for (int v = 0; v < VECTORS; v++) {
-            __mmask16 here = lanes(first, last, v * 16);
-            s[v] = _mm512_mask_mul_ps(nothing, here, _mm512_load_ps(scores + i * TILE + v * 16), scale);
-            greatest = _mm512_max_ps(greatest, s[v]);
-        }
-        float before = most[i], now = _mm512_reduce_max_ps(greatest);
-        if (!(now > before)) now = before;
-        __m512 base = _mm512_set1_ps(now);
-        for (int v = 0; v < VECTORS; v++) {
-            __m512 w = _mm512_maskz_mov_ps(lanes(first, last, v * 16), exp16(_mm512_sub_ps(s[v], base)));
-            sum = _mm512_add_ps(sum, w);
-            _mm256_store_si256((__m256i *)(to + v * 16), (__m256i)_mm512_cvtneps_pbh(w));
-        }
-        if (now > before) {
-            float shrink = before == -INFINITY ? 0.0f : exp_fast(before - now);
-            total[i] *= shrink;
-            __m512 by = _mm512_set1_ps(shrink);
-            for (int64_t e = 0; e < t->d; e += 16)
-                _mm512_store_ps(acc + i * t->d + e, _mm512_mul_ps(_mm512_load_ps(acc + i * t->d + e), by));
-            most[i] = now;
-        }
-        total[i] += _mm512_reduce_add_ps(sum);
+        if (bends(t)) bend(t, s, head, group, i, tile, first, last);
+        if (last - first == TILE) soften_row(s, to, scale, t->d, 0, TILE, 1, most + i, total + i, acc + i * t->d);
+        else soften_row(s, to, scale, t->d, first, last, 0, most + i, total + i, acc + i * t->d);
     }
 }
 
 /* q [m, d] times keys [d / 2][TILE] pairs of elements -> scores [m, TILE]; m in fours. */
-static void score(const bf16 *q, const int32_t *keys, float *scores, int64_t m, int64_t d, int64_t blocks) {
+static __attribute__((noinline)) void score(const bf16 *q, const int32_t *keys, float *scores, int64_t m, int64_t d, int64_t blocks) {
     const int32_t *q_pairs = (const int32_t *)q;
     for (int64_t i = 0; i < m; i += 4)
         for (int64_t b = 0; b < blocks; b += 2) {
@@ -217,7 +245,7 @@ static void score(const bf16 *q, const int32_t *keys, float *scores, int64_t m, 
 }
 
 /* acc [m, d] += weights [m, TILE] times values [TILE / 2][d] pairs of keys; m in fours. */
-static void weigh(const bf16 *weights, const bf16 *values, float *acc, int64_t m, int64_t d, int64_t pairs) {
+static __attribute__((noinline)) void weigh(const bf16 *weights, const bf16 *values, float *acc, int64_t m, int64_t d, int64_t pairs) {
     const int32_t *w_pairs = (const int32_t *)weights;
     for (int64_t i = 0; i < m; i += 4)
         for (int64_t e = 0; e < d; e += 32) {
@@ -242,33 +270,112 @@ static void weigh(const bf16 *weights, const bf16 *values, float *acc, int64_t m
         }
 }
 
+/* Sums of 16 vectors of 16, one in each lane. */
+static inline __m512 sums_of(const __m512 *x) {
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[i], x[i + 8]), _mm512_unpackhi_ps(x[i], x[i + 8]));
+    for (int i = 0; i < 4; i++)
+        b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 4]), _mm512_unpackhi_ps(a[i], a[i + 4]));
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 2], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 2], 0xdd));
+    __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+    /* In order of x: 0 4 8 12, 2 6 10 14, 1 5 9 13, 3 7 11 15. */
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15), s);
+}
+
+/* Scores of up to FEW queries with keys as they lie: as many vectors of partial sums as keys, then 16 sums at once. */
+static inline __attribute__((always_inline)) void score_few(const bf16 *q, const bf16 **rows, float *scores, int64_t m,
+                                                            int64_t d, int64_t count) {
+    for (int64_t at = 0; at < count; at += 16)
+        for (int64_t i = 0; i < m; i++) {
+            __m512 part[16];
+            for (int j = 0; j < 16; j++) part[j] = _mm512_setzero_ps();
+            for (int64_t e = 0; e < d; e += 32) {
+                __m512bh x = (__m512bh)_mm512_load_si512(q + i * d + e);
+                for (int j = 0; j < 16; j++)
+                    part[j] = _mm512_dpbf16_ps(part[j], x, (__m512bh)_mm512_loadu_si512(rows[at + j] + e));
+            }
+            _mm512_store_ps(scores + i * TILE + at, sums_of(part));
+        }
+}
+
+/* acc [m, d] += weights [m, TILE] times values as they lie, two keys at a time. */
+static inline __attribute__((always_inline)) void weigh_few(const bf16 *weights, const bf16 **rows, int64_t to_values,
+                                                            float *acc, int64_t m, int64_t d, int64_t count) {
+    const __m512i low = PAIRS_LOW, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const int32_t *w_pairs = (const int32_t *)weights;
+    for (int64_t e = 0; e < d; e += 32) {
+        __m512 o[FEW][2];
+        for (int i = 0; i < m; i++) {
+            o[i][0] = _mm512_load_ps(acc + i * d + e);
+            o[i][1] = _mm512_load_ps(acc + i * d + e + 16);
+        }
+        for (int64_t j = 0; j < count; j += 2) {
+            __m512i x = _mm512_loadu_si512(rows[j] + to_values + e), y = _mm512_loadu_si512(rows[j + 1] + to_values + e);
+            __m512bh v0 = (__m512bh)_mm512_permutex2var_epi16(x, low, y);
+            __m512bh v1 = (__m512bh)_mm512_permutex2var_epi16(x, high, y);
+            for (int i = 0; i < m; i++) {
+                __m512bh w = (__m512bh)_mm512_set1_epi32(w_pairs[i * (TILE / 2) + j / 2]);
+                o[i][0] = _mm512_dpbf16_ps(o[i][0], w, v0);
+                o[i][1] = _mm512_dpbf16_ps(o[i][1], w, v1);
+            }
+        }
+        for (int i = 0; i < m; i++) {
+            _mm512_store_ps(acc + i * d + e, o[i][0]);
+            _mm512_store_ps(acc + i * d + e + 16, o[i][1]);
+        }
+    }
+}
+
+/* Where the keys of a tile are; past the last, the last again: it is finite, and gets no weight. */
+static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, const bf16 **rows) {
+    for (int64_t j = 0; j < count; j++) rows[j] = (const bf16 *)t->cache + key_place(t, head, tile + j, 0);
+    for (int64_t j = count; j < (count + 31) / 32 * 32; j++) rows[j] = rows[count - 1];
+}
+
+static inline __attribute__((always_inline)) void attend_few(const Task *t, int64_t m, int64_t d, float *acc, float *most,
+                                                             float *total, int64_t begin, int64_t end) {
+    int64_t to_values = t->kv_heads * t->block_size * d;
+    bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
+    float scores[FEW * TILE] __attribute__((aligned(64)));
+    const bf16 *rows[TILE];
+    for (int64_t tile = begin; tile < end; tile += TILE)
+        for (int64_t h = 0; h < t->num_heads; h++) {
+            int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
+            memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
+            find_rows(t, head, tile, count, rows);
+            score_few(q, rows, scores, m, d, count);
+            float *sums = acc + h * FEW * d;
+            soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
+            weigh_few(weights, rows, to_values, sums, m, d, count);
+        }
+}
+
 /* bf16 with d a multiple of 32. Keys are packed [d / 2][TILE] pairs of elements, values [TILE / 2][d] pairs of keys, so
  * that one instruction multiplies 16 outputs by a pair, or one tile 16 rows by 16 pairs. Rows past m are zero. */
-static void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *scores, float *acc, float *most,
-                        float *total, int64_t begin, int64_t end) {
+static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *acc, float *most, float *total,
+                        int64_t begin, int64_t end) {
     int64_t d = t->d, to_values = t->kv_heads * t->block_size * d; /* from a key to its value */
     static const bf16 zeros[MAX_D];
     bf16 q[MAX_M * MAX_D] __attribute__((aligned(64)));
     int32_t keys[MAX_D / 2 * TILE] __attribute__((aligned(64)));
     bf16 values[TILE * MAX_D] __attribute__((aligned(64)));
-    bf16 weights[MAX_M * TILE] __attribute__((aligned(64)));
+    float scores[ROWS * TILE] __attribute__((aligned(64)));
+    bf16 weights[ROWS * TILE] __attribute__((aligned(64)));
+    const bf16 *rows[TILE];
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t i = 0; i < all; i++) {
             const bf16 *from = i < m ? (const bf16 *)t->q + query_place(t, t->first_head + h, group, i) : zeros;
             memcpy(q + (h * all + i) * d, from, d * 2);
         }
-    memset(weights + m * TILE, 0, (all - m) * TILE * 2);
     if (t->tiles) quire_tiles_begin();
-    __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
-                                   4, 35, 3, 34, 2, 33, 1, 32, 0);
-    __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i low = PAIRS_LOW, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t tile = begin; tile < end; tile += TILE)
         for (int64_t h = 0; h < t->num_heads; h++) {
-            int64_t count = end - tile < TILE ? end - tile : TILE;
+            int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
             int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
-            const bf16 *rows[TILE];
-            for (int64_t j = 0; j < blocks * 16; j++)
-                rows[j] = j < count ? (const bf16 *)t->cache + key_place(t, t->first_head + h, tile + j, 0) : zeros;
+            find_rows(t, head, tile, count, rows);
             for (int64_t b = 0; b < blocks; b++)
                 for (int64_t e = 0; e < d / 2; e += 16) {
                     __m512i r[16];
@@ -276,35 +383,54 @@ static void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, fl
                     transpose16(r);
                     for (int j = 0; j < 16; j++) _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
                 }
-            if (t->tiles) quire_tile_scores(q + h * all * d, keys, scores, all, d, blocks);
-            else score(q + h * all * d, keys, scores, all, d, blocks);
-            float *sums = acc + h * all * d;
-            soften_bf16(t, scores, weights, tile, count, group, m, most + h * all, total + h * all, sums);
             for (int64_t j = 0; j < pairs; j++) {
-                const bf16 *a = 2 * j < count ? rows[2 * j] + to_values : zeros;
-                const bf16 *b = 2 * j + 1 < count ? rows[2 * j + 1] + to_values : zeros;
+                const bf16 *x = rows[2 * j] + to_values, *y = rows[2 * j + 1] + to_values;
                 for (int64_t e = 0; e < d; e += 32) {
-                    __m512i x = _mm512_loadu_si512(a + e), y = _mm512_loadu_si512(b + e);
-                    _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(x, low, y));
-                    _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(x, high, y));
+                    __m512i a = _mm512_loadu_si512(x + e), b = _mm512_loadu_si512(y + e);
+                    _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(a, low, b));
+                    _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(a, high, b));
                 }
             }
-            if (t->tiles) quire_tile_values(weights, values, sums, all, d, blocks / 2);
-            else weigh(weights, values, sums, all, d, (count + 1) / 2);
+            float *sums = acc + h * all * d;
+            for (int64_t i = 0; i < all; i += ROWS) {
+                int64_t some = all - i < ROWS ? all - i : ROWS;
+                if (t->tiles) quire_tile_scores(q + (h * all + i) * d, keys, scores, some, d, blocks);
+                else score(q + (h * all + i) * d, keys, scores, some, d, blocks);
+                soften_bf16(t, scores, weights, head, tile, count, group, i, i + some, m, most + h * all,
+                            total + h * all, sums);
+                if (t->tiles) quire_tile_values(weights, values, sums + i * d, some, d, blocks / 2);
+                else weigh(weights, values, sums + i * d, some, d, (count + 1) / 2);
+            }
         }
     if (t->tiles) quire_tiles_end();
 }
 #endif
 
+/* Whether queries are multiplied one by one: one of a group of few heads. */
+static int is_few(int64_t queries, int64_t group, int type, int64_t d) {
+#ifdef HAVE_BF16_VECTORS
+    return queries == 1 && group <= FEW && type == 1 && d % 32 == 0;
+#else
+    return 0;
+#endif
+}
+
 /* A KV head's rows, padded to what is multiplied at a time. */
-static int64_t padded(int64_t m, int tiles) { return tiles ? (m + 15) / 16 * 16 : (m + 3) / 4 * 4; }
+static int64_t padded(int64_t queries, int64_t group, int type, int64_t d, int tiles) {
+    int64_t unit = tiles && !is_few(queries, group, type, d) ? 16 : 4;
+    return (queries * group + unit - 1) / unit * unit;
+}
 
 static void attend(const Task *t) {
-    float scores[MAX_M * TILE] __attribute__((aligned(64)));
     float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
     float most[MAX_M], total[MAX_M];
-    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group, all = padded(m, t->tiles);
+    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
+    int64_t all = padded(t->num_queries, group, t->type, d, t->tiles);
     for (int64_t i = 0; i < t->num_heads * all; i++) most[i] = -INFINITY, total[i] = 0;
+    if (t->sinks) /* as if one key had been seen; what starts from parts finds it in them */
+        for (int64_t h = 0; h < t->num_heads; h++)
+            for (int64_t i = 0; i < m; i++)
+                most[h * all + i] = t->sinks[(t->first_head + h) * group + i % group], total[h * all + i] = 1;
     memset(acc, 0, sizeof(float) * t->num_heads * all * d);
     int64_t begin = first_key(t), end = t->makes_parts ? t->shared : t->position + t->num_queries;
     if (t->parts && !t->makes_parts) {
@@ -316,12 +442,16 @@ static void attend(const Task *t) {
                 most[h * all + i] = part[d], total[h * all + i] = part[d + 1];
             }
     }
-#ifdef HAVE_BF16_DOT
-    if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, scores, acc, most, total, begin, end);
+#ifdef HAVE_BF16_VECTORS
+    int few = is_few(t->num_queries, group, t->type, d);
+    if (few && d == 64) attend_few(t, m, 64, acc, most, total, begin, end);
+    else if (few && d == 128) attend_few(t, m, 128, acc, most, total, begin, end);
+    else if (few) attend_few(t, m, d, acc, most, total, begin, end);
+    else if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, acc, most, total, begin, end);
     else
 #endif
         for (int64_t h = 0; h < t->num_heads; h++)
-            attend_plain(t, t->first_head + h, group, m, scores, acc + h * all * d, most + h * all, total + h * all,
+            attend_plain(t, t->first_head + h, group, m, acc + h * all * d, most + h * all, total + h * all,
                          begin, end);
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t i = 0; i < m; i++) {
@@ -352,17 +482,18 @@ static void attend_all(const Task *tasks, int64_t count) {
 
 /* q, out [tokens, heads, d]; rows [n] of table; query_start [n + 1]; seq_lens [n]; window 0: none; shared: leading keys
  * in pages that all rows have, if they are worth a pass of their own: every row has one query then, there is no window,
- * and each has keys beyond them; tiles: whether quire_amx_start found that AMX works. */
+ * and each has keys beyond them; softcap 0: none; slopes (ALiBi) and sinks [heads] or NULL; tiles: whether
+ * quire_amx_start found that AMX works. */
 void quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
                      const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
                      int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, int64_t shared,
-                     float scale, int type, int tiles) {
+                     float scale, float softcap, const float *slopes, const float *sinks, int type, int tiles) {
     int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
     if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
     int64_t group = heads / kv_heads, most = MAX_M / group, count = 0;
     /* A page holds the keys and values of all heads: reading them together is reading in order, which memory does three
      * times as fast. So a single query takes all heads at once, if that leaves every thread enough to do. */
-    int64_t together = n >= 4 * omp_get_max_threads() && kv_heads * padded(group, tiles) <= MAX_M ? kv_heads : 1;
+    int64_t together = n >= 4 * omp_get_max_threads() && kv_heads * padded(1, group, type, d, tiles) <= MAX_M ? kv_heads : 1;
     for (int64_t i = 0; i < n; i++) {
         int64_t queries = query_start[i + 1] - query_start[i];
         count += queries == 1 ? kv_heads / together : (queries + most - 1) / most * kv_heads;
@@ -370,7 +501,8 @@ void quire_attention(const void *q, void *out, const void *cache, const int64_t 
     if (!count) return;
     Task *tasks = malloc(sizeof(Task) * (count > n * kv_heads ? count : n * kv_heads)), common = {
         .q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d, .block_size = block_size,
-        .window = window, .shared = shared, .scale = scale, .type = type, .tiles = tiles};
+        .window = window, .shared = shared, .scale = scale, .softcap = softcap, .slopes = slopes, .sinks = sinks,
+        .lengths = seq_lens, .type = type, .tiles = tiles};
     if (shared) {
         common.parts = malloc(sizeof(float) * n * heads * (d + 2));
         int64_t at_once = most > 1 ? most / 2 : 1, made = 0; /* tasks enough for all threads */

@@ -5,10 +5,12 @@
  * twin in quire/kernels/ or quire/attention/. */
 
 #include "elements.h"
+#include "vectors.h"
 
-/* Rows of x [n, d], with residual added first where there is one: the sum, rounded, is written over the residual. */
+/* Rows of x [n, d], with residual added first where there is one: the sum, rounded, is written over the residual. Norms'
+ * weights are float32 whatever the type of x. */
 #define RMS_NORM(NAME, T, TO, FROM)                                                                                    \
-    static void NAME(const T *x, T *residual, const T *weight, T *out, int64_t n, int64_t d, float eps) {              \
+    static void NAME(const T *x, T *residual, const float *weight, T *out, int64_t n, int64_t d, float eps) {          \
         _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
             const T *a = x + i * d;                                                                                    \
             T *o = out + i * d;                                                                                        \
@@ -20,17 +22,108 @@
             float sum = 0;                                                                                             \
             _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < d; j++) sum += TO(a[j]) * TO(a[j]);         \
             float scale = 1.0f / sqrtf(sum / d + eps);                                                                 \
-            for (int64_t j = 0; j < d; j++) o[j] = FROM(TO(a[j]) * scale * TO(weight[j]));                             \
+            for (int64_t j = 0; j < d; j++) o[j] = FROM(TO(a[j]) * scale * weight[j]);                                 \
         }                                                                                                              \
     }
 #define SAME(x) (x)
 RMS_NORM(rms_norm_f32, float, SAME, SAME)
 RMS_NORM(rms_norm_bf16, bf16, widen, narrow)
 
-void quire_rms_norm(const void *x, void *residual, const void *weight, void *out, int64_t n, int64_t d, float eps,
+void quire_rms_norm(const void *x, void *residual, const float *weight, void *out, int64_t n, int64_t d, float eps,
                     int type) {
+#ifdef HAVE_BF16_VECTORS
+    if (type) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+        for (int64_t i = 0; i < n; i++)
+            rms_norm_vectors((const bf16 *)x + i * d, residual ? (bf16 *)residual + i * d : 0, weight,
+                             (bf16 *)out + i * d, d, eps);
+        return;
+    }
+#endif
     if (type) rms_norm_bf16(x, residual, weight, out, n, d, eps);
     else rms_norm_f32(x, residual, weight, out, n, d, eps);
+}
+
+/* The same with the mean taken off, and a bias where there is one. */
+#define LAYER_NORM(NAME, T, TO, FROM)                                                                                  \
+    static void NAME(const T *x, T *residual, const float *weight, const float *bias, T *out, int64_t n, int64_t d,    \
+                     float eps) {                                                                                      \
+        _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
+            const T *a = x + i * d;                                                                                    \
+            T *o = out + i * d;                                                                                        \
+            if (residual) {                                                                                            \
+                T *r = residual + i * d;                                                                               \
+                for (int64_t j = 0; j < d; j++) r[j] = FROM(TO(a[j]) + TO(r[j]));                                      \
+                a = r;                                                                                                 \
+            }                                                                                                          \
+            float sum = 0, squares = 0;                                                                                \
+            _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < d; j++) sum += TO(a[j]);                    \
+            float mean = sum / d;                                                                                      \
+            _Pragma("omp simd reduction(+ : squares)") for (int64_t j = 0; j < d; j++) {                               \
+                float off = TO(a[j]) - mean;                                                                           \
+                squares += off * off;                                                                                  \
+            }                                                                                                          \
+            float scale = 1.0f / sqrtf(squares / d + eps);                                                             \
+            for (int64_t j = 0; j < d; j++)                                                                            \
+                o[j] = FROM((TO(a[j]) - mean) * scale * weight[j] + (bias ? bias[j] : 0.0f));                          \
+        }                                                                                                              \
+    }
+LAYER_NORM(layer_norm_f32, float, SAME, SAME)
+LAYER_NORM(layer_norm_bf16, bf16, widen, narrow)
+
+void quire_layer_norm(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
+                      int64_t d, float eps, int type) {
+    if (type) layer_norm_bf16(x, residual, weight, bias, out, n, d, eps);
+    else layer_norm_f32(x, residual, weight, bias, out, n, d, eps);
+}
+
+/* out [n, d] = a + b. With rows, b is a table whose rows they number. */
+void quire_add(const void *a, const void *b, const int64_t *rows, void *out, int64_t n, int64_t d, int type) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = i * d, from = (rows ? rows[i] : i) * d;
+        for (int64_t j = 0; j < d; j++) store(out, at + j, load(a, at + j, type) + load(b, from + j, type), type);
+    }
+}
+
+/* As quire/kernels/activation.py numbers them. */
+enum { SILU, GELU_TANH, GELU, RELU };
+
+static inline __attribute__((always_inline)) float activated(float x, int kind) {
+    switch (kind) {
+    case SILU: return x / (1.0f + exp_fast(-x));
+    case GELU_TANH: return x / (1.0f + exp_fast(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    default: return x > 0 ? x : 0;
+    }
+}
+
+/* [n, d] -> [n, d], or if gated [n, 2 * d], gate before up -> [n, d]. */
+#define ACTIVATE(NAME, T, TO, FROM)                                                                                    \
+    static inline __attribute__((always_inline)) void NAME##_row(const T *x, const T *up, T *out, int64_t d, int kind) {\
+        for (int64_t j = 0; j < d; j++) {                                                                              \
+            float v = activated(TO(x[j]), kind);                                                                       \
+            out[j] = FROM(up ? v * TO(up[j]) : v);                                                                     \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void NAME(const T *x, T *out, int64_t n, int64_t d, int gated, int kind) {                                  \
+        _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
+            const T *row = x + i * d * (gated ? 2 : 1), *up = gated ? row + d : 0;                                     \
+            T *o = out + i * d;                                                                                        \
+            switch (kind) {                                                                                            \
+            case SILU: NAME##_row(row, up, o, d, SILU); break;                                                         \
+            case GELU_TANH: NAME##_row(row, up, o, d, GELU_TANH); break;                                               \
+            case GELU: NAME##_row(row, up, o, d, GELU); break;                                                         \
+            case RELU: NAME##_row(row, up, o, d, RELU); break;                                                         \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+ACTIVATE(activate_f32, float, SAME, SAME)
+ACTIVATE(activate_bf16, bf16, widen, narrow)
+
+void quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, int kind, int type) {
+    if (type) activate_bf16(x, out, n, d, gated, kind);
+    else activate_f32(x, out, n, d, gated, kind);
 }
 
 /* [n, 2 * d], gate before up -> [n, d]. */
@@ -49,15 +142,23 @@ SILU_MUL(silu_mul_f32, float, SAME, SAME)
 SILU_MUL(silu_mul_bf16, bf16, widen, narrow)
 
 void quire_silu_mul(const void *x, void *out, int64_t n, int64_t d, int type) {
+#ifdef HAVE_BF16_VECTORS
+    if (type) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+        for (int64_t i = 0; i < n; i++)
+            silu_mul_vectors((const bf16 *)x + 2 * i * d, (const bf16 *)x + (2 * i + 1) * d, (bf16 *)out + i * d, d);
+        return;
+    }
+#endif
     if (type) silu_mul_bf16(x, out, n, d);
     else silu_mul_f32(x, out, n, d);
 }
 
 /* qkv [n, (heads + 2 * kv_heads) * d] -> q [n, heads, d] normed and rotated, keys and values in their pages.
- * norms: weights of queries, then of keys, or NULL; table [positions, r]: cosines of r / 2 angles, then sines, or NULL. */
-void quire_rope_and_write(const void *qkv, void *q, void *cache, const void *q_weight, const void *k_weight, float eps,
-                          const void *table, const int64_t *positions, const int64_t *slots, int64_t n, int64_t heads,
-                          int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, int type) {
+ * norms: weights of queries, then of keys, float32, or NULL; table [positions, r]: cosines of r / 2 angles, then sines, or NULL. */
+void quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_weight, const float *k_weight,
+                          float eps, const void *table, const int64_t *positions, const int64_t *slots, int64_t n,
+                          int64_t heads, int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, int type) {
     int64_t all = heads + 2 * kv_heads;
 #pragma omp parallel for if (n * all * d > WORTH_THREADS)
     for (int64_t i = 0; i < n; i++) {
@@ -65,13 +166,25 @@ void quire_rope_and_write(const void *qkv, void *q, void *cache, const void *q_w
         for (int64_t h = 0; h < all; h++) {
             int64_t from = (i * all + h) * d;
             int is_v = h >= heads + kv_heads, is_q = h < heads;
+#ifdef HAVE_BF16_VECTORS
+            if (type) {
+                int64_t head = is_v ? h - heads - kv_heads : h - heads;
+                int64_t page = (slots[i] / block_size * 2 + is_v) * kv_heads + head;
+                bf16 *to = is_q ? (bf16 *)q + (i * heads + h) * d
+                                : (bf16 *)cache + (page * block_size + slots[i] % block_size) * d;
+                const float *weight = is_v ? 0 : is_q ? q_weight : k_weight;
+                const bf16 *angles = table && !is_v ? (const bf16 *)table + positions[i] * r : 0;
+                rope_vectors((const bf16 *)qkv + from, to, weight, eps, angles, r, d);
+                continue;
+            }
+#endif
             for (int64_t j = 0; j < d; j++) x[j] = load(qkv, from + j, type);
             if (q_weight && !is_v) {
-                const void *weight = is_q ? q_weight : k_weight;
+                const float *weight = is_q ? q_weight : k_weight;
                 float sum = 0;
                 for (int64_t j = 0; j < d; j++) sum += x[j] * x[j];
                 float scale = 1.0f / sqrtf(sum / d + eps);
-                for (int64_t j = 0; j < d; j++) x[j] *= scale * load(weight, j, type);
+                for (int64_t j = 0; j < d; j++) x[j] *= scale * weight[j];
             }
             if (table && !is_v) {
                 int64_t half = r / 2, at = positions[i] * r;

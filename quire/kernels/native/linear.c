@@ -115,13 +115,10 @@ static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bia
     }
 }
 
-/* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
-void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
-    int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
-    int pinned = quire_pinned();
-#pragma omp parallel for schedule(static) if (n * k > WORTH_THREADS)
-    for (int64_t p = 0; p < panels; p++) {
-        quire_stay(pinned);
+void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                       int64_t begin, int64_t end) {
+    int64_t pairs = (k + 1) / 2;
+    for (int64_t p = begin; p < end; p++) {
         int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
         const bf16 *panel = packed + p * pairs * PANEL * 2;
         float added[PANEL] = {0};
@@ -200,15 +197,12 @@ static void multiply_rows(int rows, const float *x, const bf16 *panel, float *su
         }
 }
 
-/* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
-void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
-    int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
+void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                       int64_t begin, int64_t end) {
+    int64_t pairs = (k + 1) / 2;
     int64_t most = WIDENED_BYTES / (pairs * 8) / ROWS * ROWS;
     if (most < ROWS) most = ROWS;
-    int pinned = quire_pinned();
-#pragma omp parallel if (n * k > WORTH_THREADS)
-    for (int64_t first = 0; first < m; first += most) {
-        quire_stay(pinned);
+    for (int64_t first = 0; begin < end && first < m; first += most) {
         int64_t rows = m - first < most ? m - first : most;
         float *wide = quire_scratch(rows * pairs * 8);
         for (int64_t i = 0; i < rows; i++) {
@@ -217,8 +211,7 @@ void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out
             for (int64_t e = 0; e < k; e++) to[e] = widen(from[e]);
             if (k & 1) to[k] = 0;
         }
-#pragma omp for schedule(static) nowait
-        for (int64_t p = 0; p < panels; p++) {
+        for (int64_t p = begin; p < end; p++) {
             int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
             const bf16 *panel = packed + p * pairs * PANEL * 2;
             float sums[ROWS * PANEL] __attribute__((aligned(64)));
@@ -235,3 +228,15 @@ void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out
     }
 }
 #endif
+
+/* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
+void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    int64_t panels = (n + PANEL - 1) / PANEL;
+    int pinned = quire_pinned();
+#pragma omp parallel if (n * k > WORTH_THREADS)
+    {
+        quire_stay(pinned);
+        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        quire_linear_part(x, packed, bias, out, m, n, k, panels * thread / threads, panels * (thread + 1) / threads);
+    }
+}

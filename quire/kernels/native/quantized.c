@@ -11,6 +11,7 @@
 
 /* What the machine has: WIDTH outputs are one vector, and ROWS rows x VECTORS vectors fit the registers. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define KIND_IS_WIDE 1
 enum { KIND_OF_DOT = 2, WIDTH = 16, ROWS = 6, VECTORS = 2 };
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 enum { KIND_OF_DOT = 1, WIDTH = 8, ROWS = 2, VECTORS = 2 };
@@ -473,3 +474,75 @@ void quire_quantized_linear(const void *x, const Segment *segments, int64_t coun
         }
     }
 }
+
+/* Many rows on AMX: a weight's panels become bf16, some at a time, and stay near while all rows pass. */
+
+#if defined(KIND_IS_WIDE) && defined(__AVX512BF16__)
+enum { PANELS_AT_ONCE = 8 };
+
+/* 16 outputs' numbers for inputs 4 * j .. 4 * j + 3 of a group -> two pairs of inputs of a packed bf16 weight. */
+INLINE void widen_quad(const int kind, const int zero, const Group *w, int j, bf16 *to) {
+    const __m512i in_turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512 a = (__m512)(kind == HALVES && j >= QUADS / 2 ? w->b : w->a);
+    __m512 b = kind == AFFINE ? (__m512)w->b : _mm512_mul_ps(a, _mm512_set1_ps((float)-zero)), x[4];
+    for (int i = 0; i < 4; i++) {
+        __m512i q = _mm512_and_si512(_mm512_srli_epi32((__m512i)w->w[j], 8 * i), _mm512_set1_epi32(0xff));
+        x[i] = _mm512_fmadd_ps(a, _mm512_cvtepi32_ps(q), b);
+    }
+    for (int i = 0; i < 4; i += 2) {
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]);
+        _mm512_store_si512(to + i / 2 * PANEL * 2, _mm512_permutexvar_epi16(in_turns, both));
+    }
+}
+
+INLINE void widen_as(const int format, Reader reader, int64_t groups, bf16 *to) {
+    const Format f = FORMATS[format];
+    for (int64_t g = 0; g < groups; g++, to += GROUP * PANEL) {
+        Group w;
+        next_group(format, &reader, g, &w);
+        for (int j = 0; j < QUADS; j++) widen_quad(f.kind, f.zero, &w, j, to + j * 4 * PANEL);
+    }
+}
+
+/* 16 outputs in their half of a panel of 32. */
+static void widen_vector(int format, const uint8_t *packed, int64_t vector, int64_t k, bf16 *panel) {
+    Reader reader = read_vector(format, packed, vector, k);
+    switch (format) {
+#define CASE(F)                                                                                                        \
+    case F: widen_as(F, reader, k / GROUP, panel + vector % 2 * PANEL); break;
+        FOR_EVERY_FORMAT(CASE)
+#undef CASE
+    }
+}
+
+/* As quire_quantized_linear for bf16, with inputs that are not rounded. The outputs of every segment are whole panels. */
+void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
+                                int64_t m, int64_t n, int64_t k) {
+    int64_t panels = n / PANEL;
+    int pinned = quire_pinned();
+#pragma omp parallel if (n * k > WORTH_THREADS)
+    {
+        quire_stay(pinned);
+        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        int64_t at = panels * thread / threads, last = panels * (thread + 1) / threads;
+        bf16 *wide = keep(0, (size_t)(PANELS_AT_ONCE * k * PANEL * 2));
+        while (at < last) {
+            const Segment *s = segments;
+            while (s + 1 < segments + count && at * PANEL >= s[1].offset) s++;
+            int64_t end = (s->offset + s->outputs) / PANEL, some = PANELS_AT_ONCE;
+            if (some > last - at) some = last - at;
+            if (some > end - at) some = end - at;
+            for (int64_t i = 0; i < some * 2; i++)
+                widen_vector((int)s->format, s->packed, at * 2 - s->offset / LANES + i, k, wide + i / 2 * k * PANEL);
+            quire_linear_amx_part(x, wide, bias ? bias + at * PANEL : 0, out + at * PANEL, m, n, k, 0, some);
+            at += some;
+        }
+    }
+}
+#else
+void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
+                                int64_t m, int64_t n, int64_t k) {
+    quire_quantized_linear(x, segments, count, bias, out, m, n, k, 1);
+}
+#endif

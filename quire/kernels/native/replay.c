@@ -4,6 +4,9 @@
 #include "bf16.h"
 
 void quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, float, int);
+void quire_layer_norm(const void *, void *, const void *, const void *, void *, int64_t, int64_t, float, int);
+void quire_add(const void *, const void *, const int64_t *, void *, int64_t, int64_t, int);
+void quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
 void quire_silu_mul(const void *, void *, int64_t, int64_t, int);
 void quire_rope_and_write(const void *, void *, void *, const void *, const void *, float, const void *, const int64_t *,
                           const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
@@ -12,10 +15,14 @@ void quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t,
 void quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int);
 void quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                      const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                     float, int, int);
+                     float, float, const float *, const float *, int, int);
+void quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
+void quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
+               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
 
 /* As replay.py writes them. */
-enum { RMS_NORM, SILU_MUL, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION };
+enum { RMS_NORM, SILU_MUL, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION, ROUTE, MOE, LAYER_NORM,
+       ADD, ACTIVATE };
 typedef union {
     int64_t i;
     double f;
@@ -23,7 +30,7 @@ typedef union {
 } Argument;
 typedef struct {
     int64_t kind;
-    Argument a[19];
+    Argument a[22];
 } Call;
 
 void quire_replay(const Call *calls, int64_t count) {
@@ -31,6 +38,11 @@ void quire_replay(const Call *calls, int64_t count) {
         const Argument *a = c->a;
         switch (c->kind) {
         case RMS_NORM: quire_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].f, a[7].i); break;
+        case LAYER_NORM:
+            quire_layer_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].i, a[6].i, a[7].f, a[8].i);
+            break;
+        case ADD: quire_add(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].i); break;
+        case ACTIVATE: quire_activate(a[0].p, a[1].p, a[2].i, a[3].i, a[4].i, a[5].i, a[6].i); break;
         case SILU_MUL: quire_silu_mul(a[0].p, a[1].p, a[2].i, a[3].i, a[4].i); break;
         case ROPE_AND_WRITE:
             quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p, a[9].i, a[10].i,
@@ -43,7 +55,13 @@ void quire_replay(const Call *calls, int64_t count) {
             break;
         case ATTENTION:
             quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].i, a[8].i, a[9].i, a[10].i,
-                            a[11].i, a[12].i, a[13].i, a[14].i, a[15].i, a[16].f, a[17].i, a[18].i);
+                            a[11].i, a[12].i, a[13].i, a[14].i, a[15].i, a[16].f, a[17].f, a[18].p, a[19].p, a[20].i,
+                            a[21].i);
+            break;
+        case ROUTE: quire_route(a[0].p, a[1].p, a[2].p, a[3].i, a[4].i, a[5].i, a[6].i, a[7].i); break;
+        case MOE:
+            quire_moe(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p,
+                      a[12].i, a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i);
             break;
         }
     }

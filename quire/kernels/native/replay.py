@@ -11,8 +11,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels import native
 
 # In the order of replay.c.
-KINDS = ("rms_norm", "silu_mul", "rope_and_write", "linear", "linear_amx", "quantized_linear", "attention")
-MAX_ARGUMENTS = 19
+KINDS = (
+    "rms_norm",
+    "silu_mul",
+    "rope_and_write",
+    "linear",
+    "linear_amx",
+    "quantized_linear",
+    "attention",
+    "route",
+    "moe",
+    "layer_norm",
+    "add",
+    "activate",
+)
+MAX_ARGUMENTS = 22
 
 _aten = torch.ops.aten
 # They make tensors and look at them in other ways, but compute nothing.

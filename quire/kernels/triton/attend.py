@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-LOG2E = 1.4426950408889634
+from quire.kernels.paged_attention import Scoring
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -31,10 +33,12 @@ def attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    LOG2: tl.constexpr = 1.4426950408889634
-    # Plain scores are scaled in the one multiply-add that the exponential needs anyway; scale > 0.
+    # Plain scores are scaled in the one multiply-add that the exponential needs anyway; scale > 0. Others become powers
+    # of two by what is done to them.
     PLAIN: tl.constexpr = not (SOFTCAP or ALIBI)
-    factor = scale * LOG2 if PLAIN else LOG2
+    factor = scale * LOG2E if PLAIN else 1.0
+    if SOFTCAP:
+        twice, cap = 2.0 * LOG2E * scale / softcap, softcap * LOG2E
     columns = tl.arange(0, DP)
     in_head = columns < D
     for tile in range(begin, end, TILE):
@@ -49,12 +53,12 @@ def attend(
         else:
             k = tl.load(k_at).to(q.dtype)
         scores = tl.dot(q, k, input_precision="ieee")
-        if not PLAIN:
-            scores *= scale
         if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            scores = cap - 2.0 * cap / (tl.math.exp2(scores * twice) + 1.0)
+        elif ALIBI:
+            scores *= scale * LOG2E
         if ALIBI:
-            scores += slope[:, None] * (keys[None, :] - q_pos[:, None]).to(tl.float32)
+            scores += (slope * LOG2E)[:, None] * (keys[None, :] - q_pos[:, None]).to(tl.float32)
         if MASKED:
             seen = inside[None, :] & (keys[None, :] <= q_pos[:, None])
             if WINDOW > 0:
@@ -73,3 +77,24 @@ def attend(
         acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
         most = new_most
     return acc, most, total
+
+
+@triton.jit
+def start(sinks, head, real, M: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr):
+    """What `attend` begins with: nothing seen, or a sink, which is like one key seen whose value is nothing."""
+    acc = tl.zeros([M, DP], tl.float32)
+    most = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if SINKS:
+        most = tl.load(sinks + head, mask=real, other=float("-inf")) * LOG2E
+        total = tl.where(real, 1.0, 0.0)
+    return acc, most, total
+
+
+def features(scoring: Scoring) -> dict[str, bool]:
+    """What kernels leave out where a layer has no need of it."""
+    return {
+        "SOFTCAP": scoring.softcap is not None,
+        "ALIBI": scoring.slopes is not None,
+        "SINKS": scoring.sinks is not None,
+    }

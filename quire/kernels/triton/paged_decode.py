@@ -1,6 +1,6 @@
 """Rows of one query token. A row's keys are split among programs; the last of them to finish adds up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -8,7 +8,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
-from quire.kernels.triton.attend import attend
+from quire.kernels.paged_attention import Scoring
+from quire.kernels.triton.attend import attend, features, start
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,21 @@ PREFIX_SPLITS = 8
 MIXED_SPLITS, MIXED_ROWS = 8, 64
 
 
-def tuning_for(num_rows: int, group: int, dtype: torch.dtype) -> Tuning:
-    """By measurement on an H200 (benchmarks/gpu/attention.py)."""
+def tuning_for(num_rows: int, group: int, padded_head: int, dtype: torch.dtype) -> Tuning:
+    """By measurement on an H200 (benchmarks/gpu/attention.py), as far as registers suffice."""
+    tuning, sums = measured_tuning(num_rows, group, dtype), padded_group(group) * padded_head
+    if sums <= 2048:
+        return tuning
+    tile = min(tuning.tile, 16 if dtype is torch.float32 else 64)
+    return replace(tuning, tile=tile, warps=max(tuning.warps, 4 if sums <= 4096 else 8))
+
+
+def padded_group(group: int) -> int:
+    """To what a matrix product takes."""
+    return max(16, triton.next_power_of_2(group))
+
+
+def measured_tuning(num_rows: int, group: int, dtype: torch.dtype) -> Tuning:
     if dtype is torch.float32:
         return FLOAT32
     if num_rows <= 8:
@@ -58,6 +72,7 @@ def _decode_kernel(
     partial_sum,  # [n, KV, splits + PREFIX_SPLITS, G, 2] float32: greatest score, sum of weights
     arrived,  # [n, KV] int32: zero before and after
     slopes,
+    sinks,
     scale,
     softcap,
     splits,
@@ -75,6 +90,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     TWO_LOOPS: tl.constexpr,  # whole tiles first, without a mask
     PDL: tl.constexpr,
 ):
@@ -113,9 +129,8 @@ def _decode_kernel(
     q_pos = tl.zeros([GP], tl.int32) + (length - 1)
     begin = first + split * tiles_per_split * TILE
     end = tl.minimum(begin + tiles_per_split * TILE, length)
-    acc = tl.zeros([GP, DP], tl.float32)
-    most = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
+    # A sink counts in the first split alone, of which there is one in every row.
+    acc, most, total = start(sinks, head, (g < G) & (split == 0), GP, DP, SINKS)
     masked_from = begin
     if TWO_LOOPS:
         masked_from = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
@@ -201,12 +216,14 @@ def _shared_prefix_kernel(
     q,
     kv_cache,
     rows,
+    seq_lens,
     block_table,
     table_stride,
     prefix_len,
     partial_out,
     partial_sum,
     num_rows,
+    slopes,
     scale,
     softcap,
     splits,
@@ -219,6 +236,7 @@ def _shared_prefix_kernel(
     TILE: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The prefix that all rows share, for many rows at once: its keys are read once instead of once a row."""
@@ -241,18 +259,20 @@ def _shared_prefix_kernel(
     begin = split * share
     end = tl.minimum(begin + share, length)
     whole = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
+    # All of it is seen by every row; how far away it is matters to ALiBi only.
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
     slope = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        q_pos = tl.maximum(q_pos, tl.load(seq_lens + i, mask=real, other=0) - 1)
+        slope = tl.load(slopes + head, mask=real, other=0.0)
+    acc, most, total = start(q, head, real, BLOCK_M, DP, False)  # the rest of each row counts its sink
     acc, most, total = attend(
         vectors, acc, most, total, kv_cache, pages, kv_head, begin, whole, q_pos, slope, scale, softcap,
-        KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, False,
+        KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
     )  # fmt: skip
     acc, most, total = attend(
         vectors, acc, most, total, kv_cache, pages, kv_head, whole, end, q_pos, slope, scale, softcap,
-        KV, D, DP, BLOCK_SIZE, TILE, True, 0, SOFTCAP, False,
+        KV, D, DP, BLOCK_SIZE, TILE, True, 0, SOFTCAP, ALIBI,
     )  # fmt: skip
     unit = i.to(tl.int64) * KV + kv_head
     place = (unit * (splits + PREFIX_SPLITS) + splits + split) * G + m % G
@@ -287,10 +307,7 @@ def paged_decode(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     workspace: DecodeWorkspace,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,
+    scoring: Scoring,
     prefix_len: torch.Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> None:
@@ -302,33 +319,39 @@ def paged_decode(
     _, _, kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // kv_heads
     full = q.dtype is torch.float32
+    padded = max(16, triton.next_power_of_2(head_size))
     # With prompts beside them, rows of one token take the kernel that the largest step takes, whatever their number.
-    tuning = tuning or tuning_for(num_rows if query_start is None else MIXED_ROWS, group, q.dtype)
+    tuning = tuning or tuning_for(num_rows if query_start is None else MIXED_ROWS, group, padded, q.dtype)
     # Behind a shared prefix there is little of a row's own.
     splits = num_splits(num_rows, kv_heads, tuning.programs if prefix_len is None else Tuning.programs)
     if query_start is not None and num_rows <= MIXED_ROWS:
         splits = max(splits, MIXED_SPLITS)
     prefix_splits = PREFIX_SPLITS if prefix_len is not None else 0
-    tile = tuning.tile
     shape = dict(
-        H=num_heads, KV=kv_heads, D=head_size, DP=max(16, triton.next_power_of_2(head_size)), BLOCK_SIZE=block_size,
-        PREFIX_SPLITS=prefix_splits, SOFTCAP=softcap is not None,
+        H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size, TILE=tuning.tile,
+        PREFIX_SPLITS=prefix_splits,
     )  # fmt: skip
+    has = features(scoring)
+    slopes = scoring.slopes if scoring.slopes is not None else q
+    sinks = scoring.sinks if scoring.sinks is not None else q
+    scale, softcap = scoring.scale, scoring.softcap or 0.0
     if prefix_len is not None:
-        assert query_start is None and window is None and slopes is None
+        assert query_start is None and scoring.window is None
         block_m = max(32 if full else 128, triton.next_power_of_2(group))
         _shared_prefix_kernel[(triton.cdiv(num_rows, block_m // group), kv_heads, prefix_splits)](
-            q, kv_cache, rows, block_table, block_table.stride(0), prefix_len,
-            workspace.partial_out, workspace.partial_sum, num_rows, scale, softcap or 0.0, splits,
-            BLOCK_M=block_m, TILE=tile, num_warps=4, num_stages=2 if full else 3, **shape, **early_launch(q),
+            q, kv_cache, rows, seq_lens, block_table, block_table.stride(0), prefix_len,
+            workspace.partial_out, workspace.partial_sum, num_rows, slopes, scale, softcap, splits,
+            BLOCK_M=block_m, SOFTCAP=has["SOFTCAP"], ALIBI=has["ALIBI"],
+            num_warps=8 if block_m * padded > (4096 if full else 16384) else 4, num_stages=2 if full else 3,
+            **shape, **early_launch(q),
         )  # fmt: skip
     _decode_kernel[(splits, kv_heads, num_rows)](
         q, out, kv_cache, rows, query_start if query_start is not None else rows, seq_lens,
         block_table, block_table.stride(0), prefix_len if prefix_len is not None else rows,
         workspace.partial_out, workspace.partial_sum, workspace.arrived,
-        slopes if slopes is not None else q, scale, softcap or 0.0, splits,
-        GP=max(16, triton.next_power_of_2(group)), GM=triton.next_power_of_2(group), TILE=tile,
+        slopes, sinks, scale, softcap, splits,
+        GP=padded_group(group), GM=triton.next_power_of_2(group),
         MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, PURE=query_start is None,
-        WINDOW=window or 0, ALIBI=slopes is not None,
+        WINDOW=scoring.window or 0, **has,
         num_warps=tuning.warps, num_stages=tuning.stages, **shape, **early_launch(q),
     )  # fmt: skip

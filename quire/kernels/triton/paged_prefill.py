@@ -6,7 +6,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
-from quire.kernels.triton.attend import attend
+from quire.kernels.paged_attention import Scoring
+from quire.kernels.triton.attend import attend, features, start
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -21,6 +22,7 @@ def _prefill_kernel(
     block_table,
     table_stride,
     slopes,
+    sinks,
     scale,
     softcap,
     H: tl.constexpr,
@@ -33,6 +35,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     G: tl.constexpr = H // KV
@@ -46,8 +49,8 @@ def _prefill_kernel(
     if i < 0:
         return
     first = tl.load(entry + 1)
-    start = tl.load(query_start + i)
-    num_queries = tl.load(query_start + i + 1) - start
+    first_token = tl.load(query_start + i)
+    num_queries = tl.load(query_start + i + 1) - first_token
     context = tl.load(seq_lens + i) - num_queries
     pages = block_table + tl.load(rows + i).to(tl.int64) * table_stride
 
@@ -57,7 +60,7 @@ def _prefill_kernel(
     head = kv_head * G + m % G
     real = (m < QUERIES * G) & (query < num_queries)
     columns = tl.arange(0, DP)
-    at = ((start + query).to(tl.int64) * H + head)[:, None] * D + columns[None, :]
+    at = ((first_token + query).to(tl.int64) * H + head)[:, None] * D + columns[None, :]
     here = real[:, None] & (columns < D)[None, :]
     vectors = tl.load(q + at, mask=here, other=0.0)
     q_pos = context + query
@@ -67,9 +70,7 @@ def _prefill_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(0, context + first - WINDOW + 1)
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, most, total = start(sinks, head, real, BLOCK_M, DP, SINKS)
     masked_from = begin
     if WINDOW == 0:
         # Whole tiles that even the first query sees need no mask.
@@ -103,10 +104,7 @@ def paged_prefill(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,
+    scoring: Scoring,
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
@@ -116,15 +114,18 @@ def paged_prefill(
     _, _, kv_heads, block_size, _ = kv_cache.shape
     full = q.dtype is torch.float32
     padded = max(16, triton.next_power_of_2(head_size))
-    options = {"num_warps": warps or (4 if full else 8), "num_stages": stages or (2 if full else 3)}
+    size = block_m(num_heads // kv_heads, q.dtype)
+    large = full and size * padded > 4096  # more than the registers of four warps hold
+    options = {"num_warps": warps or (4 if full and not large else 8), "num_stages": stages or (2 if full else 3)}
     if not full and padded <= 128:
         # Two blocks of queries on a multiprocessor: one's softmax runs beside the other's products.
         options["maxnreg"] = 128
     _prefill_kernel[(kv_heads, query_blocks.shape[0])](
         q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
-        slopes if slopes is not None else q, scale, softcap or 0.0,
+        scoring.slopes if scoring.slopes is not None else q, scoring.sinks if scoring.sinks is not None else q,
+        scoring.scale, scoring.softcap or 0.0,
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
-        BLOCK_M=block_m(num_heads // kv_heads, q.dtype), TILE=tile or (32 if full else 64), WINDOW=window or 0,
-        SOFTCAP=softcap is not None, ALIBI=slopes is not None,
+        BLOCK_M=size, TILE=tile or (16 if large else 32 if full else 64),
+        WINDOW=scoring.window or 0, **features(scoring),
         **options, **early_launch(q),
     )  # fmt: skip

@@ -16,7 +16,7 @@ def _rope_and_write_kernel(
     q_weight,
     k_weight,
     eps,
-    table,  # [positions, R]: cosines of R / 2 angles, then sines
+    table,  # [positions, R]: cosines of R / 2 angles, then sines; unused if R is 0
     positions,
     slots,
     stride_token,
@@ -45,29 +45,26 @@ def _rope_and_write_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    left = tl.load(source + pair[None, :], mask=here, other=0.0).to(tl.float32)
-    right = tl.load(source + R // 2 + pair[None, :], mask=here, other=0.0).to(tl.float32)
+    if R > 0:
+        left = tl.load(source + pair[None, :], mask=here, other=0.0).to(tl.float32)
+        right = tl.load(source + R // 2 + pair[None, :], mask=here, other=0.0).to(tl.float32)
     beyond = tl.arange(0, REST if REST > 0 else 1)
     rest_here = exists[:, None] & (beyond < D - R)[None, :]
     if REST > 0:
         rest = tl.load(source + R + beyond[None, :], mask=rest_here, other=0.0).to(tl.float32)
 
     if NORM:
-        square = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        square = tl.zeros([HB], tl.float32)
+        if R > 0:
+            square += tl.sum(left * left, 1) + tl.sum(right * right, 1)
         if REST > 0:
             square += tl.sum(rest * rest, 1)
         scale = tl.where(is_v, 1.0, tl.rsqrt(square / D + eps))[:, None]
-        left *= scale * _weight(q_weight, k_weight, pair, pair < R // 2, is_q, is_k)
-        right *= scale * _weight(q_weight + R // 2, k_weight + R // 2, pair, pair < R // 2, is_q, is_k)
+        if R > 0:
+            left *= scale * _weight(q_weight, k_weight, pair, pair < R // 2, is_q, is_k)
+            right *= scale * _weight(q_weight + R // 2, k_weight + R // 2, pair, pair < R // 2, is_q, is_k)
         if REST > 0:
             rest *= scale * _weight(q_weight + R, k_weight + R, beyond, beyond < D - R, is_q, is_k)
-
-    angles = table + tl.load(positions + token).to(tl.int64) * R
-    cos = tl.load(angles + pair, mask=pair < R // 2, other=1.0).to(tl.float32)[None, :]
-    sin = tl.load(angles + R // 2 + pair, mask=pair < R // 2, other=0.0).to(tl.float32)[None, :]
-    turns = (is_q | is_k)[:, None]
-    new_left = tl.where(turns, left * cos - right * sin, left)
-    new_right = tl.where(turns, right * cos + left * sin, right)
 
     slot = tl.load(slots + token).to(tl.int64)
     kind = tl.where(is_v, 1, 0)  # keys before values
@@ -75,11 +72,18 @@ def _rope_and_write_kernel(
     page = ((slot // BLOCK_SIZE) * 2 + kind) * KV + kv_head
     to_cache = kv_cache + ((page * BLOCK_SIZE + slot % BLOCK_SIZE) * D)[:, None]
     to_q = q_out + (token * H + head)[:, None] * D
-    q_here, kv_here = is_q[:, None] & in_half, (is_k | is_v)[:, None] & in_half
-    tl.store(to_q + pair[None, :], new_left.to(q_out.dtype.element_ty), mask=q_here)
-    tl.store(to_q + R // 2 + pair[None, :], new_right.to(q_out.dtype.element_ty), mask=q_here)
-    tl.store(to_cache + pair[None, :], new_left.to(kv_cache.dtype.element_ty), mask=kv_here)
-    tl.store(to_cache + R // 2 + pair[None, :], new_right.to(kv_cache.dtype.element_ty), mask=kv_here)
+    if R > 0:
+        angles = table + tl.load(positions + token).to(tl.int64) * R
+        cos = tl.load(angles + pair, mask=pair < R // 2, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(angles + R // 2 + pair, mask=pair < R // 2, other=0.0).to(tl.float32)[None, :]
+        turns = (is_q | is_k)[:, None]
+        new_left = tl.where(turns, left * cos - right * sin, left)
+        new_right = tl.where(turns, right * cos + left * sin, right)
+        q_here, kv_here = is_q[:, None] & in_half, (is_k | is_v)[:, None] & in_half
+        tl.store(to_q + pair[None, :], new_left.to(q_out.dtype.element_ty), mask=q_here)
+        tl.store(to_q + R // 2 + pair[None, :], new_right.to(q_out.dtype.element_ty), mask=q_here)
+        tl.store(to_cache + pair[None, :], new_left.to(kv_cache.dtype.element_ty), mask=kv_here)
+        tl.store(to_cache + R // 2 + pair[None, :], new_right.to(kv_cache.dtype.element_ty), mask=kv_here)
     if REST > 0:
         tl.store(to_q + R + beyond[None, :], rest.to(q_out.dtype.element_ty), mask=rest_here & is_q[:, None])
         kv_rest = rest_here & (is_k | is_v)[:, None]
@@ -98,13 +102,13 @@ def rope_and_write(
     qkv: torch.Tensor,
     num_heads: int,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-    table: torch.Tensor,
-    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    positions: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
-    tokens, rotary = qkv.shape[0], table.shape[1]
+    tokens, rotary = qkv.shape[0], table.shape[1] if table is not None else 0
     q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
     rest = head_dim - rotary
@@ -116,8 +120,8 @@ def rope_and_write(
         q_weight,
         k_weight,
         eps,
-        table,
-        positions,
+        table if table is not None else qkv,
+        positions if positions is not None else slots,
         slots,
         qkv.stride(0),
         H=num_heads,

@@ -1,0 +1,179 @@
+"""A mixture of experts: which experts each row goes to, and the sum of what they make of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.dispatch import early_launch, use_triton
+from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
+from quire.kernels.rms_norm import rms_norm_torch
+from quire.kernels.skinny_linear import Norm
+
+Scoring = Literal["softmax", "topk_softmax"]
+Activation = Literal["silu", "swigluoai"]
+Routes = tuple[torch.Tensor, torch.Tensor]  # weights [N, k] float32, experts [N, k] int32
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    gate_up: torch.Tensor  # [E, 2 * I, H], gate before up
+    down: torch.Tensor  # [E, H, I]
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 * I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    activation: Activation = "silu"
+
+    def shape(self, top_k: int) -> Shape:
+        num_experts, hidden, width = self.down.shape
+        return num_experts, top_k, hidden, width
+
+
+def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[N, 2 * I], gate before up -> [N, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "swigluoai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return F.silu(gate) * up
+
+
+def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Scoring) -> Routes:
+    """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower first."""
+    wide = logits.float()
+    experts = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if scoring == "topk_softmax":
+        return wide.gather(1, experts).softmax(-1), experts.int()
+    weights = wide.softmax(-1).gather(1, experts)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts.int()
+
+
+def experts_torch(
+    x: torch.Tensor,  # [N, H]
+    weights: torch.Tensor,  # [N, k]
+    experts: torch.Tensor,  # [N, k]
+    w: ExpertWeights,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each expert multiplies all its rows at once; sums are in float32 and in the order of experts."""
+    if residual is None:
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    else:
+        total = residual.to(torch.float32, copy=True)
+    if x.is_cuda:
+        # Every row by every expert: which rows an expert has the host must not ask, a graph may be being captured.
+        share = torch.zeros(len(x), len(w.down), device=x.device).scatter_(1, experts.long(), weights)
+        for e in range(len(w.down)):
+            total += _expert_torch(x, w, e) * share[:, e : e + 1]
+        return total.to(x.dtype)
+    flat = experts.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=len(w.down)).tolist()
+    for e, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            rows = pairs // experts.shape[1]
+            made = _expert_torch(x[rows], w, e)
+            total.index_add_(0, rows, made * weights.reshape(-1)[pairs, None])
+    return total.to(x.dtype)
+
+
+def _expert_torch(x: torch.Tensor, w: ExpertWeights, e: int) -> torch.Tensor:
+    inner = F.linear(x, w.gate_up[e], None if w.gate_up_bias is None else w.gate_up_bias[e])
+    inner = activate_torch(inner.float(), w.activation).to(x.dtype)
+    return F.linear(inner, w.down[e], None if w.down_bias is None else w.down_bias[e]).float()
+
+
+def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Scoring) -> Routes:
+    if not use_triton(logits):
+        return route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
+    from quire.kernels.triton import moe_route as kernel
+
+    weights, experts, _ = kernel.route(logits, top_k, renormalize or scoring == "topk_softmax")
+    return weights, experts
+
+
+def moe_triton(
+    x: torch.Tensor,  # [N, H]
+    logits: torch.Tensor,  # [N, E]
+    w: ExpertWeights,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scoring: Scoring,
+    residual: torch.Tensor | None = None,  # added to the result; contiguous
+    config: MoeConfig | None = None,  # default: by the table
+    pdl: bool | None = None,  # start kernels while the one before still runs; default: where the device can
+) -> torch.Tensor:
+    """The same bits for the same input every time; may be captured in a CUDA graph after `prepare_moe`."""
+    from quire.kernels.triton import moe_few, moe_grouped, moe_route
+
+    if len(x) == 0:
+        return torch.empty_like(x)
+    x, logits = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, logits))
+    config = config or choose(len(x), w.shape(top_k), x.element_size())
+    pdl = early_launch(x)["PDL"] if pdl is None else pdl
+    of_chosen = renormalize or scoring == "topk_softmax"
+    weights, experts, places = moe_route.route(logits, top_k, of_chosen, count=isinstance(config, GroupedConfig))
+    if isinstance(config, FewConfig):
+        return moe_few.few_experts(x, weights, experts, w, config, None, residual, pdl)
+    assert places is not None
+    return moe_grouped.grouped_experts(x, weights, experts, places, w, config, residual, pdl)
+
+
+def fused_layer_torch(
+    x: torch.Tensor,
+    norm: Norm | None,
+    router: torch.Tensor,
+    router_bias: torch.Tensor | None,
+    w: ExpertWeights,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scoring: Scoring,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition, in float32: see `fused_layer`."""
+    wide = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
+    logits = F.linear(wide, router.float(), None if router_bias is None else router_bias.float())
+    routes = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
+    gate_up_bias, down_bias = (None if bias is None else bias.float() for bias in (w.gate_up_bias, w.down_bias))
+    in_float = ExpertWeights(w.gate_up.float(), w.down.float(), gate_up_bias, down_bias, w.activation)
+    return experts_torch(wide, *routes, in_float, residual).to(x.dtype)
+
+
+def fused_layer(
+    x: torch.Tensor,  # [N, H], N <= MAX_FUSED_ROWS
+    norm: Norm | None,  # RMSNorm of x first
+    router: torch.Tensor,  # [E, H]
+    router_bias: torch.Tensor | None,  # [E]
+    w: ExpertWeights,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scoring: Scoring,
+    residual: torch.Tensor | None = None,  # added to the result; contiguous
+    config: FewConfig | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """Norm, router, experts and residual of few rows, in three kernels."""
+    if not use_triton(x):
+        return fused_layer_torch(
+            x, norm, router, router_bias, w, top_k, renormalize=renormalize, scoring=scoring, residual=residual
+        )
+    from quire.kernels.triton import moe_few, moe_route
+
+    assert len(x) <= MAX_FUSED_ROWS
+    config = config or choose_few(len(x), w.shape(top_k))
+    pdl = early_launch(x)["PDL"] if pdl is None else pdl
+    routes = moe_route.router(x, router, router_bias, norm, top_k, renormalize or scoring == "topk_softmax")
+    return moe_few.few_experts(x, *routes, w, config, norm, residual, pdl)
+
+
+def prepare_moe(device: torch.device) -> None:
+    """Allocate what the kernels share on a device; must come before a capture."""
+    if device.type == "cuda":
+        from quire.kernels.triton.moe_route import Workspace
+
+        Workspace.of(device)

@@ -1,0 +1,258 @@
+"""The experts of many rows: pairs of row and expert are sorted by expert, each expert's padded to whole tiles, and
+every tile is multiplied by its expert's weights.
+
+Nothing here depends on the host knowing the counts: there are as many programs as the worst distribution needs, and
+those without a tile end at once. The weights stand on the left of the product, because the left side of a Hopper matrix
+instruction has 64 rows and the right one as few as 8.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.moe import ExpertWeights
+from quire.kernels.moe_table import GroupedConfig, TileConfig
+from quire.kernels.triton.moe_few import activate
+from quire.kernels.triton.moe_route import Workspace
+
+COMPARED = 4096  # pairs of (pair, expert) that a program of the sort holds in registers
+COLUMNS = 1024  # that a program sums up
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def _place_kernel(
+    experts,  # [pairs]
+    places,  # [pairs]: which of its expert's pairs each is
+    counts,  # [E]
+    order,  # [tiles * BLOCK_M]: the pair at each position; what is past an expert's last stays unwritten
+    tile_expert,  # [tiles]
+    tile_rows,  # [tiles]: how many positions of a tile are pairs
+    pairs,
+    tiles,
+    E,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    e = tl.arange(0, BLOCK_E)
+    count = tl.load(counts + e, mask=e < E, other=0)
+    own = (count + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(own, 0)
+    first = end - own
+
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(experts + p, mask=p < pairs, other=-1)
+    place = tl.load(places + p, mask=p < pairs, other=0)
+    begin = tl.sum(tl.where(expert[:, None] == e[None, :], first[None, :], 0), 1) * BLOCK_M
+    tl.store(order + begin + place, p, mask=p < pairs)
+
+    inside = (first[None, :] <= p[:, None]) & (p[:, None] < end[None, :])
+    left = tl.minimum(count[None, :] - (p[:, None] - first[None, :]) * BLOCK_M, BLOCK_M)
+    tl.store(tile_expert + p, tl.sum(tl.where(inside, e[None, :], 0), 1), mask=p < tiles)
+    tl.store(tile_rows + p, tl.sum(tl.where(inside, left, 0), 1), mask=p < tiles)
+
+
+@triton.jit
+def _grouped_kernel(
+    x,  # gate_up: [rows, K]; down: [tiles * BLOCK_M, K]
+    w,  # gate_up: [E * 2 * N, K]; down: [E * N, K]; with TMA a descriptor of it
+    y,  # gate_up: [tiles * BLOCK_M, N]; down: [pairs, N]
+    bias,
+    order,
+    tile_expert,
+    tile_rows,
+    N,
+    K,
+    x_stride,
+    TOP_K: tl.constexpr,
+    GATE_UP: tl.constexpr,  # the first product: rows are gathered, halves multiplied after an activation
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWIGLUOAI: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # An expert's tiles are neighbours, and a tile's columns: both sides of the product come from the cache.
+    blocks = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * BLOCK_N
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.load(tile_rows + tile)
+    if rows == 0:
+        return
+    expert = tl.load(tile_expert + tile)
+    m = tl.arange(0, BLOCK_M)
+    position = (tile * BLOCK_M + m).to(tl.int64)
+    pair = tl.load(order + position, mask=m < rows, other=0).to(tl.int64)
+    source = pair // TOP_K if GATE_UP else position
+    x_rows = x + source[None, :] * x_stride
+    HALVES: tl.constexpr = 2 if GATE_UP else 1
+    base = expert * (HALVES * N) + first
+    n = first + tl.arange(0, BLOCK_N)
+    if not TMA:
+        # Columns past the end read the last one again: cheaper than a mask, and never stored.
+        inside_n = tl.minimum(n, N - 1).to(tl.int64)
+        w_rows = w + (expert.to(tl.int64) * (HALVES * N) + inside_n)[:, None] * K
+        up_rows = w_rows + N.to(tl.int64) * K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            right = tl.load(x_rows + k[:, None])
+        else:
+            right = tl.load(x_rows + k[:, None], mask=(k < K)[:, None], other=0.0)
+        if TMA:
+            left = w.load([base, start])
+        elif EVEN_K:
+            left = tl.load(w_rows + k[None, :])
+        else:
+            left = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+        if GATE_UP:
+            if TMA:
+                left = w.load([base + N, start])
+            elif EVEN_K:
+                left = tl.load(up_rows + k[None, :])
+            else:
+                left = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+            acc_up = tl.dot(left, right, acc_up, input_precision="ieee")
+    if HAS_BIAS:
+        added = bias + expert * (HALVES * N) + n
+        acc += tl.load(added, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATE_UP:
+            acc_up += tl.load(added + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATE_UP:
+        acc = activate(acc, acc_up, SWIGLUOAI)
+    to = position if GATE_UP else pair
+    inside = (m < rows)[:, None] & (n < N)[None, :]
+    tl.store(y + to[:, None] * N + n[None, :], tl.trans(acc.to(y.dtype.element_ty)), mask=inside)
+
+
+@triton.jit
+def _combine_kernel(
+    y,  # [rows * TOP_K, H]
+    weights,  # [rows * TOP_K] float32
+    residual,  # [rows, H]
+    out,  # [rows, H]
+    counts,
+    E,
+    H,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):  # in order: the same bits every time
+        pair = row * TOP_K + j
+        part = tl.load(y + pair * H + c, mask=c < H, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + pair)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * H + c, mask=c < H, other=0.0).to(tl.float32)
+    tl.store(out + row * H + c, total.to(out.dtype.element_ty), mask=c < H)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        e = tl.arange(0, BLOCK_E)
+        tl.store(counts + e, tl.zeros([BLOCK_E], tl.int32), mask=e < E)  # for the next layer
+
+
+def max_tiles(pairs: int, num_experts: int, block_m: int) -> int:
+    """However pairs are distributed: an expert's first tile needs one, each further tile block_m."""
+    used = min(pairs, num_experts)
+    return used + (pairs - used) // block_m
+
+
+def grouped_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    places: torch.Tensor,
+    w: ExpertWeights,
+    config: GroupedConfig,
+    residual: torch.Tensor | None,
+    pdl: bool,
+) -> torch.Tensor:
+    """`places` are route()'s, whose counts this uses up."""
+    rows, top_k = experts.shape
+    num_experts, hidden, width = w.down.shape
+    pairs, device = rows * top_k, x.device
+    block_m, block_e = config.block_m, triton.next_power_of_2(num_experts)
+    tiles = max_tiles(pairs, num_experts, block_m)
+    counts = Workspace.of(device).counts
+    launch: dict[str, bool] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+
+    order = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
+    tile_expert, tile_rows = torch.empty(2, tiles, dtype=torch.int32, device=device)
+    some = max(16, COMPARED // block_e)
+    _place_kernel[(triton.cdiv(max(pairs, tiles), some),)](
+        experts, places, counts, order, tile_expert, tile_rows, pairs, tiles, num_experts,
+        BLOCK_E=block_e, BLOCK_M=block_m, BLOCK=some, num_warps=4, **launch,
+    )  # fmt: skip
+    sorted_by = (order, tile_expert, tile_rows)
+    inner = torch.empty(tiles * block_m, width, dtype=x.dtype, device=device)
+    flags = {"TOP_K": top_k, "BLOCK_M": block_m, "SWIGLUOAI": w.activation == "swigluoai", **launch}
+    _multiply(x, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
+    y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
+    _multiply(inner, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=device)
+    columns = min(COLUMNS, triton.next_power_of_2(hidden))
+    _combine_kernel[(rows, triton.cdiv(hidden, columns))](
+        y, weights, residual, out, counts, num_experts, hidden, TOP_K=top_k, BLOCK=columns, BLOCK_E=block_e,
+        HAS_RESIDUAL=residual is not None, num_warps=4, **launch,
+    )  # fmt: skip
+    return out
+
+
+def _multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,  # [E, outputs, inputs]
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    sorted_by: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    config: TileConfig,
+    **flags: Any,
+) -> None:
+    n, k, size = y.shape[1], weight.shape[2], weight.element_size()
+    block_k = config.block_k * 2 // size  # tables are for two bytes an element
+    flat = weight.view(-1, k)
+    has_tma, shared = _limits(x.device)
+    tma = config.tma and has_tma and k * size % 16 == 0
+    step = ((2 if flags["GATE_UP"] else 1) * config.block_n + flags["BLOCK_M"]) * block_k * size
+    stages = max(1, min(config.stages, shared // step))
+    tiles = len(sorted_by[1])
+    _grouped_kernel[(tiles * triton.cdiv(n, config.block_n),)](
+        x, TensorDescriptor.from_tensor(flat, [config.block_n, block_k]) if tma else flat, y, bias, *sorted_by,
+        n, k, x.stride(0), BLOCK_N=config.block_n, BLOCK_K=block_k, STAGES=stages, EVEN_K=k % block_k == 0, TMA=tma,
+        HAS_BIAS=bias is not None, num_warps=config.warps, num_stages=stages, **flags,
+    )  # fmt: skip
+
+
+@functools.cache
+def _limits(device: torch.device) -> tuple[bool, int]:
+    """Whether there is a tensor memory accelerator, and the bytes of shared memory for a program's tiles."""
+    if device.type != "cuda":
+        return True, 220 << 10
+    major, minor = torch.cuda.get_device_capability(device)
+    shared = 220 if major in (9, 10) else 156 if (major, minor) == (8, 0) else 92
+    return major >= 9, shared << 10

@@ -1,0 +1,65 @@
+"""Which kernels a mixture of experts runs on, and why."""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from quire.kernels.moe_table import MAX_EXPERTS
+from quire.kernels.native import moe as native_moe
+
+logger = logging.getLogger("quire")
+
+BackendName = Literal["triton", "native", "torch"]
+MOE_BACKENDS = ("auto", *get_args(BackendName))
+
+
+@dataclass(frozen=True)
+class MoeBackend:
+    name: BackendName
+    why: str
+
+
+@functools.cache
+def choose_moe_backend(device_type: str, dtype: torch.dtype, num_experts: int, asked: str = "auto") -> MoeBackend:
+    """`asked` is the user's word; what cannot run here is a ValueError."""
+    if asked not in MOE_BACKENDS:
+        raise ValueError(f"moe_backend is {asked!r}, but must be one of {', '.join(MOE_BACKENDS)}")
+    obstacles = {
+        "triton": _against_triton(device_type, num_experts),
+        "native": _against_native(device_type, dtype),
+        "torch": None,
+    }
+    if asked != "auto":
+        if obstacles[asked] is not None:
+            raise ValueError(f"moe_backend {asked} cannot be used: {obstacles[asked]}")
+        chosen = MoeBackend(asked, "it was asked for")  # type: ignore[arg-type]
+    elif obstacles["triton"] is None:
+        chosen = MoeBackend("triton", "experts are on a GPU")
+    elif obstacles["native"] is None:
+        chosen = MoeBackend("native", "experts are bf16 on a CPU, which packs them for its own products")
+    else:
+        near = obstacles["native"] if device_type == "cpu" else obstacles["triton"]
+        chosen = MoeBackend("torch", f"no other serves them: {near}")
+    logger.debug("mixture of experts by %s: %s", chosen.name, chosen.why)
+    return chosen
+
+
+def _against_triton(device_type: str, num_experts: int) -> str | None:
+    if device_type != "cuda":
+        return f"Triton needs a GPU, and the model is on the {device_type}"
+    if num_experts > MAX_EXPERTS:
+        return f"the kernels sort up to {MAX_EXPERTS} experts, and there are {num_experts}"
+    return None
+
+
+def _against_native(device_type: str, dtype: torch.dtype) -> str | None:
+    if device_type != "cpu":
+        return f"the C kernels need a CPU, and the model is on {device_type}"
+    if dtype is not torch.bfloat16:
+        return f"the C kernels multiply bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if not native_moe.can_serve():
+        return "the C kernels could not be compiled"
+    return None

@@ -1,0 +1,230 @@
+"""The blocks of a decoder layer. Which of their variants a family has stands in its DecoderConfig."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from quire.attention.base import Angles, ForwardContext
+from quire.kernels.activation import SILU, activate, activate_mul
+from quire.kernels.add import add
+from quire.kernels.rope_and_write import Norms
+from quire.kernels.skinny_linear import Norm as FusedNorm
+from quire.kernels.skinny_table import MAX_FUSED_ROWS
+from quire.layers.alibi import alibi_slopes
+from quire.layers.attention import Attention
+from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
+from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.layers.parallel import TensorParallel
+from quire.models.decoder_config import DecoderConfig
+from quire.quantization.base import LinearMethod, Quantization
+
+
+@dataclass(frozen=True)
+class Build:
+    """What all layers of a model are made with."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+    tp: TensorParallel
+    quantization: Quantization
+
+    def norm(self) -> RMSNorm | LayerNorm:
+        c = self.config
+        if c.norm == "layer":
+            return LayerNorm(c.hidden_size, c.norm_eps, c.norm_bias, self.device)
+        return RMSNorm(c.hidden_size, c.norm_eps, self.device)
+
+    def method(self, layer: int, module: str, names: tuple[str, ...]) -> LinearMethod | None:
+        return self.quantization.linear_method(f"{self.config.names.layer.format(i=layer)}.{module}", names)
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+        """stream + the block of its norm, for at most `max_fused_rows` rows."""
+        ...
+
+    @property
+    def max_fused_rows(self) -> int:
+        """Known once weights are loaded."""
+        ...
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, build: Build, layer: int) -> None:
+        super().__init__()
+        c, names = build.config, build.config.names
+        placed = (build.dtype, build.device, build.tp)
+        qkv_method = build.method(layer, names.attention, names.qkv)
+        o_method = build.method(layer, names.attention, (names.out,))
+        self.head_dim = c.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            c.hidden_size, c.head_dim, c.num_heads, c.num_kv_heads, c.qkv_bias, *placed, qkv_method
+        )
+        self.o_proj = RowParallelLinear(c.num_heads * c.head_dim, c.hidden_size, c.o_bias, *placed, o_method)
+        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.num_heads, self.num_kv_heads = heads, kv_heads
+        self.qk_norm, self.qkv_clip = c.qk_norm, c.qkv_clip
+        self.q_norm: RMSNorm | LayerNorm | None = None
+        self.k_norm: RMSNorm | LayerNorm | None = None
+        if c.qk_norm is not None:
+            if build.tp.size > 1 and c.qk_norm == "width":
+                raise NotImplementedError("a norm over all heads' queries is not connected among several workers yet")
+            self.q_norm, self.k_norm = (_head_norm(c, count, build.device) for count in (heads, kv_heads))
+        first_head = heads * build.tp.rank
+        self.sinks_slot: LoadSlot | None = None
+        if c.sinks:
+            sinks = new_parameter(heads, dtype=torch.float32, device=build.device)
+            self.sinks_slot = LoadSlot(sinks.data, (c.num_heads,), 0, first_head, "zeros")
+        slopes = None
+        if c.alibi:
+            slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(build.device)
+        self.attn = Attention(
+            layer,
+            heads,
+            kv_heads,
+            c.head_dim,
+            c.attention_scale if c.attention_scale is not None else c.head_dim**-0.5,
+            c.windows[layer],
+            softcap=c.attention_softcap,
+            slopes=slopes,
+            sinks=sinks if c.sinks else None,
+        )
+
+    def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        qkv = self.qkv_proj(x)
+        if self.qk_norm in ("width", "layer"):
+            qkv = self._normed(qkv)
+        if self.qkv_clip is not None:
+            qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
+        return self.o_proj(self.attn(qkv, ctx, angles, self.norms()))
+
+    def norms(self) -> Norms | None:
+        """Those that the kernel which rotates can do."""
+        if self.qk_norm != "head":
+            return None
+        assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+
+    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
+        assert self.q_norm is not None and self.k_norm is not None
+        sizes = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        q, k, v = qkv.split(sizes, dim=-1)
+        if self.qk_norm == "layer":
+            q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return torch.cat((q.flatten(1), k.flatten(1), v), dim=-1)
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        return {} if self.sinks_slot is None else {("sinks", None): self.sinks_slot}
+
+
+def _head_norm(config: DecoderConfig, num_heads: int, device: torch.device) -> RMSNorm | LayerNorm:
+    if config.qk_norm == "layer":
+        return LayerNorm((num_heads, config.head_dim), config.norm_eps, False, device)
+    width = config.head_dim * (num_heads if config.qk_norm == "width" else 1)
+    return RMSNorm(width, config.norm_eps, device)
+
+
+class MLP(nn.Module):
+    def __init__(self, build: Build, layer: int, intermediate_size: int | None = None, module: str = "") -> None:
+        """`module`: its name in the checkpoint's layer, if not the usual."""
+        super().__init__()
+        c, names = build.config, build.config.names
+        inner = intermediate_size or c.intermediate_size
+        placed = (build.dtype, build.device, build.tp)
+        up_method = build.method(layer, module or names.mlp, names.up)
+        down_method = build.method(layer, module or names.mlp, (names.down,))
+        self.activation, self.gated = c.activation, c.gated
+        sizes = [inner, inner] if c.gated else [inner]
+        self.up_proj = MergedColumnParallelLinear(c.hidden_size, sizes, c.mlp_bias, *placed, up_method)
+        self.down_proj = RowParallelLinear(inner, c.hidden_size, c.mlp_bias, *placed, down_method)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up_proj(x)
+        act = activate_mul if self.gated else activate
+        return self.down_proj(act(inner, self.activation))
+
+    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+        return self.down_proj.fused(self.up_proj.fused(stream, norm=norm, silu=True), residual=stream)
+
+    @property
+    def max_fused_rows(self) -> int:
+        fuses = self.gated and self.activation == SILU and can_fuse(self.up_proj, self.down_proj)
+        return MAX_FUSED_ROWS if fuses else 0
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, build: Build, layer: int, mlp: FeedForward) -> None:
+        super().__init__()
+        c = build.config
+        self.parallel, self.residual_scale = c.parallel, c.residual_scale
+        self.fusable = c.is_like_llama and build.tp.size == 1
+        self.attention_norm = build.norm() if c.pre_norm else None
+        self.self_attn = SelfAttention(build, layer)
+        self.attention_out_norm = build.norm() if c.post_norm else None
+        self.mlp_norm = build.norm() if c.pre_norm and c.mlp_norm else None
+        self.mlp = mlp
+        self.mlp_out_norm = build.norm() if c.post_norm else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x is what the layer before added, residual the stream before that (None in the first layer)."""
+        if self.parallel:
+            return self._forward_parallel(x, residual, angles, ctx)
+        x, residual = _enter(self.attention_norm, x, residual)
+        x = self._leave(self.self_attn(x, angles, ctx), self.attention_out_norm)
+        x, residual = _enter(self.mlp_norm, x, residual)
+        return self._leave(self.mlp(x), self.mlp_out_norm), residual
+
+    def _forward_parallel(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, stream = _enter(self.attention_norm, x, residual)
+        for_mlp = x if self.mlp_norm is None else self.mlp_norm(stream)
+        return self._leave(add(self.self_attn(x, angles, ctx), self.mlp(for_mlp)), None), stream
+
+    def forward_fused(self, stream: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        """The whole residual stream in and out, for few rows on a GPU, where each kernel spared is a gain."""
+        attention, before, between = self.self_attn, self.attention_norm, self.mlp_norm
+        assert isinstance(before, RMSNorm) and isinstance(between, RMSNorm)
+        qkv = attention.qkv_proj.fused(stream, norm=before.for_fusing)
+        heads = attention.attn(qkv, ctx, angles, attention.norms())
+        stream = attention.o_proj.fused(heads, residual=stream)
+        return self.mlp.forward_fused(stream, between.for_fusing)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind differ only in numbers."""
+        return self.self_attn.attn.kind, type(self.mlp)
+
+    @property
+    def max_fused_rows(self) -> int:
+        """Rows that forward_fused() takes; known once weights are loaded."""
+        fuses = self.fusable and can_fuse(self.self_attn.qkv_proj, self.self_attn.o_proj)
+        return min(MAX_FUSED_ROWS, self.mlp.max_fused_rows) if fuses else 0
+
+    def _leave(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is not None:
+            x = norm(x)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+
+def _enter(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a block reads, and the stream so far."""
+    if norm is not None and residual is not None:
+        return norm.add(x, residual)
+    stream = x if residual is None else x + residual
+    return (stream if norm is None else norm(stream)), stream
+
+
+def can_fuse(*linears: ParallelLinear) -> bool:
+    return all(linear.method.can_fuse(linear) for linear in linears)

@@ -1,0 +1,66 @@
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from quire.checkpoint.mxfp4 import pair_mxfp4
+from quire.checkpoint.tensors import CheckpointTensor
+from quire.models.decoder import DECODER_WEIGHTS
+from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of_types
+from quire.models.moe import Experts, MoEModel
+from quire.models.weight_map import Rule, WeightMap
+
+
+def gate_before_up(rows: torch.Tensor) -> torch.Tensor:
+    """[E, 2 * I, ...] with gate and up in turns -> all gates, then all ups."""
+    return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def outputs_first(weight: torch.Tensor) -> torch.Tensor:
+    return weight.transpose(1, 2)
+
+
+BLOCK = "model.layers.{i}.mlp"
+EXPERTS = f"{BLOCK}.experts"
+
+
+class GptOssForCausalLM(MoEModel):
+    """Attention with a sink in every head, windows on every second layer, and experts whose weights come in mxfp4 (made
+    the compute dtype while loading) or plain."""
+
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
+        Rule("model.layers.{i}.self_attn.sinks", "layers.{i}.self_attn.sinks"),
+        Rule(f"{BLOCK}.router.{{p}}", "layers.{i}.mlp.router.{p}"),
+        Rule(
+            f"{EXPERTS}.gate_up_proj",
+            "layers.{i}.mlp.experts.gate_up",
+            transform=lambda weight: gate_before_up(outputs_first(weight)),
+        ),
+        Rule(f"{EXPERTS}.gate_up_proj_mxfp4", "layers.{i}.mlp.experts.gate_up", transform=gate_before_up),
+        Rule(f"{EXPERTS}.gate_up_proj_bias", "layers.{i}.mlp.experts.gate_up_bias", transform=gate_before_up),
+        Rule(f"{EXPERTS}.down_proj", "layers.{i}.mlp.experts.down", transform=outputs_first),
+        Rule(f"{EXPERTS}.down_proj_mxfp4", "layers.{i}.mlp.experts.down"),
+        Rule(f"{EXPERTS}.down_proj_bias", "layers.{i}.mlp.experts.down_bias"),
+    )
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        kinds = hf.get("layer_types") or [(SLIDING, FULL)[i % 2] for i in range(hf["num_hidden_layers"])]
+        bias = bool(hf.get("attention_bias", True))
+        return DecoderConfig.from_hf(
+            hf,
+            windows=windows_of_types(kinds, hf.get("sliding_window", 128)),
+            head_dim=64,
+            qkv_bias=bias,
+            o_bias=bias,
+            sinks=True,
+        )
+
+    @classmethod
+    def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        if (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0)) != (1.702, 7.0):
+            raise ValueError("swiglu_alpha and swiglu_limit are supported as 1.702 and 7.0 only")
+        return Experts.from_hf(hf, scoring="topk_softmax", activation="swigluoai", bias=True, checkpoint="fused")
+
+    def regrouped(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+        return pair_mxfp4(tensors)

@@ -1,0 +1,25 @@
+from typing import Any, ClassVar
+
+from quire.models.decoder import DECODER_WEIGHTS
+from quire.models.decoder_config import DecoderConfig
+from quire.models.granite import GraniteForCausalLM
+from quire.models.moe import Experts, MoEModel
+from quire.models.weight_map import Rule, WeightMap
+
+BLOCK = "model.layers.{i}.block_sparse_moe"
+
+
+class GraniteMoeForCausalLM(MoEModel):
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
+        Rule(f"{BLOCK}.router.layer.weight", "layers.{i}.mlp.router.weight"),
+        Rule(f"{BLOCK}.input_linear.weight", "layers.{i}.mlp.experts.gate_up"),
+        Rule(f"{BLOCK}.output_linear.weight", "layers.{i}.mlp.experts.down"),
+    )
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        return GraniteForCausalLM.configure(hf)
+
+    @classmethod
+    def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        return Experts.from_hf(hf, scoring="topk_softmax", checkpoint="fused", module="block_sparse_moe")

@@ -1,0 +1,25 @@
+from typing import Any, ClassVar
+
+from quire.models.decoder import DECODER_WEIGHTS
+from quire.models.decoder_config import DecoderConfig
+from quire.models.moe import Experts, MoEModel
+from quire.models.weight_map import Rule, WeightMap
+
+BLOCK = "model.layers.{i}.block_sparse_moe"
+
+
+class MixtralForCausalLM(MoEModel):
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
+        Rule(f"{BLOCK}.gate.weight", "layers.{i}.mlp.router.weight"),
+        Rule(f"{BLOCK}.experts.{{e}}.w1.weight", "layers.{i}.mlp.experts.gate_up.{e}", 0),
+        Rule(f"{BLOCK}.experts.{{e}}.w3.weight", "layers.{i}.mlp.experts.gate_up.{e}", 1),
+        Rule(f"{BLOCK}.experts.{{e}}.w2.weight", "layers.{i}.mlp.experts.down.{e}"),
+    )
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        return DecoderConfig.from_hf(hf, windows=(hf.get("sliding_window"),) * hf["num_hidden_layers"])
+
+    @classmethod
+    def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        return Experts.from_hf(hf, module="block_sparse_moe")

@@ -1,0 +1,105 @@
+"""Decoders whose layers have experts."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from quire.kernels.skinny_linear import Norm as FusedNorm
+from quire.layers.fused_moe import FusedMoE
+from quire.layers.linear import ColumnParallelLinear
+from quire.models.decoder import DecoderModel
+from quire.models.decoder_config import require
+from quire.models.decoder_layers import MLP, Build, FeedForward
+from quire.models.weight_map import Rule
+
+EXPERTS = (
+    Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
+    Rule("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up.{e}", 0),
+    Rule("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up.{e}", 1),
+    Rule("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down.{e}"),
+)
+
+
+@dataclass(frozen=True)
+class Experts:
+    count: int
+    top_k: int
+    intermediate_size: int
+    renormalize: bool = True
+    scoring: Literal["softmax", "topk_softmax"] = "softmax"
+    activation: Literal["silu", "swigluoai"] = "silu"
+    bias: bool = False  # of the router and the experts
+    checkpoint: Literal["per_expert", "fused"] = "per_expert"
+    shared_size: int = 0  # of an expert that every token takes, behind a gate of its own; 0: there is none
+    module: str = "mlp"  # the checkpoint's name for the block
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], intermediate_size: str = "intermediate_size", **differences: Any) -> "Experts":
+        """`intermediate_size`: the key of an expert's."""
+        count = hf.get("num_experts") or hf.get("num_local_experts")
+        if not count:
+            raise ValueError("the model's config lacks num_experts")
+        require(hf, "num_experts_per_tok", intermediate_size)
+        if (hf.get("hidden_act") or "silu") not in ("silu", "swish"):
+            raise ValueError(f"activation {hf['hidden_act']!r} of experts is not supported; supported: silu")
+        return cls(count, hf["num_experts_per_tok"], hf[intermediate_size], **differences)
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts, in the place of an MLP."""
+
+    def __init__(self, build: Build, layer: int, experts: Experts) -> None:
+        super().__init__()
+        if build.method(layer, f"{experts.module}.experts.0", ("gate_proj", "up_proj")) is not None:
+            raise ValueError("experts cannot be quantized yet; leave quantization out, or take a checkpoint without it")
+        hidden, placed = build.config.hidden_size, (build.dtype, build.device)
+        self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # the whole on every worker
+        self.experts = FusedMoE(
+            experts.count,
+            experts.top_k,
+            hidden,
+            experts.intermediate_size,
+            *placed,
+            build.tp,
+            renormalize=experts.renormalize,
+            scoring=experts.scoring,
+            activation=experts.activation,
+            bias=experts.bias,
+            checkpoint=experts.checkpoint,
+        )
+        self.shared: MLP | None = None
+        if experts.shared_size:
+            self.shared = MLP(build, layer, experts.shared_size, f"{experts.module}.shared_expert")
+            self.shared_gate = ColumnParallelLinear(hidden, 1, False, *placed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = self.experts(x, self.router(x))
+        if self.shared is None:
+            return routed
+        return routed + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+
+    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+        router = self.router
+        return self.experts.forward_fused(stream, norm, router.weight, residual=stream, router_bias=router.bias)
+
+    @property
+    def max_fused_rows(self) -> int:
+        return self.experts.max_fused_rows if self.shared is None else 0
+
+
+class MoEModel(DecoderModel):
+    """A family overrides `configure_experts` as well, and `is_sparse` where some layers have plain MLPs."""
+
+    @classmethod
+    def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        raise NotImplementedError
+
+    def is_sparse(self, layer: int) -> bool:
+        return True
+
+    def make_mlp(self, build: Build, layer: int) -> FeedForward:
+        if not self.is_sparse(layer):
+            return MLP(build, layer)
+        return SparseMLP(build, layer, self.configure_experts(self.hf))

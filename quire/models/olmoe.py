@@ -1,0 +1,19 @@
+from typing import Any, ClassVar
+
+from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
+from quire.models.decoder_config import DecoderConfig
+from quire.models.moe import EXPERTS, Experts, MoEModel
+from quire.models.weight_map import WeightMap
+
+
+class OlmoeForCausalLM(MoEModel):
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(*EXPERTS, *QK_NORMS)
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        bias = bool(hf.get("attention_bias", False))
+        return DecoderConfig.from_hf(hf, qk_norm="width", qkv_clip=hf.get("clip_qkv"), qkv_bias=bias, o_bias=bias)
+
+    @classmethod
+    def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        return Experts.from_hf(hf, renormalize=bool(hf.get("norm_topk_prob", False)))

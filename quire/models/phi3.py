@@ -1,0 +1,33 @@
+from typing import Any, ClassVar
+
+from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
+from quire.models.decoder_config import DecoderConfig, Names, require
+from quire.models.weight_map import Rule, WeightMap
+
+NAMES = Names(qkv=("qkv_proj",), up=("gate_up_proj",))
+
+
+class Phi3ForCausalLM(DecoderModel):
+    """Phi-3, Phi-3.5, Phi-4: Llama with q, k, v in one tensor, gate and up in another."""
+
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
+        Rule("model.layers.{i}.self_attn.qkv_proj.{p}", "layers.{i}.self_attn.qkv_proj.{p}", ("q", "k", "v")),
+        Rule("model.layers.{i}.mlp.gate_up_proj.{p}", "layers.{i}.mlp.up_proj.{p}", (0, 1)),
+    )
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        require(hf, "num_hidden_layers")
+        hf = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5} | hf
+        window = hf.get("sliding_window")
+        if window is not None and window >= hf["max_position_embeddings"]:
+            window = None  # as the long-context releases have it: it never closes
+        return DecoderConfig.from_hf(_with_longrope(hf), windows=(window,) * hf["num_hidden_layers"], names=NAMES)
+
+
+def _with_longrope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The first releases call it "su" or "yarn"."""
+    key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    given = hf.get(key) or {}
+    kind = given.get("rope_type") or given.get("type")
+    return hf | {key: given | {"rope_type": "longrope"}} if kind in ("su", "yarn") else hf

@@ -1,0 +1,50 @@
+from typing import Any, ClassVar
+
+from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
+from quire.models.decoder_config import DecoderConfig, windows_by_layer_type
+from quire.models.moe import EXPERTS, Experts, MoEModel
+from quire.models.qwen3 import Qwen3ForCausalLM
+from quire.models.weight_map import Rule, WeightMap
+
+SHARED = (
+    Rule("model.layers.{i}.mlp.shared_expert.gate_proj.{p}", "layers.{i}.mlp.shared.up_proj.{p}", 0),
+    Rule("model.layers.{i}.mlp.shared_expert.up_proj.{p}", "layers.{i}.mlp.shared.up_proj.{p}", 1),
+    Rule("model.layers.{i}.mlp.shared_expert.down_proj.{p}", "layers.{i}.mlp.shared.down_proj.{p}"),
+    Rule("model.layers.{i}.mlp.shared_expert_gate.weight", "layers.{i}.mlp.shared_gate.weight"),
+)
+
+
+class QwenMoE(MoEModel):
+    """Some layers may have a plain MLP."""
+
+    def is_sparse(self, layer: int) -> bool:
+        if layer in (self.hf.get("mlp_only_layers") or ()):
+            return False
+        return (layer + 1) % (self.hf.get("decoder_sparse_step") or 1) == 0
+
+    @classmethod
+    def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        return Experts.from_hf(
+            hf,
+            "moe_intermediate_size",
+            renormalize=bool(hf.get("norm_topk_prob", False)),
+            shared_size=hf.get("shared_expert_intermediate_size") or 0,
+        )
+
+
+class Qwen2MoeForCausalLM(QwenMoE):
+    """Beside the experts, one that every token takes."""
+
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(*EXPERTS, *SHARED)
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        return DecoderConfig.from_hf(hf, windows=windows_by_layer_type(hf), qkv_bias=bool(hf.get("qkv_bias", True)))
+
+
+class Qwen3MoeForCausalLM(QwenMoE):
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(*EXPERTS, *QK_NORMS)
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        return Qwen3ForCausalLM.configure(hf)

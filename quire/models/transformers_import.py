@@ -1,0 +1,70 @@
+"""transformers, imported only when a model needs it, and what it knows of a model before any weight is read."""
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+from quire.checkpoint.resolve import Checkpoint
+
+INSTALL = "pip install 'transformers>=5.0'"
+
+
+def is_installed() -> bool:
+    return find_spec("transformers") is not None
+
+
+def import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"this model is served through transformers, which cannot be imported ({error}); run: {INSTALL}"
+        ) from error
+    version = transformers.__version__
+    if int(version.partition(".")[0]) < 5:
+        raise ValueError(f"transformers is {version}, but this backend needs 5.0 or later; run: {INSTALL}")
+    return transformers
+
+
+def why_not(hf_config: dict[str, Any], trust_remote_code: bool) -> str | None:
+    """Why transformers has no causal language model for this config; None: it has one. Runs no model's code."""
+    if not is_installed():
+        return f"transformers, which may have it, is not installed ({INSTALL})"
+    kind = hf_config.get("model_type")
+    brings_code = "AutoModelForCausalLM" in (hf_config.get("auto_map") or {})
+    if brings_code and trust_remote_code:
+        return None
+    import_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    if brings_code:
+        return "the model brings Python code of its own; --trust-remote-code runs it, if you trust its author"
+    return f"transformers has no causal language model of model_type {kind!r} either"
+
+
+def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_code: bool) -> Any:
+    """transformers' config object with the values of `hf_config`, which may differ from the folder's."""
+    transformers = import_transformers()
+    values = _with_floats(hf_config)
+    if trust_remote_code and hf_config.get("auto_map"):
+        config = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=True)
+        stored = _with_floats(json.loads((checkpoint.path / "config.json").read_bytes()))
+        config.update({name: value for name, value in values.items() if value != stored.get(name)})
+        return config
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[hf_config["model_type"]].from_dict(values)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"transformers cannot read the model's config: {error}") from error
+
+
+def _with_floats(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers writes an infinite number as {"__float__": "Infinity"}, for which JSON has no form."""
+
+    def decoded(part: dict[str, Any]) -> Any:
+        return float(part["__float__"]) if "__float__" in part else part
+
+    return json.loads(json.dumps(config), object_hook=decoded)

@@ -1,0 +1,86 @@
+"""A transformers model with its weights, by transformers' own loading or random ones."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from quire.checkpoint.resolve import Checkpoint
+from quire.models.transformers_attention import NO_INTERFACE, Unsupported
+from quire.models.transformers_import import import_transformers
+
+MAX_NAMES_IN_ERROR = 5
+
+
+def check_attention(config: Any) -> None:
+    """Before anything is loaded: not all of transformers' older models let attention be replaced."""
+    known = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        return  # code of the checkpoint's own
+    replaceable = getattr(known[type(config)], "_can_set_attn_implementation", None)
+    if replaceable is not None and not replaceable():
+        raise Unsupported(NO_INTERFACE)
+
+
+@contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """transformers', which it would show anywhere, only on a terminal."""
+    from transformers.utils import logging
+
+    if (wanted and sys.stderr.isatty()) or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
+def load_weights(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, implementation: str, trust: bool
+) -> Any:
+    """transformers knows which tensors were renamed or fused since the checkpoint was written."""
+    transformers = import_transformers()
+    placed = device.type == "cpu" or find_spec("accelerate") is not None
+    place = {"device_map": {"": str(device)}} if device.type != "cpu" and placed else {}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint.path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=implementation,
+        trust_remote_code=trust,
+        local_files_only=True,
+        output_loading_info=True,
+        **place,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        rest = f" and {len(missing) - MAX_NAMES_IN_ERROR} more" if len(missing) > MAX_NAMES_IN_ERROR else ""
+        names = ", ".join(missing[:MAX_NAMES_IN_ERROR])
+        raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it lacks {names}{rest}")
+    return model if placed else model.to(device)
+
+
+def random_weights(
+    config: Any, dtype: torch.dtype, device: torch.device, implementation: str, trust: bool, seed: int
+) -> Any:
+    """Made on the device, where drawing billions of numbers takes no time."""
+    transformers = import_transformers()
+    from transformers.initialization import no_init_weights
+
+    with torch.device(device), no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
+        )
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model

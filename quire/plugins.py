@@ -1,0 +1,59 @@
+"""Code of others that Quire runs at its start: entry points of the group `quire.general_plugins`.
+
+A plugin is a function without arguments. It is called once in every process that builds a model, before the model's
+class is looked up, and typically calls `ModelRegistry.register_model`.
+"""
+
+import functools
+import logging
+import os
+from importlib.metadata import EntryPoint, entry_points
+
+logger = logging.getLogger("quire")
+
+GROUP = "quire.general_plugins"
+VARIABLE = "QUIRE_PLUGINS"  # names, with commas between; unset: all that are installed
+
+
+@functools.cache
+def load_plugins() -> tuple[str, ...]:
+    """The names of those that ran. One that fails is named in the log, and the rest go on without it."""
+    ran = [plugin for plugin in chosen_plugins() if _run(plugin)]
+    if ran:
+        logger.info("plugins: %s", ", ".join(f"{plugin.name} ({plugin.value})" for plugin in ran))
+    return tuple(plugin.name for plugin in ran)
+
+
+def chosen_plugins() -> list[EntryPoint]:
+    """In the order of their names, so that the order of installation does not matter."""
+    # A package that is on the path twice is found twice.
+    installed = {plugin.name: plugin for plugin in reversed(list(entry_points(group=GROUP)))}
+    wanted = os.environ.get(VARIABLE)
+    if wanted is None:
+        return [installed[name] for name in sorted(installed)]
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    for name in names:
+        if name not in installed:
+            logger.warning(
+                "%s names %r, which no installed package has; there are: %s",
+                VARIABLE,
+                name,
+                ", ".join(sorted(installed)) or "none",
+            )
+    return [installed[name] for name in sorted(set(names) & installed.keys())]
+
+
+def _run(plugin: EntryPoint) -> bool:
+    try:
+        plugin.load()()
+    except Exception as error:
+        logger.error(
+            "the plugin %s (%s) failed and is left out: %s: %s",
+            plugin.name,
+            plugin.value,
+            type(error).__name__,
+            error,
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""The model's sampling defaults over HTTP: they hold where a request says nothing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.bench.stub_engine import StubEngine, cycle
+from quire.config import EngineConfig
+from quire.messages.sampling_params import SamplingParams
+from tests.entrypoints.openai.running import Running, running
+
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+class Recording(StubEngine):
+    def __init__(self) -> None:
+        overrides = DEFAULTS | {"max_new_tokens": 3}
+        super().__init__(cycle([5]), config=EngineConfig.from_kwargs(override_generation_config=overrides))
+        self.seen: list[SamplingParams] = []
+
+    def generate(self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(sampling_params)
+        return super().generate(prompt, sampling_params, *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(Recording()) as one:
+        yield one
+
+
+def params_of(server: Running, path: str, body: dict[str, Any]) -> SamplingParams:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    assert isinstance(server.engine, Recording)
+    return server.engine.seen[-1]
+
+
+REQUESTS = pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)
+
+
+@REQUESTS
+def test_a_request_that_says_nothing_gets_them(server: Running, path: str, body: dict[str, Any]) -> None:
+    params = params_of(server, path, body)
+    assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
+    assert params.max_tokens == 3
+
+
+@REQUESTS
+def test_what_a_request_says_wins(server: Running, path: str, body: dict[str, Any]) -> None:
+    given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
+    params = params_of(server, path, body | given)
+    assert {name: getattr(params, name) for name in given} == given
+    assert params_of(server, path, body | {"top_p": 0.5}).temperature == DEFAULTS["temperature"]
+
+
+@REQUESTS
+def test_a_beam_search_is_as_long(server: Running, path: str, body: dict[str, Any]) -> None:
+    answer = server.post(path, body | {"use_beam_search": True, "n": 1, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
