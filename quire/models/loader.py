@@ -30,6 +30,7 @@ def load_model(
     quantization: str | None = None,
     model_impl: str = "auto",
     trust_remote_code: bool = False,
+    moe_backend: str = "auto",
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
@@ -57,8 +58,9 @@ def load_model(
     quantized = choose_quantization(quantization, hf_config, dtype, torch.device(device), is_gguf=ckpt.format == "gguf")
     if quantized.describe():
         logger.info(quantized.describe())
+    hf_config = hf_config | {"moe_backend": moe_backend}
     if max_model_len is not None:
-        hf_config = hf_config | {"max_model_len": max_model_len}
+        hf_config |= {"max_model_len": max_model_len}
     with large_buffers_mapped():
         model = model_class(hf_config)(hf_config, dtype, torch.device(device), tp, quantized)
         if ckpt.format == "dummy":

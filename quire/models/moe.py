@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from quire.kernels.moe_table import BUCKETS
 from quire.kernels.skinny_linear import Norm as FusedNorm
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ColumnParallelLinear
@@ -50,7 +51,7 @@ class Experts:
 class SparseMLP(nn.Module):
     """A router and its experts, in the place of an MLP."""
 
-    def __init__(self, build: Build, layer: int, experts: Experts) -> None:
+    def __init__(self, build: Build, layer: int, experts: Experts, backend: str = "auto") -> None:
         super().__init__()
         if build.method(layer, f"{experts.module}.experts.0", ("gate_proj", "up_proj")) is not None:
             raise ValueError("experts cannot be quantized yet; leave quantization out, or take a checkpoint without it")
@@ -68,6 +69,7 @@ class SparseMLP(nn.Module):
             activation=experts.activation,
             bias=experts.bias,
             checkpoint=experts.checkpoint,
+            backend=backend,
         )
         self.shared: MLP | None = None
         if experts.shared_size:
@@ -92,6 +94,8 @@ class SparseMLP(nn.Module):
 class MoEModel(DecoderModel):
     """A family overrides `configure_experts` as well, and `is_sparse` where some layers have plain MLPs."""
 
+    kernel_row_counts = BUCKETS
+
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
         raise NotImplementedError
@@ -102,4 +106,5 @@ class MoEModel(DecoderModel):
     def make_mlp(self, build: Build, layer: int) -> FeedForward:
         if not self.is_sparse(layer):
             return MLP(build, layer)
-        return SparseMLP(build, layer, self.configure_experts(self.hf))
+        # As with max_model_len, the backend is no key of any config: models/loader.py adds it.
+        return SparseMLP(build, layer, self.configure_experts(self.hf), self.hf.get("moe_backend", "auto"))

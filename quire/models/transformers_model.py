@@ -85,6 +85,8 @@ class TransformersModel(nn.Module):
     embed_tokens = None  # torch operations of the model's own are among our kernels
     capturable = True
 
+    kernel_row_counts: tuple[int, ...] = ()
+
     def __init__(self, model: Any, vocab_size: int) -> None:
         """`model` has its weights already."""
         super().__init__()

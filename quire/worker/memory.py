@@ -16,7 +16,7 @@ def step_memory(
     device = runner.device
     group = KVCacheGroup(tuple(specs), next(iter(specs.values())))
     runner.initialize(KVCacheConfig(1, (group,)), max_rows, 1, dtype)
-    runner.compile_kernels()
+    runner.compile_kernels(max_tokens)
     torch.cuda.empty_cache()
     torch.cuda.synchronize(device)
     free_before, _ = torch.cuda.mem_get_info(device)

@@ -94,7 +94,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
-        self.compile_kernels()
+        self.compile_kernels(max_tokens)
         if self.use_graphs:
             max_rows = len(self.rows.num_tokens)
             self.graphs = StepGraphs(self._captured_step, self.backend, max_rows, max_tokens, self.device)
@@ -213,7 +213,7 @@ class ModelRunner:
         pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
 
     @torch.inference_mode()
-    def compile_kernels(self) -> None:
+    def compile_kernels(self, max_tokens: int) -> None:
         """All that steps of any size will launch: none may wait for a compiler later. What only some requests' sampling
         needs is noted."""
         if not self.use_graphs or self._compiling is not None:
@@ -223,7 +223,9 @@ class ModelRunner:
         buffers = StepBuffers(len(self.rows.num_tokens), 0, 0, self.device)
         self._compiling = True
         with collecting() as jobs, self.model.one_layer_of_each_kind():
-            self.run_padding(16)
+            for num_tokens in (16, *self.model.kernel_row_counts):
+                if num_tokens <= max_tokens:
+                    self.run_padding(num_tokens)
             for num_rows in COMPILED_ROWS:
                 if num_rows <= len(self.rows.num_tokens):
                     logits = self._captured_step(GraphKey(num_rows, num_rows, one_each=True), buffers)

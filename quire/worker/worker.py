@@ -53,6 +53,7 @@ class Worker:
             quantization=config.model.quantization,
             model_impl=config.model.model_impl,
             trust_remote_code=config.model.trust_remote_code,
+            moe_backend=device.moe_backend,
         )
         # Only now: threads that this one starts, as loading does, would all get its core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())

@@ -10,7 +10,7 @@
 
 /* FEW: up to as many queries are multiplied with keys and values as they lie in the cache; ROWS: of more, as many at a time
  * have scores that stay in the nearest cache. */
-enum { MAX_M = 192, TILE = KEYS_AT_ONCE, MAX_D = 256, FEW = 4, ROWS = 32 };
+enum { MAX_M = 192, TILE = KEYS_AT_ONCE, MAX_D = 256, FEW = 4, ROWS = 64 };
 
 typedef struct {
     const void *q, *cache;
@@ -41,6 +41,12 @@ static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t c
     *first = t->window > 0 ? position - t->window + 1 - tile : 0;
     if (*first < 0) *first = 0;
     if (*last < *first) *last = *first;
+}
+
+/* Whether queries first to last, counted from the task's first, see every key of a tile. */
+static inline int see_all(const Task *t, int64_t first, int64_t last, int64_t tile, int64_t count) {
+    if (count < TILE || t->position + first - tile + 1 < TILE) return 0;
+    return t->window <= 0 || t->position + last - t->window + 1 <= tile;
 }
 
 /* Products of row i with keys [first, last) of a tile -> scores with soft-cap and ALiBi. The softmax only scales those of
@@ -171,6 +177,21 @@ static inline __mmask16 lanes(int64_t first, int64_t last, int64_t at) {
     return (__mmask16)(((1u << to) - 1) & ~((1u << from) - 1));
 }
 
+/* Of 16 vectors of 16 numbers, the sum of each, or the greatest, in one lane. */
+#define OF_EACH(NAME, WITH)                                                                                            \
+    static inline __m512 NAME(const __m512 *x) {                                                                       \
+        __m512 a[8], b[4], c[2];                                                                                       \
+        for (int i = 0; i < 8; i++) a[i] = WITH(_mm512_unpacklo_ps(x[i], x[i + 8]), _mm512_unpackhi_ps(x[i], x[i + 8]));\
+        for (int i = 0; i < 4; i++) b[i] = WITH(_mm512_unpacklo_ps(a[i], a[i + 4]), _mm512_unpackhi_ps(a[i], a[i + 4]));\
+        for (int i = 0; i < 2; i++)                                                                                    \
+            c[i] = WITH(_mm512_shuffle_f32x4(b[i], b[i + 2], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 2], 0xdd));       \
+        __m512 s = WITH(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));               \
+        /* In order of x: 0 4 8 12, 2 6 10 14, 1 5 9 13, 3 7 11 15. */                                                 \
+        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15), s);      \
+    }
+OF_EACH(sums_of, _mm512_add_ps)
+OF_EACH(greatest_of, _mm512_max_ps)
+
 /* soften() of one row, with the weights in bf16 beside the scores. whole: it sees every key of the tile. */
 static inline __attribute__((always_inline)) void soften_row(const float *scores, bf16 *to, float scale, int64_t d,
                                                              int64_t first, int64_t last, int whole, float *most,
@@ -202,11 +223,55 @@ static inline __attribute__((always_inline)) void soften_row(const float *scores
     *total += _mm512_reduce_add_ps(sum);
 }
 
+/* soften_row() of 16 rows that see the whole tile: what is one number for each is one vector for all. */
+static void soften_rows(const float *scores, bf16 *to, float scale, int64_t d, float *most, float *total, float *acc) {
+    enum { VECTORS = TILE / 16 };
+    const float log2e = 1.4426950408889634f;
+    float bases[16] __attribute__((aligned(64))), shrinks[16] __attribute__((aligned(64)));
+    __m512 part[16], by = _mm512_set1_ps(scale * log2e);
+    for (int r = 0; r < 16; r++) {
+        part[r] = _mm512_load_ps(scores + r * TILE);
+        for (int v = 1; v < VECTORS; v++) part[r] = _mm512_max_ps(part[r], _mm512_load_ps(scores + r * TILE + v * 16));
+    }
+    __m512 before = _mm512_loadu_ps(most);
+    __m512 now = _mm512_max_ps(_mm512_mul_ps(greatest_of(part), _mm512_set1_ps(scale)), before);
+    __m512 shrink = exp16(_mm512_sub_ps(before, now));
+    __mmask16 grew = _mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ);
+    _mm512_storeu_ps(most, now);
+    _mm512_store_ps(shrinks, shrink);
+    _mm512_store_ps(bases, _mm512_mul_ps(now, _mm512_set1_ps(log2e)));
+    for (int r = 0; r < 16; r++) {
+        __m512 base = _mm512_set1_ps(bases[r]);
+        part[r] = _mm512_setzero_ps();
+        for (int v = 0; v < VECTORS; v += 2) {
+            __m512 a = exp2_16(_mm512_fmsub_ps(_mm512_load_ps(scores + r * TILE + v * 16), by, base));
+            __m512 b = exp2_16(_mm512_fmsub_ps(_mm512_load_ps(scores + r * TILE + v * 16 + 16), by, base));
+            part[r] = _mm512_add_ps(part[r], _mm512_add_ps(a, b));
+            _mm512_store_si512(to + r * TILE + v * 16, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+        }
+    }
+    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), shrink, sums_of(part)));
+    for (; grew; grew &= grew - 1) {
+        int r = __builtin_ctz(grew);
+        __m512 less = _mm512_set1_ps(shrinks[r]);
+        for (int64_t e = 0; e < d; e += 16) {
+            float *at = acc + r * d + e;
+            _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), less));
+        }
+    }
+}
+
 /* Rows [begin, end) of a KV head, those from m on being padding; scores and weights are theirs alone. */
 static void soften_bf16(const Task *t, float *scores, bf16 *weights, int64_t head, int64_t tile, int64_t count,
                         int64_t group, int64_t begin, int64_t end, int64_t m, float *most, float *total, float *acc) {
     float scale = bends(t) ? 1.0f : t->scale;
     for (int64_t i = begin; i < end; i++) {
+        if (i + 16 <= end && i + 16 <= m && !bends(t) && see_all(t, i / group, (i + 15) / group, tile, count)) {
+            soften_rows(scores + (i - begin) * TILE, weights + (i - begin) * TILE, scale, t->d, most + i, total + i,
+                        acc + i * t->d);
+            i += 15;
+            continue;
+        }
         int64_t first = 0, last = 0;
         float *s = scores + (i - begin) * TILE;
         bf16 *to = weights + (i - begin) * TILE;
@@ -270,24 +335,18 @@ static __attribute__((noinline)) void weigh(const bf16 *weights, const bf16 *val
         }
 }
 
-/* Sums of 16 vectors of 16, one in each lane. */
-static inline __m512 sums_of(const __m512 *x) {
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++)
-        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[i], x[i + 8]), _mm512_unpackhi_ps(x[i], x[i + 8]));
-    for (int i = 0; i < 4; i++)
-        b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 4]), _mm512_unpackhi_ps(a[i], a[i + 4]));
-    for (int i = 0; i < 2; i++)
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 2], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 2], 0xdd));
-    __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-    /* In order of x: 0 4 8 12, 2 6 10 14, 1 5 9 13, 3 7 11 15. */
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15), s);
+/* Asks for rows of the tile after this one: pages lie anywhere, and no prefetcher can know the next. Into the second cache:
+ * the first is full of this tile. */
+static inline void ask_for(const bf16 *const *rows, int64_t count, int64_t d) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t e = 0; e < d; e += 32) __builtin_prefetch(rows[j] + e, 0, 2);
 }
 
 /* Scores of up to FEW queries with keys as they lie: as many vectors of partial sums as keys, then 16 sums at once. */
-static inline __attribute__((always_inline)) void score_few(const bf16 *q, const bf16 **rows, float *scores, int64_t m,
-                                                            int64_t d, int64_t count) {
-    for (int64_t at = 0; at < count; at += 16)
+static inline __attribute__((always_inline)) void score_few(const bf16 *q, const bf16 **rows, const bf16 **next,
+                                                            float *scores, int64_t m, int64_t d, int64_t count) {
+    for (int64_t at = 0; at < count; at += 16) {
+        ask_for(next + at, 16, d);
         for (int64_t i = 0; i < m; i++) {
             __m512 part[16];
             for (int j = 0; j < 16; j++) part[j] = _mm512_setzero_ps();
@@ -298,11 +357,13 @@ static inline __attribute__((always_inline)) void score_few(const bf16 *q, const
             }
             _mm512_store_ps(scores + i * TILE + at, sums_of(part));
         }
+    }
 }
 
 /* acc [m, d] += weights [m, TILE] times values as they lie, two keys at a time. */
-static inline __attribute__((always_inline)) void weigh_few(const bf16 *weights, const bf16 **rows, int64_t to_values,
-                                                            float *acc, int64_t m, int64_t d, int64_t count) {
+static inline __attribute__((always_inline)) void weigh_few(const bf16 *weights, const bf16 **rows, const bf16 **next,
+                                                            int64_t to_values, float *acc, int64_t m, int64_t d,
+                                                            int64_t count) {
     const __m512i low = PAIRS_LOW, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const int32_t *w_pairs = (const int32_t *)weights;
     for (int64_t e = 0; e < d; e += 32) {
@@ -312,6 +373,8 @@ static inline __attribute__((always_inline)) void weigh_few(const bf16 *weights,
             o[i][1] = _mm512_load_ps(acc + i * d + e + 16);
         }
         for (int64_t j = 0; j < count; j += 2) {
+            __builtin_prefetch(next[j] + to_values + e, 0, 2);
+            __builtin_prefetch(next[j + 1] + to_values + e, 0, 2);
             __m512i x = _mm512_loadu_si512(rows[j] + to_values + e), y = _mm512_loadu_si512(rows[j + 1] + to_values + e);
             __m512bh v0 = (__m512bh)_mm512_permutex2var_epi16(x, low, y);
             __m512bh v1 = (__m512bh)_mm512_permutex2var_epi16(x, high, y);
@@ -330,7 +393,16 @@ static inline __attribute__((always_inline)) void weigh_few(const bf16 *weights,
 
 /* Where the keys of a tile are; past the last, the last again: it is finite, and gets no weight. */
 static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, const bf16 **rows) {
-    for (int64_t j = 0; j < count; j++) rows[j] = (const bf16 *)t->cache + key_place(t, head, tile + j, 0);
+    const int32_t *page = t->pages + tile / t->block_size;
+    int64_t left = t->block_size - tile % t->block_size; /* of a page */
+    const bf16 *row = (const bf16 *)t->cache + key_place(t, head, tile, 0);
+    for (int64_t j = 0; j < count; j++, row += t->d) {
+        if (left-- == 0) {
+            row = (const bf16 *)t->cache + ((int64_t)*++page * 2 * t->kv_heads + head) * t->block_size * t->d;
+            left = t->block_size - 1;
+        }
+        rows[j] = row;
+    }
     for (int64_t j = count; j < (count + 31) / 32 * 32; j++) rows[j] = rows[count - 1];
 }
 
@@ -339,16 +411,24 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, int6
     int64_t to_values = t->kv_heads * t->block_size * d;
     bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
     float scores[FEW * TILE] __attribute__((aligned(64)));
-    const bf16 *rows[TILE];
+    const bf16 *tiles[2][TILE];
+    int64_t count = end - begin < TILE ? end - begin : TILE, turn = 0;
+    if (begin < end) find_rows(t, t->first_head, begin, count, tiles[0]);
     for (int64_t tile = begin; tile < end; tile += TILE)
-        for (int64_t h = 0; h < t->num_heads; h++) {
-            int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
+        for (int64_t h = 0; h < t->num_heads; h++, turn ^= 1) {
+            const bf16 **rows = tiles[turn], **next = tiles[turn ^ 1];
+            count = end - tile < TILE ? end - tile : TILE;
+            int64_t head = t->first_head + h, last = h + 1 == t->num_heads, later = last ? tile + TILE : tile;
+            if (later < end) {
+                int64_t some = end - later < TILE ? end - later : TILE;
+                find_rows(t, last ? t->first_head : head + 1, later, some, next);
+                for (int64_t j = some; j < TILE; j++) next[j] = next[0];
+            }
             memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
-            find_rows(t, head, tile, count, rows);
-            score_few(q, rows, scores, m, d, count);
+            score_few(q, rows, later < end ? next : rows, scores, m, d, count);
             float *sums = acc + h * FEW * d;
             soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
-            weigh_few(weights, rows, to_values, sums, m, d, count);
+            weigh_few(weights, rows, later < end ? next : rows, to_values, sums, m, d, count);
         }
 }
 

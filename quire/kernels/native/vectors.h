@@ -32,6 +32,17 @@ static inline __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, whole);
 }
 
+/* 2 ** x to 4e-5, more than bf16 holds; -inf gives NaN, all else that is too small 0. */
+static inline __m512 exp2_16(__m512 x) {
+    __m512 whole = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, whole);
+    __m512 p = _mm512_set1_ps(9.6181291e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, whole);
+}
+
 /* 1 / x by an estimate of 14 bits and one step of Newton's: more than bf16 holds. */
 static inline __m512 inverse16(__m512 x) {
     __m512 y = _mm512_rcp14_ps(x);
