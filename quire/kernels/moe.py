@@ -174,6 +174,6 @@ def fused_layer(
 def prepare_moe(device: torch.device) -> None:
     """Allocate what the kernels share on a device; must come before a capture."""
     if device.type == "cuda":
-        from quire.kernels.triton.moe_route import Workspace
+        from quire.kernels.triton.moe_route import Counters
 
-        Workspace.of(device)
+        Counters.of(device)

@@ -72,9 +72,9 @@ def skinny_linear(
 def prepare_skinny_linear(device: torch.device) -> None:
     """Allocate what the kernels share on a device; must come before a capture."""
     if device.type == "cuda":
-        from quire.kernels.triton.skinny_linear import Workspace
+        from quire.kernels.triton.skinny_linear import SplitSums
 
-        Workspace.of(device)
+        SplitSums.of(device)
 
 
 def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:

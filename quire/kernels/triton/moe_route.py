@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 from quire.kernels.moe_table import MAX_EXPERTS, MAX_FUSED_ROWS
+from quire.kernels.triton.workspace import Workspace
 
 TILE = 8192  # weights of the router that a program holds in registers
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -138,23 +139,12 @@ def _router_kernel(
     )  # fmt: skip
 
 
-class Workspace:
-    """Counters on one device, zero between uses. Launches that share them must share a stream."""
-
-    _of_device: dict[torch.device, "Workspace"] = {}  # noqa: RUF012
+class Counters(Workspace):
+    """Zero between uses."""
 
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(MAX_FUSED_ROWS, dtype=torch.int32, device=device)
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Workspace":
-        if device not in cls._of_device:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                # Inside a capture the counters would not be zeroed before the first replay.
-                raise RuntimeError("call prepare_moe(device) before a CUDA graph is captured")
-            cls._of_device[device] = cls(device)
-        return cls._of_device[device]
 
 
 def route(
@@ -167,7 +157,7 @@ def route(
     if rows:
         block = triton.next_power_of_2(num_experts)
         _route_kernel[(rows,)](
-            logits, weights, experts, places if places is not None else experts, Workspace.of(logits.device).counts,
+            logits, weights, experts, places if places is not None else experts, Counters.of(logits.device).counts,
             num_experts, logits.stride(0), TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), OF_CHOSEN=of_chosen,
             COUNT=count, num_warps=4 if block > 32 else 1, **early_launch(logits),
         )  # fmt: skip
@@ -192,7 +182,7 @@ def router(
     block_n = max(1, TILE // block_h)
     gain, eps = norm if norm is not None else (None, 0.0)
     _router_kernel[(rows, triton.cdiv(num_experts, block_n))](
-        x, gain, weight, bias, logits, Workspace.of(x.device).arrived, weights, experts,
+        x, gain, weight, bias, logits, Counters.of(x.device).arrived, weights, experts,
         num_experts, hidden, x.stride(0), eps, TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), BLOCK_N=block_n,
         BLOCK_H=block_h, OF_CHOSEN=of_chosen, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, num_warps=4,
         **early_launch(x),

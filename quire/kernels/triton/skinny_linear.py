@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
+from quire.kernels.triton.workspace import Workspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
 COUNTERS = 8192
@@ -287,23 +288,12 @@ def _dot_kernel(
     )  # fmt: skip
 
 
-class Workspace:
-    """Partial sums and arrival counters of split products on one device. Launches that share it must share a stream."""
-
-    _of_device: dict[torch.device, "Workspace"] = {}  # noqa: RUF012
+class SplitSums(Workspace):
+    """Partial sums and arrival counters of split products."""
 
     def __init__(self, device: torch.device) -> None:
         self.partial = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Workspace":
-        if device not in cls._of_device:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                # Inside a capture the counters would not be zeroed before the first replay.
-                raise RuntimeError("call prepare_skinny_linear(device) before a CUDA graph is captured")
-            cls._of_device[device] = cls(device)
-        return cls._of_device[device]
 
 
 def skinny_linear(
@@ -350,7 +340,7 @@ def skinny_linear(
     halves = 2 if silu else 1
     size = weight.element_size()
     stages = min(config.stages, MAX_SHARED // ((halves * config.block_n + block_m) * config.block_k * size))
-    space = Workspace.of(x.device)
+    space = SplitSums.of(x.device)
     if config.splits > 1:
         needed = tiles * config.splits * halves * config.block_n * block_m
         if needed > WORKSPACE_FLOATS or tiles > COUNTERS:
