@@ -6,7 +6,7 @@ from quire.config.fields import internal, option, require_object, validate
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors", "gguf", "dequantized", "int8", "int4")
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors", "mxfp4", "gguf", "dequantized", "int8", "int4")
 MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
 
 Overrides = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]

@@ -66,7 +66,8 @@ def experts_torch(
         # Every row by every expert: which rows an expert has the host must not ask, a graph may be being captured.
         share = torch.zeros(len(x), len(w.down), device=x.device).scatter_(1, experts.long(), weights)
         for e in range(len(w.down)):
-            total += _expert_torch(x, w, e) * share[:, e : e + 1]
+            mine = share[:, e : e + 1]
+            total += torch.where(mine != 0, _expert_torch(x, w, e) * mine, 0.0)  # what it makes of others may overflow
         return total.to(x.dtype)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)

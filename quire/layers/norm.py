@@ -45,6 +45,7 @@ class LayerNorm(nn.Module):
     def __init__(self, shape: int | tuple[int, ...], eps: float, bias: bool, device: torch.device) -> None:
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else shape
+        assert not bias or len(shape) == 1
         self.eps = eps
         self.weight = new_parameter(*shape, dtype=torch.float32, device=device)
         self.bias = new_parameter(*shape, dtype=torch.float32, device=device) if bias else None

@@ -23,6 +23,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has embeddings for; None: any."""
+        ...
+
+    @property
     def capturable(self) -> bool:
         """Whether a step needs the host for nothing, so that a CUDA graph can hold it."""
         ...

@@ -23,7 +23,7 @@ class CohereForCausalLM(DecoderModel):
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
-        return cls.configure_with(hf, qk_norm="layer" if hf.get("use_qk_norm") else None)
+        return cls.configure_with({"rope_theta": 500000.0} | hf, qk_norm="layer" if hf.get("use_qk_norm") else None)
 
     @classmethod
     def configure_with(cls, hf: dict[str, Any], **differences: Any) -> DecoderConfig:

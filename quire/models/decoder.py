@@ -90,7 +90,10 @@ class DecoderModel(nn.Module):
         """Parameters are left uninitialised; models/fill.py fills them."""
         super().__init__()
         self.hf = hf
-        self.config = c = self.configure(hf)
+        try:
+            self.config = c = self.configure(hf)
+        except KeyError as error:
+            raise ValueError(f"the model's config lacks {error.args[0]}") from error
         build = Build(c, dtype, device, tp, quantization)
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
         self.embed_tokens = VocabEmbedding(*vocab, quantization.vocab_method(), c.embed_scale)
@@ -103,6 +106,13 @@ class DecoderModel(nn.Module):
         distinct = [rope for rope in dict.fromkeys(c.ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
         self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in c.ropes]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Kernels look positions up without asking whether they are there."""
+        lengths = [rope.max_positions for rope in self.config.ropes if rope is not None]
+        lengths += [self.config.num_positions] if self.config.num_positions else []
+        return min(lengths, default=None)
 
     def forward(
         self,
@@ -159,7 +169,27 @@ class DecoderModel(nn.Module):
     def weight_map(self) -> WeightMap:
         weights = self.family_weights()
         # A tied checkpoint may still carry the head, as a copy of the embedding.
-        return weights.ignoring(*weights.names_of("lm_head.weight")) if self.lm_head.tied else weights
+        return weights.ignoring(*self.head_names()) if self.lm_head.tied else weights
+
+    def head_names(self) -> tuple[str, ...]:
+        """What checkpoints may call the head."""
+        return tuple(self.family_weights().names_of("lm_head.weight"))
+
+    def check_tied_head(self, head: CheckpointTensor) -> None:
+        """A head that the config calls a copy of the embedding must be one."""
+        embedding = getattr(self.embed_tokens, "weight", None)
+        if embedding is None:
+            return  # packed, from a GGUF, which has no such copy
+        same = tuple(head.shape) == tuple(embedding.shape)
+        if same:
+            read = torch.empty_like(embedding)
+            head.read_into(read)
+            same = torch.equal(read, embedding)
+        if not same:
+            raise ValueError(
+                f"{head.name} differs from the embedding, but the config says that they are one; "
+                """--hf-overrides '{"tie_word_embeddings": false}' takes both"""
+            )
 
     def process_after_loading(self) -> None:
         plain = sum(p.numel() for p in self.parameters())  # packing will hide some of them

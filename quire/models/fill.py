@@ -28,10 +28,14 @@ def fill_from(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored:
     weight_map = model.weight_map().ignoring(*ignored)
     slots = all_load_slots(model)
     unexpected: list[str] = []
+    tied = model.head_names() if model.lm_head.tied else ()
+    heads: list[CheckpointTensor] = []
     reads: deque[Future[None]] = deque()
     with reader_pool() as pool:
         try:
             for tensor in model.regrouped(tensors):
+                if tensor.name in tied:
+                    heads.append(tensor)
                 if weight_map.is_ignored(tensor.name):
                     continue
                 target = weight_map.target(tensor.name)
@@ -48,11 +52,11 @@ def fill_from(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored:
         finally:
             for read in reads:
                 read.cancel()
+    for head in heads:
+        model.check_tied_head(head)
     missing = [weight_map.checkpoint_name(*key) for key in slots]
     missing = list(dict.fromkeys(missing))  # one tensor of the checkpoint may fill several slots
-    complaints = [
-        f"{what} {_some(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names
-    ]
+    complaints = [f"{what} {some(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names]
     if complaints:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it {' and '.join(complaints)}")
 
@@ -170,7 +174,7 @@ def _check_shape(name: str, shape: Iterable[int], slot: LoadSlot) -> None:
         )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     rest = len(names) - MAX_NAMES_IN_ERROR
     return f"{shown} and {rest} more" if rest > 0 else shown

@@ -2,7 +2,7 @@ from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names
-from quire.models.transforms import halves_from_pairs
+from quire.models.transforms import halves_from_pairs, of_queries_and_keys
 from quire.models.weight_map import Rule, WeightMap
 
 LAYER, OURS = "model.layers.{i}", "layers.{i}"
@@ -13,11 +13,14 @@ class GlmForCausalLM(DecoderModel):
     """GLM-4 9B: Llama with gate and up in one tensor, half of each head rotated, by pairs of neighbours."""
 
     def family_weights(self) -> WeightMap:
-        rope, head_dim = self.config.ropes[0], self.config.head_dim
+        c = self.config
+        rope = c.ropes[0]
         assert rope is not None
-        order = halves_from_pairs(head_dim, rope.rotary_dim)
+        order = halves_from_pairs(c.head_dim, rope.rotary_dim)
+        fused = of_queries_and_keys(order, (c.num_heads + c.num_kv_heads) * c.head_dim)
         return DECODER_WEIGHTS.with_rules(
             *(Rule(f"{LAYER}.self_attn.{x}_proj.{{p}}", f"{OURS}.self_attn.qkv_proj.{{p}}", x, order) for x in "qk"),
+            Rule(f"{LAYER}.self_attn.qkv_proj.{{p}}", f"{OURS}.self_attn.qkv_proj.{{p}}", ("q", "k", "v"), fused),
             Rule(f"{LAYER}.post_self_attn_layernorm.weight", f"{OURS}.attention_out_norm.weight"),
             Rule(f"{LAYER}.post_mlp_layernorm.weight", f"{OURS}.mlp_out_norm.weight"),
         )

@@ -6,7 +6,7 @@ import torch
 from quire.checkpoint.mxfp4 import pair_mxfp4
 from quire.checkpoint.tensors import CheckpointTensor
 from quire.models.decoder import DECODER_WEIGHTS
-from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of_types
+from quire.models.decoder_config import DecoderConfig, layer_types, windows_of_types
 from quire.models.moe import Experts, MoEModel
 from quire.models.weight_map import Rule, WeightMap
 
@@ -20,6 +20,16 @@ def outputs_first(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(1, 2)
 
 
+# What a config means that says nothing of it.
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 BLOCK = "model.layers.{i}.mlp"
 EXPERTS = f"{BLOCK}.experts"
 
@@ -45,11 +55,13 @@ class GptOssForCausalLM(MoEModel):
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
-        kinds = hf.get("layer_types") or [(SLIDING, FULL)[i % 2] for i in range(hf["num_hidden_layers"])]
+        if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+            hf = hf | {"rope_parameters": ROPE}
+        hf = {"rms_norm_eps": 1e-5} | hf
         bias = bool(hf.get("attention_bias", True))
         return DecoderConfig.from_hf(
             hf,
-            windows=windows_of_types(kinds, hf.get("sliding_window", 128)),
+            windows=windows_of_types(layer_types(hf, full_every=2), hf.get("sliding_window", 128)),
             head_dim=64,
             qkv_bias=bias,
             o_bias=bias,

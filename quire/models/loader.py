@@ -31,11 +31,13 @@ def load_model(
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     moe_backend: str = "auto",
+    longest: int | None = None,
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
     `seed` is for dummy weights. `max_model_len` is the user's limit, which decides between longrope's factors.
     `quantization` is what the user asked for; None: as the checkpoint is. `model_impl`: whose code.
+    `longest` is the model's own limit, where the user set none.
     """
     choice = choose_implementation(hf_config, model_impl, trust_remote_code, ckpt.is_gguf)
     if choice.impl is None:
@@ -51,7 +53,7 @@ def load_model(
                 torch.device(device),
                 quantization=quantization,
                 trust_remote_code=trust_remote_code,
-                max_model_len=max_model_len,
+                longest=max_model_len or longest,
                 seed=seed,
                 progress=progress,
             )

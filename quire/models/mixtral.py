@@ -18,6 +18,7 @@ class MixtralForCausalLM(MoEModel):
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        hf = {"rope_theta": 1e6, "rms_norm_eps": 1e-5} | hf
         return DecoderConfig.from_hf(hf, windows=(hf.get("sliding_window"),) * hf["num_hidden_layers"])
 
     @classmethod

@@ -12,6 +12,7 @@ class OlmoeForCausalLM(MoEModel):
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
         bias = bool(hf.get("attention_bias", False))
+        hf = {"rms_norm_eps": 1e-5} | hf
         return DecoderConfig.from_hf(hf, qk_norm="width", qkv_clip=hf.get("clip_qkv"), qkv_bias=bias, o_bias=bias)
 
     @classmethod

@@ -1,19 +1,13 @@
-from typing import Any, ClassVar
+from typing import Any
 
-from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
+from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names, require
-from quire.models.weight_map import Rule, WeightMap
 
 NAMES = Names(qkv=("qkv_proj",), up=("gate_up_proj",))
 
 
 class Phi3ForCausalLM(DecoderModel):
     """Phi-3, Phi-3.5, Phi-4: Llama with q, k, v in one tensor, gate and up in another."""
-
-    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
-        Rule("model.layers.{i}.self_attn.qkv_proj.{p}", "layers.{i}.self_attn.qkv_proj.{p}", ("q", "k", "v")),
-        Rule("model.layers.{i}.mlp.gate_up_proj.{p}", "layers.{i}.mlp.up_proj.{p}", (0, 1)),
-    )
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:

@@ -1,7 +1,8 @@
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
-from quire.models.decoder_config import DecoderConfig, windows_by_layer_type
+from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of_types
 from quire.models.moe import EXPERTS, Experts, MoEModel
 from quire.models.qwen3 import Qwen3ForCausalLM
 from quire.models.weight_map import Rule, WeightMap
@@ -39,7 +40,11 @@ class Qwen2MoeForCausalLM(QwenMoE):
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
-        return DecoderConfig.from_hf(hf, windows=windows_by_layer_type(hf), qkv_bias=bool(hf.get("qkv_bias", True)))
+        window = _window(hf)
+        first = hf.get("max_window_layers", 28) if window else 0
+        kinds = [SLIDING if i % 2 == 0 and i < first else FULL for i in range(hf["num_hidden_layers"])]
+        windows = windows_of_types(hf.get("layer_types") or kinds, window)
+        return DecoderConfig.from_hf(hf, windows=windows, qkv_bias=bool(hf.get("qkv_bias", True)))
 
 
 class Qwen3MoeForCausalLM(QwenMoE):
@@ -47,4 +52,9 @@ class Qwen3MoeForCausalLM(QwenMoE):
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
-        return Qwen3ForCausalLM.configure(hf)
+        windows = (_window(hf),) * hf["num_hidden_layers"]
+        return replace(Qwen3ForCausalLM.configure(hf | {"use_sliding_window": False}), windows=windows)
+
+
+def _window(hf: dict[str, Any]) -> int | None:
+    return hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None

@@ -16,6 +16,8 @@ SERVING, PROBING = "quire", "quire_probe"  # names of attention implementations;
 HANDLER = "quire_handler"
 NO_INTERFACE = "its attention does not go through transformers' attention interface"
 
+KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}  # that attention may be given beside its heads
+
 # A window is found by asking the mask of a far position which keys it may see.
 FAR_POSITIONS = (1 << 24, (1 << 24) + 54_321)
 
@@ -161,6 +163,9 @@ def facts_of(
         raise Unsupported("it has cross attention")
     if isinstance(scaling, torch.Tensor):
         raise Unsupported("the scale of its attention is computed")
+    unknown = [name for name, given in options.items() if isinstance(given, torch.Tensor) and name not in KNOWN_TENSORS]
+    if unknown:
+        raise Unsupported(f"its attention is given {', '.join(unknown)}, which paged attention does not know")
     return AttentionFacts(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],

@@ -15,6 +15,7 @@ from quire.quantization.unquantized import UnquantizedLinearMethod
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 SAME = {torch.float32: 1e-5}
 SAME_IN_HALF = 0.02  # they round more often than we do
+SCALES = (1.0, 1e3, 1e-3)  # of what is tried: a clamp or a floor shows at the ends only
 
 
 class _Product(nn.Module):
@@ -125,8 +126,8 @@ def _is_gated_mlp(module: Any) -> bool:
     assert gate is not None and up is not None and down is not None
     if (gate.bias is None) != (up.bias is None) or gate.weight.shape != up.weight.shape:
         return False
-    x = _sample(gate.in_features, gate.weight)
-    return _same(module(x), down(F.silu(gate(x)) * up(x)))
+    samples = (_sample(gate.in_features, gate.weight) * scale for scale in SCALES)
+    return all(_same(module(x), down(F.silu(gate(x)) * up(x))) for x in samples)
 
 
 @torch.inference_mode()
@@ -136,9 +137,9 @@ def _norm_of(module: Any) -> RMSNorm | None:
     weight = parameters.get("weight")
     if eps is None or weight is None or len(parameters) > 1 or weight.dim() != 1 or not _takes_one_argument(module):
         return None
-    x = _sample(len(weight), weight)
+    samples = [_sample(len(weight), weight) * scale for scale in SCALES]
     for gain in (weight.float(), 1 + weight.float()):
-        if _same(module(x), rms_norm_torch(x, gain, eps)):
+        if all(_same(module(x), rms_norm_torch(x, gain, eps)) for x in samples):
             return RMSNorm(gain, eps)
     return None
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from quire.checkpoint.resolve import Checkpoint
+from quire.models.fill import some
 from quire.models.transformers_attention import NO_INTERFACE, Unsupported
 from quire.models.transformers_import import import_transformers
-
-MAX_NAMES_IN_ERROR = 5
 
 
 def check_attention(config: Any) -> None:
@@ -54,14 +53,14 @@ def load_weights(
         attn_implementation=implementation,
         trust_remote_code=trust,
         local_files_only=True,
+        use_safetensors=checkpoint.format == "safetensors",
         output_loading_info=True,
         **place,
     )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        rest = f" and {len(missing) - MAX_NAMES_IN_ERROR} more" if len(missing) > MAX_NAMES_IN_ERROR else ""
-        names = ", ".join(missing[:MAX_NAMES_IN_ERROR])
-        raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it lacks {names}{rest}")
+    found = (("lacks", info["missing_keys"]), ("has unknown", info["unexpected_keys"]))
+    complaints = [f"{what} {some(sorted(names))}" for what, names in found if names]
+    if complaints:
+        raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it {' and '.join(complaints)}")
     return model if placed else model.to(device)
 
 

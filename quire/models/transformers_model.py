@@ -50,10 +50,11 @@ def load_transformers_model(
     *,
     quantization: str | None = None,
     trust_remote_code: bool = False,
-    max_model_len: int | None = None,
+    longest: int | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> "TransformersModel":
+    """`longest`: the longest sequence that will be asked for."""
     name = (hf_config.get("architectures") or [hf_config.get("model_type")])[0]
     through = f"{name} would be served through transformers"
     if checkpoint.is_gguf:
@@ -71,7 +72,7 @@ def load_transformers_model(
             with progress_bars(progress):
                 model = load_weights(checkpoint, config, dtype, device, SERVING, trust_remote_code)
         model.requires_grad_(False).eval()
-        freeze_rope(model, max_model_len)
+        freeze_rope(model, longest)
         return TransformersModel(model, config.get_text_config().vocab_size)
     except (Unsupported, KeyError) as error:
         # Some older models have a table of attention classes instead of the interface.
@@ -143,6 +144,13 @@ class TransformersModel(nn.Module):
             return hidden_states(self.parts[0], input_ids if inputs_embeds is None else None, positions, inputs_embeds)
         finally:
             self.step.ctx = None
+
+    @property
+    def max_positions(self) -> int | None:
+        """Learned positions may begin with some that no token has."""
+        config = self.model.config.get_text_config()
+        length = getattr(config, "max_position_embeddings", None)
+        return length - self.first_position if self.first_position and length else None
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab], by whatever the model's own forward does behind its base."""

@@ -10,22 +10,22 @@ from quire.models.transformers_attention import Unsupported
 FIXED = "fixed"  # no rope_type of transformers, so that it recomputes nothing
 
 
-def freeze_rope(model: nn.Module, max_model_len: int | None) -> None:
-    """longrope's long factors if sequences may outgrow the original context (`max_model_len`: user's limit)."""
+def freeze_rope(model: nn.Module, longest: int | None) -> None:
+    """longrope's long factors if sequences may outgrow the original context (`longest`)."""
     module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
-            module.rope_type = _frozen(module, kinds, None, max_model_len)
+            module.rope_type = _frozen(module, kinds, None, longest)
         elif isinstance(kinds, dict):
-            module.rope_type = {layer: _frozen(module, kind, layer, max_model_len) for layer, kind in kinds.items()}
+            module.rope_type = {layer: _frozen(module, kind, layer, longest) for layer, kind in kinds.items()}
 
 
-def _frozen(module: Any, kind: str, layer_type: str | None, max_model_len: int | None) -> str:
+def _frozen(module: Any, kind: str, layer_type: str | None, longest: int | None) -> str:
     if "dynamic" not in kind and kind != "longrope":
         return kind
     config = module.config
-    longest = max_model_len or config.max_position_embeddings
+    longest = longest or config.max_position_embeddings
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     if kind != "longrope":
         if longest > module.original_max_seq_len:

@@ -49,6 +49,11 @@ def halves_from_pairs(head_dim: int, rotary_dim: int | None = None) -> RowOrder:
     return RowOrder(apply)
 
 
+def of_queries_and_keys(order: RowOrder, num_rows: int) -> RowOrder:
+    """Of a fused tensor only the first `num_rows`: queries and keys, but not values."""
+    return RowOrder(lambda fused: torch.cat((order(fused[:num_rows]), fused[num_rows:])))
+
+
 def in_each_row(transform: Transform) -> Transform:
     """For weights that a family has as [heads, head_dim]."""
     return lambda weight: transform(weight.flatten()).view_as(weight)

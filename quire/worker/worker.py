@@ -54,7 +54,9 @@ class Worker:
             model_impl=config.model.model_impl,
             trust_remote_code=config.model.trust_remote_code,
             moe_backend=device.moe_backend,
+            longest=config.model.longest,
         )
+        self._check_length()
         # Only now: threads that this one starts, as loading does, would all get its core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
         first = self.model.attention_layers()[0]
@@ -75,6 +77,15 @@ class Worker:
             use_graphs=backend.name == "triton" and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
         )
+
+    def _check_length(self) -> None:
+        model = self.config.model
+        asked, there = model.max_model_len or model.longest, self.model.max_positions
+        if there is not None and asked > there:
+            raise ValueError(
+                f"sequences may be {asked} tokens long, but the model has positions for {there}; "
+                f"use at most that (--max-model-len {there})"
+            )
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size

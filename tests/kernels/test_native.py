@@ -204,3 +204,14 @@ def test_random_shapes():
         rows = [(int(rng.integers(0, 200)), int(rng.integers(1, 40))) for _ in range(rng.integers(1, 6))]
         batch = paged_batch(rows, 16, 6, 2, 64, torch.bfloat16)
         check_close(native.attention(*batch, PLAIN), paged_attention(*batch, PLAIN), torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads", [4, 16], ids=["one by one", "packed"])
+def test_a_query_of_nan_stays_nan_and_alone(heads):
+    q = torch.randn(3, heads, 64).bfloat16()
+    q[1] = torch.nan
+    cache = torch.randn(25, 2, 1, 16, 64).bfloat16()
+    rows, starts = torch.arange(3), torch.arange(4).int()
+    table = torch.arange(1, 25).view(3, 8).int()
+    out = native.attention(q, cache, rows, starts, torch.full((3,), 100).int(), table, Scoring(0.125))
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()

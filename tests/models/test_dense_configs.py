@@ -8,7 +8,7 @@ from quire.engine.setup import longest_sequence
 from quire.models.fill import fill_from
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
-from tests.models.helpers import CPU, MemoryTensor, TinyRunner, ours_from
+from tests.models.helpers import CPU, MemoryTensor, TinyRunner, ours_from, tensors_of
 from tests.tiny_models import COMMON, LONGROPE, greedy, prompts, save_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -146,3 +146,58 @@ def test_windowed_layers_hold_only_their_window(tmp_path):
             assert group.window == window
             # A step's tokens beside the window, a block that both begin in, and steps that are in flight.
             assert most[group.index] <= (window + 32) // block + 3
+
+
+def test_glm_from_a_checkpoint_with_q_k_and_v_in_one_tensor(tmp_path):
+    """As llama.cpp's files have it: rotary pairs are neighbours there, too."""
+    reference = save_tiny("glm", tmp_path)
+    tensors = {tensor.name: tensor.data for tensor in tensors_of(reference)}
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace(".q_proj.", f".{x}_proj.")) for x in "qkv"]
+        tensors[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+    hf = reference.config.to_dict() | {"architectures": ["GlmForCausalLM"]}
+    fused = model_class(hf)(hf, torch.float32, CPU)
+    fill_from(fused, [MemoryTensor(name, data) for name, data in tensors.items()])
+    fused.process_after_loading()
+    (prompt,) = prompts((30,))
+    both = [TinyRunner(model, 1).step([(0, prompt)])[0] for model in (fused, ours_from(reference))]
+    assert torch.equal(*both)
+
+
+def test_a_head_that_is_no_copy_of_the_embedding_is_not_dropped(tmp_path):
+    reference = save_tiny("llama", tmp_path)
+    tensors = [tensor for tensor in tensors_of(reference) if tensor.name != "lm_head.weight"]
+    hf = reference.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    embedding = next(tensor.data for tensor in tensors if "embed_tokens" in tensor.name)
+    fill_from(model_class(hf)(hf, torch.float32, CPU), [*tensors, MemoryTensor("lm_head.weight", embedding)])
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding.*tie_word_embeddings"):
+        fill_from(model_class(hf)(hf, torch.float32, CPU), [*tensors, MemoryTensor("lm_head.weight", embedding + 1)])
+
+
+def test_positions_that_are_not_there_are_refused(tmp_path):
+    save_tiny("gpt2", tmp_path)
+    with pytest.raises(ValueError, match=r"4096 tokens long, but the model has positions for 512.*--max-model-len 512"):
+        LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, hf_overrides={"max_position_embeddings": 4096})
+
+
+def test_windows_of_qwen_with_experts():
+    keys = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    assert configured("Qwen2Moe", **keys).windows == (64, None, None, None)
+    assert configured("Qwen3Moe", **keys).windows == (64,) * 4
+
+
+@pytest.mark.parametrize("architecture", ["Mixtral", "Olmoe", "GptOss", "Cohere", "Cohere2", "Qwen3Moe", "GraniteMoe"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
+    import transformers
+
+    theirs = getattr(transformers, f"{architecture}Config")()
+    ours = configured(architecture)
+    rope = next(rope for rope in ours.ropes if rope is not None)
+    assert rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.norm_eps == getattr(theirs, "layer_norm_eps", None) or theirs.rms_norm_eps
+
+
+def test_a_missing_key_is_named():
+    hf = {key: value for key, value in COMMON.items() if key != "num_hidden_layers"}
+    with pytest.raises(ValueError, match="the model's config lacks num_hidden_layers"):
+        model_class({"architectures": ["MistralForCausalLM"]})(hf, torch.float32, CPU)

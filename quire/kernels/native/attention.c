@@ -403,7 +403,7 @@ static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, 
         }
         rows[j] = row;
     }
-    for (int64_t j = count; j < (count + 31) / 32 * 32; j++) rows[j] = rows[count - 1];
+    for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
 }
 
 static inline __attribute__((always_inline)) void attend_few(const Task *t, int64_t m, int64_t d, float *acc, float *most,
@@ -422,7 +422,6 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, int6
             if (later < end) {
                 int64_t some = end - later < TILE ? end - later : TILE;
                 find_rows(t, last ? t->first_head : head + 1, later, some, next);
-                for (int64_t j = some; j < TILE; j++) next[j] = next[0];
             }
             memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
             score_few(q, rows, later < end ? next : rows, scores, m, d, count);

@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) float activated(float x, int kind) 
     case SILU: return x / (1.0f + exp_fast(-x));
     case GELU_TANH: return x / (1.0f + exp_fast(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
     case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-    default: return x > 0 ? x : 0;
+    default: return x < 0 ? 0 : x; /* NaN stays */
     }
 }
 

@@ -1,7 +1,8 @@
 /* Linear layers whose weights stay quantized; see quantized.h for how they are packed.
  *
  * Inputs are rounded to int8 by groups of 32, and multiplied as integers; zero times their sum is taken off as an integer
- * too. A row is summed in the same order however many rows there are: its result does not depend on the others. */
+ * too. A row is summed in the same order however many rows there are: its result does not depend on the others, except where
+ * many rows go through AMX (at the end of this file), unrounded. */
 
 #include "quantized.h"
 #include "threads.h"

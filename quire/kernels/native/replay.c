@@ -13,6 +13,7 @@ void quire_rope_and_write(const void *, void *, void *, const void *, const void
 void quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 void quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 void quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int);
+void quire_quantized_linear_amx(const bf16 *, const int64_t *, int64_t, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 void quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                      const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                      float, float, const float *, const float *, int, int);
@@ -22,7 +23,7 @@ void quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf1
 
 /* As replay.py writes them. */
 enum { RMS_NORM, SILU_MUL, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION, ROUTE, MOE, LAYER_NORM,
-       ADD, ACTIVATE };
+       ADD, ACTIVATE, QUANTIZED_LINEAR_AMX };
 typedef union {
     int64_t i;
     double f;
@@ -52,6 +53,9 @@ void quire_replay(const Call *calls, int64_t count) {
         case LINEAR_AMX: quire_linear_amx(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].i); break;
         case QUANTIZED_LINEAR:
             quire_quantized_linear(a[0].p, a[1].p, a[2].i, a[3].p, a[4].p, a[5].i, a[6].i, a[7].i, a[8].i);
+            break;
+        case QUANTIZED_LINEAR_AMX:
+            quire_quantized_linear_amx(a[0].p, a[1].p, a[2].i, a[3].p, a[4].p, a[5].i, a[6].i, a[7].i);
             break;
         case ATTENTION:
             quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].i, a[8].i, a[9].i, a[10].i,

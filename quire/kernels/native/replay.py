@@ -24,6 +24,7 @@ KINDS = (
     "layer_norm",
     "add",
     "activate",
+    "quantized_linear_amx",
 )
 MAX_ARGUMENTS = 22
 

@@ -18,9 +18,9 @@ static inline void store16(bf16 *x, __mmask16 here, __m512 v) {
     _mm256_mask_storeu_epi16(x, here, (__m256i)_mm512_cvtneps_pbh(v));
 }
 
-/* exp of x <= 88; -inf gives 0. */
+/* exp of x <= 88; of less than -87 that of -87, next to nothing; NaN stays, being the second operand. */
 static inline __m512 exp16(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f)); /* below it weights round to nothing */
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
     __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.4426950408889634f)), 0);
     __m512 r = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.6931471805599453f), x);
     __m512 p = _mm512_set1_ps(8.3334519073e-3f);
@@ -51,7 +51,7 @@ static inline __m512 inverse16(__m512 x) {
 
 /* x / (1 + exp -x); NaN stays NaN. */
 static inline __m512 silu16(__m512 x) {
-    __m512 e = exp16(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(88.0f)));
+    __m512 e = exp16(_mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), x)));
     return _mm512_mul_ps(x, inverse16(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
 }
 

@@ -16,8 +16,9 @@ from quire.kernels.moe_table import FewConfig
 @triton.jit
 def activate(gate, up, SWIGLUOAI: tl.constexpr):
     if SWIGLUOAI:
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        # Comparisons leave NaN as it is.
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         return gate / (1.0 + tl.exp(-1.702 * gate)) * up
     return gate / (1.0 + tl.exp(-gate)) * up
 
@@ -121,6 +122,9 @@ def _down_kernel(
     w_rows = w + (expert[:, None] * H + tl.minimum(n, H - 1)[None, :])[:, :, None] * D
     inner_rows = inner + pair.to(tl.int64)[:, None] * D
     acc = tl.zeros([BLOCK_J, BLOCK_N, BLOCK_K], tl.float32)
+    if PDL and STAGES > 1:
+        # A pipelined loop asks for its first values ahead of everything in it, a wait among that.
+        gdc_wait()
     for start in tl.range(0, BLOCK_K if ONE_STEP else D, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         if EVEN:
@@ -128,7 +132,7 @@ def _down_kernel(
         else:
             inside = (j < TOP_K)[:, None, None] & (k < D)[None, None, :]
             tile = tl.load(w_rows + k[None, None, :], mask=inside, other=0.0).to(tl.float32)
-        if PDL:
+        if PDL and STAGES == 1:
             gdc_wait()
         values = tl.load(inner_rows + k[None, :], mask=(k < D)[None, :], other=0.0).to(tl.float32)
         acc += tile * values[:, None, :]

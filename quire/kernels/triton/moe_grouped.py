@@ -203,7 +203,8 @@ def grouped_experts(
     launch: dict[str, bool] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
 
     order = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
-    tile_expert, tile_rows = torch.empty(2, tiles, dtype=torch.int32, device=device)
+    # Two, so that both begin at a multiple of 16 bytes: Triton compiles other kernels for other pointers.
+    tile_expert, tile_rows = (torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(2))
     some = max(16, COMPARED // block_e)
     _place_kernel[(triton.cdiv(max(pairs, tiles), some),)](
         experts, places, counts, order, tile_expert, tile_rows, pairs, tiles, num_experts,

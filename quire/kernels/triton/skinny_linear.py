@@ -100,6 +100,9 @@ def _gemv_kernel(
     up0, up1, up2, up3 = acc0, acc0, acc0, acc0
     squares0 = tl.zeros([BLOCK_K], tl.float32)
     squares1, squares2, squares3 = squares0, squares0, squares0
+    if PDL and STAGES > 1 and not ONE_STEP:
+        # A pipelined loop asks for its first inputs ahead of everything in it, a wait among that.
+        gdc_wait()
     for start in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         if EVEN_K:
