@@ -51,7 +51,9 @@ def test_misshapen_tensor_is_named(tensors):
 
 def test_ignored_tensors_may_be_present(tensors):
     model = tiny(tie_word_embeddings=True)
-    fill_from(model, [*tensors, MemoryTensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))])
+    embedding = next(tensor.data for tensor in tensors if tensor.name == "model.embed_tokens.weight")
+    given = [MemoryTensor(t.name, embedding) if t.name == "lm_head.weight" else t for t in tensors]
+    fill_from(model, [*given, MemoryTensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))])
     assert model.lm_head.weight is model.embed_tokens.weight
 
 
