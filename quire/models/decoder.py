@@ -94,6 +94,8 @@ class DecoderModel(nn.Module):
             self.config = c = self.configure(hf)
         except KeyError as error:
             raise ValueError(f"the model's config lacks {error.args[0]}") from error
+        except TypeError as error:
+            raise ValueError(f"the model's config has a value of a wrong type: {error}") from error
         build = Build(c, dtype, device, tp, quantization)
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
         self.embed_tokens = VocabEmbedding(*vocab, quantization.vocab_method(), c.embed_scale)
