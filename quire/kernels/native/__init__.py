@@ -19,6 +19,7 @@ logger = logging.getLogger("quire")
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32
+SILU = 0  # of the activations, as kernels.c numbers them
 
 LINEAR_KINDS = ("portable", "avx2", "avx512", "avx512-bf16")  # as linear.c numbers them
 AMX_STATES = (  # as amx.c numbers them
@@ -36,7 +37,6 @@ _SIGNATURES = {
     "quire_layer_norm": "ppppp ll f i",
     "quire_add": "pppp ll i",
     "quire_activate": "pp ll iii",
-    "quire_silu_mul": "pp ll i",
     "quire_argmax": "pp ll i",
     "quire_rope_and_write": "ppppp f ppp llllll i",
     "quire_linear_kind": "",
@@ -121,11 +121,7 @@ def activate(x: torch.Tensor, kind: int, gated: bool) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate_up = gate_up.contiguous()
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width, dtype=gate_up.dtype)
-    native_function("quire_silu_mul")(gate_up.data_ptr(), out.data_ptr(), rows, width, TYPES[gate_up.dtype])
-    return out
+    return activate(gate_up, SILU, gated=True)
 
 
 def argmax(x: torch.Tensor) -> torch.Tensor:

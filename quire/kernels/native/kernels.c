@@ -7,6 +7,14 @@
 #include "elements.h"
 #include "vectors.h"
 
+/* In a norm: row i of the residual, if there is one, becomes the sum, and what is normed. */
+#define ADD_RESIDUAL(T, TO, FROM)                                                                                      \
+    if (residual) {                                                                                                    \
+        T *r = residual + i * d;                                                                                       \
+        for (int64_t j = 0; j < d; j++) r[j] = FROM(TO(a[j]) + TO(r[j]));                                              \
+        a = r;                                                                                                         \
+    }
+
 /* Rows of x [n, d], with residual added first where there is one: the sum, rounded, is written over the residual. Norms'
  * weights are float32 whatever the type of x. */
 #define RMS_NORM(NAME, T, TO, FROM)                                                                                    \
@@ -14,11 +22,7 @@
         _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
             const T *a = x + i * d;                                                                                    \
             T *o = out + i * d;                                                                                        \
-            if (residual) {                                                                                            \
-                T *r = residual + i * d;                                                                               \
-                for (int64_t j = 0; j < d; j++) r[j] = FROM(TO(a[j]) + TO(r[j]));                                      \
-                a = r;                                                                                                 \
-            }                                                                                                          \
+            ADD_RESIDUAL(T, TO, FROM)                                                                                  \
             float sum = 0;                                                                                             \
             _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < d; j++) sum += TO(a[j]) * TO(a[j]);         \
             float scale = 1.0f / sqrtf(sum / d + eps);                                                                 \
@@ -51,11 +55,7 @@ void quire_rms_norm(const void *x, void *residual, const float *weight, void *ou
         _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
             const T *a = x + i * d;                                                                                    \
             T *o = out + i * d;                                                                                        \
-            if (residual) {                                                                                            \
-                T *r = residual + i * d;                                                                               \
-                for (int64_t j = 0; j < d; j++) r[j] = FROM(TO(a[j]) + TO(r[j]));                                      \
-                a = r;                                                                                                 \
-            }                                                                                                          \
+            ADD_RESIDUAL(T, TO, FROM)                                                                                  \
             float sum = 0, squares = 0;                                                                                \
             _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < d; j++) sum += TO(a[j]);                    \
             float mean = sum / d;                                                                                      \
@@ -122,40 +122,21 @@ ACTIVATE(activate_f32, float, SAME, SAME)
 ACTIVATE(activate_bf16, bf16, widen, narrow)
 
 void quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, int kind, int type) {
-    if (type) activate_bf16(x, out, n, d, gated, kind);
-    else activate_f32(x, out, n, d, gated, kind);
-}
-
-/* [n, 2 * d], gate before up -> [n, d]. */
-#define SILU_MUL(NAME, T, TO, FROM)                                                                                    \
-    static void NAME(const T *x, T *out, int64_t n, int64_t d) {                                                       \
-        _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
-            const T *gate = x + 2 * i * d, *up = gate + d;                                                             \
-            T *o = out + i * d;                                                                                        \
-            for (int64_t j = 0; j < d; j++) {                                                                          \
-                float g = TO(gate[j]);                                                                                 \
-                o[j] = FROM(g / (1.0f + exp_fast(-g)) * TO(up[j]));                                                    \
-            }                                                                                                          \
-        }                                                                                                              \
-    }
-SILU_MUL(silu_mul_f32, float, SAME, SAME)
-SILU_MUL(silu_mul_bf16, bf16, widen, narrow)
-
-void quire_silu_mul(const void *x, void *out, int64_t n, int64_t d, int type) {
 #ifdef HAVE_BF16_VECTORS
-    if (type) {
+    if (type && gated && kind == SILU) {
 #pragma omp parallel for if (n * d > WORTH_THREADS)
         for (int64_t i = 0; i < n; i++)
             silu_mul_vectors((const bf16 *)x + 2 * i * d, (const bf16 *)x + (2 * i + 1) * d, (bf16 *)out + i * d, d);
         return;
     }
 #endif
-    if (type) silu_mul_bf16(x, out, n, d);
-    else silu_mul_f32(x, out, n, d);
+    if (type) activate_bf16(x, out, n, d, gated, kind);
+    else activate_f32(x, out, n, d, gated, kind);
 }
 
 /* qkv [n, (heads + 2 * kv_heads) * d] -> q [n, heads, d] normed and rotated, keys and values in their pages.
- * norms: weights of queries, then of keys, float32, or NULL; table [positions, r]: cosines of r / 2 angles, then sines, or NULL. */
+ * norms: weights of queries, then of keys, float32, or NULL; table [positions, r]: cosines of r / 2 angles, then sines, or
+ * NULL. */
 void quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_weight, const float *k_weight,
                           float eps, const void *table, const int64_t *positions, const int64_t *slots, int64_t n,
                           int64_t heads, int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, int type) {

@@ -7,7 +7,6 @@ void quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t
 void quire_layer_norm(const void *, void *, const void *, const void *, void *, int64_t, int64_t, float, int);
 void quire_add(const void *, const void *, const int64_t *, void *, int64_t, int64_t, int);
 void quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
-void quire_silu_mul(const void *, void *, int64_t, int64_t, int);
 void quire_rope_and_write(const void *, void *, void *, const void *, const void *, float, const void *, const int64_t *,
                           const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 void quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
@@ -22,7 +21,7 @@ void quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf1
                int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
 
 /* As replay.py writes them. */
-enum { RMS_NORM, SILU_MUL, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION, ROUTE, MOE, LAYER_NORM,
+enum { RMS_NORM, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION, ROUTE, MOE, LAYER_NORM,
        ADD, ACTIVATE, QUANTIZED_LINEAR_AMX };
 typedef union {
     int64_t i;
@@ -44,7 +43,6 @@ void quire_replay(const Call *calls, int64_t count) {
             break;
         case ADD: quire_add(a[0].p, a[1].p, a[2].p, a[3].p, a[4].i, a[5].i, a[6].i); break;
         case ACTIVATE: quire_activate(a[0].p, a[1].p, a[2].i, a[3].i, a[4].i, a[5].i, a[6].i); break;
-        case SILU_MUL: quire_silu_mul(a[0].p, a[1].p, a[2].i, a[3].i, a[4].i); break;
         case ROPE_AND_WRITE:
             quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p, a[9].i, a[10].i,
                                  a[11].i, a[12].i, a[13].i, a[14].i, a[15].i);

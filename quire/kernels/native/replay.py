@@ -13,7 +13,6 @@ from quire.kernels import native
 # In the order of replay.c.
 KINDS = (
     "rms_norm",
-    "silu_mul",
     "rope_and_write",
     "linear",
     "linear_amx",
