@@ -13,7 +13,6 @@ from quire.kernels.moe import (
     fused_layer,
     moe_triton,
     prepare_moe,
-    route,
     route_torch,
 )
 from quire.kernels.moe_table import max_fused_rows
@@ -22,8 +21,6 @@ from quire.kernels.skinny_linear import Norm
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import SINGLE, TensorParallel
-
-__all__ = ["FusedMoE", "route"]
 
 Slots = dict[tuple[str, ShardId], LoadSlot]
 

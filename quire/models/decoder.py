@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,8 +12,6 @@ from quire.checkpoint.tensors import CheckpointTensor
 from quire.kernels.add import add_rows
 from quire.layers.attention import Attention
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.fused_moe import FusedMoE
-from quire.layers.linear import ParallelLinear
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.decoder_config import DecoderConfig
@@ -51,6 +49,13 @@ QK_NORMS = (
 
 # A tied head may be packed in addition to the embedding while the copy keeps memory below 1.3 times the weights.
 MAX_EXTRA_FOR_TIED_HEAD = 0.28
+
+
+@runtime_checkable
+class Processed(Protocol):
+    """A layer whose weights take another form once they are loaded: linears, experts."""
+
+    def process_after_loading(self) -> None: ...
 
 
 class DecoderModel(nn.Module):
@@ -196,8 +201,8 @@ class DecoderModel(nn.Module):
     def process_after_loading(self) -> None:
         plain = sum(p.numel() for p in self.parameters())  # packing will hide some of them
         total = self.num_parameters = plain + sum(weight.numel for weight in packed_weights(self))
-        for module in self.modules():
-            if isinstance(module, ParallelLinear | FusedMoE):
+        for module in self.layers.modules():
+            if isinstance(module, Processed):
                 module.process_after_loading()
         extra = sum(p.numel() for p in self.lm_head.parameters()) if self.lm_head.tied else 0
         if extra <= MAX_EXTRA_FOR_TIED_HEAD * total:

@@ -11,6 +11,7 @@ from torch import nn
 from quire.attention.base import ForwardContext
 from quire.checkpoint.resolve import Checkpoint
 from quire.layers.attention import Attention
+from quire.models.decoder import MAX_EXTRA_FOR_TIED_HEAD
 from quire.models.transformers_attention import (
     NO_INTERFACE,
     SERVING,
@@ -37,9 +38,6 @@ from quire.models.transformers_probe import (
 from quire.models.transformers_rope import freeze_rope
 
 logger = logging.getLogger("quire")
-
-# A tied head may be packed in addition to the embedding while the copy keeps memory below 1.3 times the weights.
-MAX_EXTRA_FOR_TIED_HEAD = 0.28
 
 
 def load_transformers_model(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels import native
-from quire.kernels.moe import ExpertWeights, experts_torch
+from quire.kernels.moe import ExpertWeights, experts_torch, route
 from quire.kernels.moe_table import (
     BUCKETS,
     FLOAT32,
@@ -23,7 +23,7 @@ from quire.kernels.moe_table import (
 from quire.kernels.native import moe as native_moe
 from quire.kernels.native.build import library
 from quire.kernels.native.replay import Recording
-from quire.layers.fused_moe import FusedMoE, route
+from quire.layers.fused_moe import FusedMoE
 from quire.layers.load_slot import all_load_slots
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import TensorParallel
