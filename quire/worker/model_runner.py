@@ -278,7 +278,9 @@ class ModelRunner:
             if hidden is not None:
                 return hidden
         if self._compiling:
-            inputs.input_ids.zero_()  # nothing was launched that would have filled it
+            # Nothing was launched that would have filled them, and tables are read at these places.
+            inputs.input_ids.zero_()
+            inputs.positions.zero_()
         step = StepInputs(
             rows=rows,
             num_tokens=len(inputs.input_ids),
