@@ -273,8 +273,8 @@ class ModelRunner:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
-        if token_rows is None and prefix_len is None and self.recorded is not None and self.connector is None:
-            hidden = self.recorded.run(rows, inputs)
+        if self.recorded is not None and self.connector is None:
+            hidden = self.recorded.run(rows, query_start, inputs, int(prefix_len) if prefix_len is not None else 0)
             if hidden is not None:
                 return hidden
         if self._compiling:

@@ -1,4 +1,4 @@
-"""Decode steps that are replayed give what the model gives, and what cannot be replayed is not."""
+"""Steps that are replayed give what the model gives, and what cannot be replayed is not."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.kernels import native
 from quire.kernels.native.replay import Recording
-from quire.worker import recorded
+from quire.worker import model_runner, recorded
 from tests.tiny_models import CORE, prompts, save_tiny
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -31,61 +31,108 @@ def model(request, tmp_path_factory):
     return str(folder)
 
 
-def answers(model, **arguments):
-    """Of requests that end one after the other, so that steps of all sizes occur."""
-    lengths = [SamplingParams(temperature=0, max_tokens=8 + 7 * i, ignore_eos=True, logprobs=2) for i in range(5)]
+def answers(model, count=5, **arguments):
+    """Of requests that end one after the other, so that steps of all sizes occur; and how many steps were replayed."""
+    lengths = [SamplingParams(temperature=0, max_tokens=8 + 7 * i, ignore_eos=True, logprobs=2) for i in range(count)]
     settings = {"kv_cache_memory_bytes": 1 << 25, "max_model_len": 176, **arguments}
     with LLM(model, skip_tokenizer_init=True, **settings) as llm:
-        outputs = llm.generate(prompts()[:5], lengths, use_tqdm=False)
+        outputs = llm.generate(prompts()[:count], lengths, use_tqdm=False)
         steps = llm.llm_engine.client.core.executor.worker.runner.recorded
         found = [(o.outputs[0].token_ids, [sorted(p.items()) for p in o.outputs[0].logprobs]) for o in outputs]
-        return found, sorted(steps._steps)
+        return found, steps.replays
 
 
+@pytest.mark.parametrize("chunk", [None, 33])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replayed_steps_give_the_same(model, kind, monkeypatch):
-    replayed, sizes = answers(model, **KINDS[kind])
-    assert sizes == [1, 2, 3, 4, 5]
-    monkeypatch.setattr(recorded, "MAX_ROWS", 0)
-    plain, sizes = answers(model, **KINDS[kind])
-    assert sizes == []
+def test_replayed_steps_give_the_same(model, kind, chunk, monkeypatch):
+    settings = KINDS[kind] | ({"max_num_batched_tokens": chunk} if chunk else {})
+    replayed, count = answers(model, **settings)
+    assert count >= 8 + 7 * 4
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    plain, count = answers(model, **settings)
+    assert count == 0
     assert replayed == plain
+
+
+def test_larger_steps_are_run_among_replayed_ones(model, monkeypatch):
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 3)
+    some, replays = answers(model, **KINDS["bf16"])
+    assert 0 < replays < 8 + 7 * 4
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    assert some == answers(model, **KINDS["bf16"])[0]
+
+
+def test_a_shared_prefix_is_replayed(model, monkeypatch):
+    monkeypatch.setattr(model_runner, "MIN_SHARING_ROWS", 2)
+    monkeypatch.setattr(model_runner, "MIN_SHARED_PREFIX", 16)
+    prefix = list(range(5, 53))
+    asked = [{"prompt_token_ids": [*prefix, 60 + i]} for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def texts():
+        settings = {"kv_cache_memory_bytes": 1 << 25, "max_model_len": 176, "async_scheduling": False}
+        with LLM(model, skip_tokenizer_init=True, **settings, **KINDS["bf16"]) as llm:
+            llm.generate(asked[:1], params, use_tqdm=False)
+            return [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+
+    replayed = texts()
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    assert replayed == texts()
 
 
 def test_among_preemptions(model, monkeypatch):
     few = {"num_gpu_blocks_override": 30, "async_depth": 2, **KINDS["bf16"]}
-    replayed, sizes = answers(model, **few)
-    assert sizes
-    monkeypatch.setattr(recorded, "MAX_ROWS", 0)
+    replayed, count = answers(model, **few)
+    assert count
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
     assert [ids for ids, _ in replayed] == [ids for ids, _ in answers(model, **few)[0]]
 
 
 def test_what_torch_computes_is_not_replayed(model):
-    _, sizes = answers(model, dtype="float32")  # torch multiplies
-    assert sizes == []
+    assert answers(model, dtype="float32")[1] == 0  # torch multiplies
 
 
 def test_any_work_outside_the_kernels_is_noticed():
     x, weight = torch.randn(2, 8), torch.ones(8)
-    with Recording() as recording:
+    with Recording(2) as recording:
         native.rms_norm(x, None, weight, 1e-5)
     assert recording.faithful
-    with Recording() as recording:
+    with Recording(2) as recording:
         native.rms_norm(x, None, weight, 1e-5) + 1
     assert not recording.faithful
-    with Recording() as recording:
+    with Recording(2) as recording:
         native.argmax(x)  # a kernel, but not one of those
+    assert not recording.faithful
+    with Recording(2) as recording:
+        native.rms_norm(x[:1], None, weight, 1e-5)  # of a part of the step: who knows which
     assert not recording.faithful
 
 
-def test_replaying_reads_what_the_inputs_hold_by_then():
-    x, weight = torch.randn(2, 8), torch.ones(8)
-    with Recording() as recording:
-        out = native.rms_norm(x, None, weight, 1e-5)
+def test_replaying_reads_what_the_inputs_hold_by_then_for_as_many_rows():
+    x, weight = torch.randn(4, 2, 8), torch.ones(8)
+    with Recording(4) as recording:
+        out = native.rms_norm(x.view(8, 8), None, weight, 1e-5)
     again = recording.replayed()
-    x.copy_(torch.randn(2, 8))
-    again()
-    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (8,), weight, 1e-5))
+    x.copy_(torch.randn(4, 2, 8))
+    out.fill_(7)
+    again(3, 3, 0)
+    torch.testing.assert_close(out[:6], torch.nn.functional.rms_norm(x.view(8, 8)[:6], (8,), weight, 1e-5))
+    assert (out[6:] == 7).all()
+
+
+def test_memory_is_taken_again_when_nothing_looks_at_it():
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    with Recording(4) as recording:
+        first = native.rms_norm(x, None, weight, 1e-5)
+        view = first.view(2, 16)
+        place = first.data_ptr()
+        del first
+        second = native.rms_norm(x, None, weight, 1e-5)
+        assert second.data_ptr() != place  # the view is there
+        del view
+        third = native.rms_norm(second, None, weight, 1e-5)
+        assert third.data_ptr() == place
+    assert recording.nbytes == 2 * x.nbytes
 
 
 def test_recording_does_not_bring_in_a_compiler():
@@ -93,7 +140,7 @@ def test_recording_does_not_bring_in_a_compiler():
         "import sys, torch",
         "from quire.kernels import native",
         "from quire.kernels.native.replay import Recording",
-        "with Recording(): native.rms_norm(torch.ones(2, 8), None, torch.ones(8), 1e-5)",
+        "with Recording(2): native.rms_norm(torch.ones(2, 8), None, torch.ones(8), 1e-5)",
         "assert 'torch._dynamo' not in sys.modules",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -32,7 +32,6 @@ def test_products_are_those_of_the_numbers_that_weights_stand_for(multiply, name
     made = [random_blocks(name, size, inputs, seed) for seed, size in enumerate(sizes)]
     parts = [quantized.pack(name, blocks, inputs) for blocks, _ in made]
     fused = quantized.fuse(parts)
-    assert fused.whole_panels
     x, bias = torch.randn(rows, inputs).bfloat16(), torch.randn(sum(sizes)).bfloat16()
     out = torch.empty(rows, sum(sizes), dtype=torch.bfloat16)
     multiply(

@@ -226,12 +226,12 @@ def test_weights_are_packed_and_dropped():
 def test_a_recorded_step_is_replayed_with_other_experts():
     layer, _ = make(dtype=torch.bfloat16)
     x, logits = torch.randn(2, 48).bfloat16(), torch.randn(2, 6).bfloat16()
-    with Recording() as recording:
+    with Recording(2) as recording:
         out = layer(x, logits)
     assert recording.faithful
     x.copy_(torch.randn(2, 48)), logits.copy_(torch.randn(2, 6))
     wanted = layer(x, logits)
-    recording.replayed()()
+    recording.replayed()(2, 2, 0)
     assert torch.equal(out, wanted)
 
 

@@ -50,13 +50,12 @@ _SIGNATURES = {
     "quire_pack_quantized": "i pp lllll",
     "quire_quantize_weight": "i pp ll i",
     "quire_quantized_lookup": "i ppp ll i",
-    "quire_quantized_linear": "pp l pp lll i",
-    "quire_quantized_linear_amx": "pp l pp lll",
+    "quire_quantized_linear": "pp l pp lll ii",
     "quire_attention_fits": "lll",
     "quire_attention": "ppppppp lllllllll ff pp ii",
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
-    "quire_replay": "p l",
+    "quire_replay": "p lllll",
 }
 
 
@@ -238,32 +237,27 @@ def attention(
     return out
 
 
-Watcher = Callable[[str, tuple[Any, ...]], None]
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+Instead = Callable[[str, tuple[Any, ...]], Any]
+_instead: ContextVar[Instead | None] = ContextVar("instead", default=None)
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Inside, it is told of every call of this thread, by name and arguments."""
-    before = _watcher.set(watcher)
+def calls_go_to(instead: Instead) -> Iterator[None]:
+    """Inside, it is called in place of every function, with its name and arguments, by this thread."""
+    before = _instead.set(instead)
     try:
         yield
     finally:
-        _watcher.reset(before)
+        _instead.reset(before)
 
 
 def native_function(name: str) -> Any:
-    watcher = _watcher.get()
-    return _bound(name) if watcher is None else functools.partial(_watched, name, watcher)
-
-
-def _watched(name: str, watcher: Watcher, *arguments: Any) -> Any:
-    watcher(name, arguments)
-    return _bound(name)(*arguments)
+    instead = _instead.get()
+    return bound(name) if instead is None else lambda *arguments: instead(name, arguments)
 
 
 @functools.cache
-def _bound(name: str) -> Any:
+def bound(name: str) -> Any:
     found = library()
     assert found is not None
     function = getattr(found, name)

@@ -436,9 +436,8 @@ static inline int64_t deals(const Segment *s) { return (s->outputs + WIDTH * VEC
 /* Rows whose int8 form stays in the second-level cache while all panels pass. */
 #define INPUT_BYTES (512 * 1024)
 
-/* x [m, k], bias [n] or NULL -> out [m, n]. */
-void quire_quantized_linear(const void *x, const Segment *segments, int64_t count, const void *bias, void *out, int64_t m,
-                            int64_t n, int64_t k, int type) {
+static void multiply_rounded(const void *x, const Segment *segments, int64_t count, const void *bias, void *out,
+                             int64_t m, int64_t n, int64_t k, int type) {
     int64_t groups = k / GROUP, total = 0;
     for (int64_t s = 0; s < count; s++) total += deals(segments + s);
     int64_t most = INPUT_BYTES / k / ROWS * ROWS;
@@ -479,7 +478,7 @@ void quire_quantized_linear(const void *x, const Segment *segments, int64_t coun
 /* Many rows on AMX: a weight's panels become bf16, some at a time, and stay near while all rows pass. */
 
 #if defined(KIND_IS_WIDE) && defined(__AVX512BF16__)
-enum { PANELS_AT_ONCE = 8 };
+enum { PANELS_AT_ONCE = 8, MIN_TILED_ROWS = 48 };
 
 /* 16 outputs' numbers for inputs 4 * j .. 4 * j + 3 of a group -> two pairs of inputs of a packed bf16 weight. */
 INLINE void widen_quad(const int kind, const int zero, const Group *w, int j, bf16 *to) {
@@ -517,7 +516,7 @@ static void widen_vector(int format, const uint8_t *packed, int64_t vector, int6
     }
 }
 
-/* As quire_quantized_linear for bf16, with inputs that are not rounded. The outputs of every segment are whole panels. */
+/* For bf16, with inputs that are not rounded. The outputs of every segment are whole panels. */
 void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
                                 int64_t m, int64_t n, int64_t k) {
     int64_t panels = n / PANEL;
@@ -541,9 +540,22 @@ void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t 
         }
     }
 }
-#else
-void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
-                                int64_t m, int64_t n, int64_t k) {
-    quire_quantized_linear(x, segments, count, bias, out, m, n, k, 1);
+
+static int worth_tiles(const Segment *segments, int64_t count, int64_t m) {
+    int whole = m >= MIN_TILED_ROWS;
+    for (int64_t i = 0; i < count; i++) whole &= segments[i].outputs % PANEL == 0;
+    return whole;
 }
+#else
+static int worth_tiles(const Segment *segments, int64_t count, int64_t m) { return 0; }
+void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
+                                int64_t m, int64_t n, int64_t k) {}
 #endif
+
+/* x [m, k], bias [n] or NULL -> out [m, n]; tiles: whether quire_amx_start found that AMX works. */
+void quire_quantized_linear(const void *x, const Segment *segments, int64_t count, const void *bias, void *out, int64_t m,
+                            int64_t n, int64_t k, int type, int tiles) {
+    if (tiles && type == 1 && worth_tiles(segments, count, m))
+        quire_quantized_linear_amx(x, segments, count, bias, out, m, n, k);
+    else multiply_rounded(x, segments, count, bias, out, m, n, k, type);
+}

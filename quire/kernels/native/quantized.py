@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from quire.kernels.native import PANEL, TYPES, has_amx, native_function
+from quire.kernels.native import TYPES, has_amx, native_function
 from quire.kernels.native.build import library
 
 
@@ -32,7 +31,6 @@ _SIZES = {
 FORMATS = {name: Format(index, *sizes) for index, (name, sizes) in enumerate(_SIZES.items())}
 GROUP = 32  # inputs that are rounded together
 LANES = 16  # outputs of a panel
-MIN_AMX_ROWS = 48
 
 
 def is_there() -> bool:
@@ -97,10 +95,6 @@ class Fused:
     table: torch.Tensor  # int64 [parts, 4], of addresses: it is of use while `parts` are there
     outputs: int
 
-    @cached_property
-    def whole_panels(self) -> bool:
-        return all(part.outputs % PANEL == 0 for part in self.parts)
-
 
 def fuse(parts: Sequence[Packed]) -> Fused:
     rows, offset = [], 0
@@ -119,14 +113,10 @@ def linear(x: torch.Tensor, weights: Fused, bias: torch.Tensor | None) -> torch.
     x = x.contiguous()
     rows, inputs = x.shape
     out = torch.empty(rows, weights.outputs, dtype=x.dtype)
-    arguments = (
+    native_function("quire_quantized_linear")(
         x.data_ptr(), weights.table.data_ptr(), len(weights.parts), bias.data_ptr() if bias is not None else None,
-        out.data_ptr(), rows, weights.outputs, inputs,
+        out.data_ptr(), rows, weights.outputs, inputs, TYPES[x.dtype], has_amx(),
     )  # fmt: skip
-    if rows >= MIN_AMX_ROWS and x.dtype is torch.bfloat16 and weights.whole_panels and has_amx():
-        native_function("quire_quantized_linear_amx")(*arguments)
-    else:
-        native_function("quire_quantized_linear")(*arguments, TYPES[x.dtype])
     return out
 
 

@@ -1,7 +1,8 @@
-"""A step's kernel calls, noted while Python makes them once, and made again in one call: what Python takes for 270 of
-them is a third of a small model's step."""
+"""A step's kernel calls, noted as Python would make them, and made in one call of C: what Python takes for 270 of them
+is a third of a small model's step. One recording serves steps of every size up to its own."""
 
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,75 +11,137 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import native
 
-# In the order of replay.c.
-KINDS = (
-    "rms_norm",
-    "rope_and_write",
-    "linear",
-    "linear_amx",
-    "quantized_linear",
-    "attention",
-    "route",
-    "moe",
-    "layer_norm",
-    "add",
-    "activate",
-    "quantized_linear_amx",
-)
+# In the order of replay.c: which argument counts the rows that a call is for.
+KINDS = {
+    "rms_norm": 4,
+    "rope_and_write": 9,
+    "linear": 4,
+    "linear_amx": 4,
+    "quantized_linear": 5,
+    "attention": 7,
+    "route": 3,
+    "moe": 12,
+    "layer_norm": 5,
+    "add": 4,
+    "activate": 2,
+}
 MAX_ARGUMENTS = 22
+_NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 _aten = torch.ops.aten
-# They make tensors and look at them in other ways, but compute nothing.
-_WITHOUT_WORK = {_aten.empty.memory_format, _aten.empty_like.default, _aten.view.default, _aten.detach.default}
+_MAKE = {_aten.empty.memory_format, _aten.empty_like.default}
+_LOOK = {_aten.view.default, _aten.detach.default}
+
+# So many tokens in so many rows, whose first so many keys are in blocks that all rows share.
+Replay = Callable[[int, int, int], None]
 
 
 class Recording(TorchDispatchMode):
-    """What was called inside, in `calls`, and every tensor made there, so that none moves. `faithful` says whether
-    replaying is the same as running again: nothing computed but by kernels that can be replayed."""
+    """Of a step of `size` tokens. The kernels called inside are noted, not run, and the tensors made there get memory
+    that lasts. `faithful` says whether replaying is the same as running: nothing computed but by kernels that can be
+    replayed, each for a multiple of `size` rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.tensors: list[Any] = []
+        self.size = size
         self.faithful = True
+        self.calls: list[tuple[str, bytes]] = []  # kind and arguments
+        self._memory = Memory()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # there is none here; True would import all of torch's compiler, a second in the middle of a step
 
     def __enter__(self) -> "Recording":
-        self._watching = native.watched_by(self._called)
-        self._watching.__enter__()
+        self._instead = native.calls_go_to(self._called)
+        self._instead.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._watching.__exit__(*error)
+        self._instead.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.faithful &= func in _WITHOUT_WORK
-        self.tensors.append(made)
+        if func in _MAKE:
+            return self._memory.for_tensor(made)
+        if func in _LOOK:
+            self._memory.also(args[0], made)
+        else:
+            self.faithful = False
         return made
 
-    def _called(self, name: str, arguments: tuple[Any, ...]) -> None:
-        self.faithful &= name.removeprefix("quire_") in KINDS
-        self.calls.append((name, arguments))
+    def _called(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        kind = name.removeprefix("quire_")
+        if kind not in KINDS:
+            self.faithful = False
+            return native.bound(name)(*arguments)
+        self.faithful &= arguments[KINDS[kind]] % self.size == 0
+        self.calls.append((kind, _pack(kind, arguments)))
+        return None
 
-    def replayed(self) -> Callable[[], None]:
-        """Calls it all again."""
-        packed = b"".join(_pack(name, arguments) for name, arguments in self.calls)
-        block, kept = torch.frombuffer(bytearray(packed), dtype=torch.uint8), self.tensors
-        replay, count = native.native_function("quire_replay"), len(self.calls)
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
 
-        def run(kept: list[Any] = kept) -> None:
-            replay(block.data_ptr(), count)
+    def replayed(self) -> Replay:
+        """Makes the calls for a step of any size: its inputs are in the first rows of those that were recorded."""
+        packed = b"".join(arguments for _, arguments in self.calls)
+        block, memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8), self._memory
+        replay, count, size = native.native_function("quire_replay"), len(self.calls), self.size
+
+        def run(tokens: int, rows: int, shared: int, memory: Memory = memory) -> None:
+            assert tokens <= size and rows <= size
+            replay(block.data_ptr(), count, size, tokens, rows, shared)
 
         return run
 
 
-def _pack(name: str, arguments: tuple[Any, ...]) -> bytes:
+class Memory:
+    """Pieces for tensors, taken again for others when the last tensor that looks at one is gone."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+        self._free: list[int] = []  # of those
+        self._looking: list[int] = []  # tensors at each
+        self._piece_of: dict[int, int] = {}  # by the tensor's id
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces)
+
+    def for_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Another, of its shape and type, all of it contiguous."""
+        fits = [i for i in self._free if self._pieces[i].nbytes >= like.nbytes]
+        if fits:
+            number = min(fits, key=lambda i: self._pieces[i].nbytes)
+            self._free.remove(number)
+        else:
+            number = len(self._pieces)
+            self._pieces.append(torch.empty(like.nbytes, dtype=torch.uint8))
+            self._looking.append(0)
+        made = self._pieces[number][: like.nbytes].view(like.dtype).view(like.shape)
+        self._look(made, number)
+        return made
+
+    def also(self, known: torch.Tensor, other: torch.Tensor) -> None:
+        number = self._piece_of.get(id(known))
+        if number is not None:
+            self._look(other, number)
+
+    def _look(self, tensor: torch.Tensor, number: int) -> None:
+        self._piece_of[id(tensor)] = number
+        self._looking[number] += 1
+        weakref.finalize(tensor, self._gone, id(tensor)).atexit = False
+
+    def _gone(self, tensor_id: int) -> None:
+        number = self._piece_of.pop(tensor_id)
+        self._looking[number] -= 1
+        if not self._looking[number]:
+            self._free.append(number)
+
+
+def _pack(kind: str, arguments: tuple[Any, ...]) -> bytes:
     values = [struct.pack("d", a) if isinstance(a, float) else struct.pack("q", a or 0) for a in arguments]
-    kind = struct.pack("q", KINDS.index(name.removeprefix("quire_")))
-    return kind + b"".join(values) + bytes(8 * (MAX_ARGUMENTS - len(values)))
+    return struct.pack("q", _NUMBERS[kind]) + b"".join(values) + bytes(8 * (MAX_ARGUMENTS - len(values)))
