@@ -116,8 +116,12 @@ class BlockPool:
             block.key = None
 
     def unregister_all(self) -> None:
+        """Blocks that were of use once are taken again before those that never were: their memory is there already."""
         for block in self._cached.values():
             block.key = None
+            if block.ref == 0:
+                self._unlink(block)
+                self._link(self._head, block)
         self._cached.clear()
 
     def _unlink(self, block: KVCacheBlock) -> None:

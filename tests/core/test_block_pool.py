@@ -36,6 +36,19 @@ def test_blocks_without_content_are_reused_before_cached_ones_and_cached_ones_le
     assert blocks[3].ref == 1
 
 
+def test_what_was_cached_is_taken_first_once_all_is_forgotten():
+    pool = BlockPool(6)
+    used = pool.allocate(3)
+    for i, block in enumerate(used):
+        pool.register(block, (bytes([i]), 0))
+    held = used[1]
+    pool.free([used[0], used[2]])
+    pool.unregister_all()
+    assert pool.num_cached == 0 and held.key is None
+    assert {block.id for block in pool.allocate(2)} == {used[0].id, used[2].id}
+    assert pool.num_free == 3
+
+
 def test_equal_content_keeps_the_block_that_was_registered_first():
     pool = BlockPool(2)
     a, b = pool.allocate(2)

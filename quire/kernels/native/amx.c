@@ -36,9 +36,13 @@ enum { WORKS, NOT_COMPILED, NOT_THERE, NOT_ENABLED, REFUSED, DIED, WRONG };
 
 enum { TILE_ROWS = 16, STEP = 32, BLOCK = 2 * TILE_ROWS }; /* a step is a tile's depth in inputs */
 
-/* Of inputs in a chunk: with this panel and the next it fills most of a second-level cache of 2 MiB. */
+/* Of inputs in a chunk, and of panels that pass them: with the next panels they fill most of a second-level cache of
+ * 2 MiB. */
 #ifndef CHUNK_BYTES
 #define CHUNK_BYTES (768 << 10)
+#endif
+#ifndef GROUP_BYTES
+#define GROUP_BYTES (256 << 10)
 #endif
 #ifndef PREFETCH
 #define PREFETCH 1
@@ -120,34 +124,38 @@ static inline TILES_TARGET void store_block(const float *sums, const float *bias
 #endif
 }
 
-/* One thread's part: tasks [first, last), a task being a chunk of rows and a panel, chunk by chunk. */
+/* One thread's part: tasks [first, last), a task being a chunk of rows and a panel, chunk by chunk. Some panels at a time
+ * pass all rows of a chunk, for the reason that linear.c gives. */
 static __attribute__((noinline)) TILES_TARGET void multiply_part(const Product *p, int64_t first, int64_t last,
                                                                  bf16 *inputs) {
     float sums[BLOCK * PANEL] __attribute__((aligned(64)));
     bf16 rest[STEP * PANEL] __attribute__((aligned(64))) = {0};
     int64_t rest_pairs = p->pairs % (STEP / 2), panel_bytes = p->pairs * PANEL * 4, copied = -1;
+    int64_t group = GROUP_BYTES / panel_bytes > 1 ? GROUP_BYTES / panel_bytes : 1;
     tiles_begin();
-    for (int64_t task = first; task < last; task++) {
-        int64_t at = task % p->panels * PANEL, row = task / p->panels * p->chunk;
+    for (int64_t task = first, some; task < last; task += some) {
+        int64_t from = task % p->panels, row = task / p->panels * p->chunk;
         int64_t rows = p->m - row < p->chunk ? p->m - row : p->chunk, blocks = (rows + BLOCK - 1) / BLOCK;
-        int64_t width = p->n - at < PANEL ? p->n - at : PANEL;
+        some = p->panels - from < group ? p->panels - from : group;
+        if (some > last - task) some = last - task;
         if (row != copied) copy_rows(p, row, rows, inputs), copied = row;
-        const bf16 *panel = p->packed + at * p->pairs * 2;
-        if (rest_pairs) memcpy(rest, panel + (p->steps - 1) * STEP * PANEL, rest_pairs * PANEL * 4);
-        float bias[PANEL] = {0};
-        if (p->bias)
-            for (int64_t j = 0; j < width; j++) bias[j] = widen(p->bias[at + j]);
-        /* The next panel is asked for while this one is multiplied, some lines in every step. */
-        const char *next = (const char *)p->packed + (task + 1) % p->panels * panel_bytes;
-        int64_t all_steps = blocks * p->steps;
-        int64_t lines = PREFETCH && task + 1 < last ? (panel_bytes / 64 + all_steps - 1) / all_steps : 0;
-        for (int64_t i = 0; i < rows; i += BLOCK, next += lines * p->steps * 64) {
-            int64_t some = rows - i < BLOCK ? rows - i : BLOCK;
-            const bf16 *a = inputs + i * p->steps * STEP;
-            if (some > TILE_ROWS) multiply_block(1, a, panel, rest_pairs ? rest : NULL, p->steps, next, lines, sums);
-            else multiply_block(0, a, panel, rest_pairs ? rest : NULL, p->steps, next, lines, sums);
-            store_block(sums, bias, p->out + (row + i) * p->n + at, some, p->n, width);
-        }
+        /* The next panels are asked for while these are multiplied, some lines in every step. */
+        const char *next = (const char *)p->packed + (task + some) % p->panels * panel_bytes;
+        int64_t after = last - task - some < some ? last - task - some : some, all_steps = blocks * some * p->steps;
+        int64_t lines = PREFETCH ? (after * panel_bytes / 64 + all_steps - 1) / all_steps : 0;
+        for (int64_t i = 0; i < rows; i += BLOCK)
+            for (int64_t at = from * PANEL; at < (from + some) * PANEL; at += PANEL, next += lines * p->steps * 64) {
+                const bf16 *a = inputs + i * p->steps * STEP, *panel = p->packed + at * p->pairs * 2;
+                int64_t width = p->n - at < PANEL ? p->n - at : PANEL, tall = rows - i < BLOCK ? rows - i : BLOCK;
+                float bias[PANEL] = {0};
+                if (p->bias)
+                    for (int64_t j = 0; j < width; j++) bias[j] = widen(p->bias[at + j]);
+                if (rest_pairs) memcpy(rest, panel + (p->steps - 1) * STEP * PANEL, rest_pairs * PANEL * 4);
+                const bf16 *partial = rest_pairs ? rest : NULL;
+                if (tall > TILE_ROWS) multiply_block(1, a, panel, partial, p->steps, next, lines, sums);
+                else multiply_block(0, a, panel, partial, p->steps, next, lines, sums);
+                store_block(sums, bias, p->out + (row + i) * p->n + at, tall, p->n, width);
+            }
     }
     tiles_end();
 }

@@ -32,6 +32,10 @@ static inline int64_t first_key(const Task *t) {
     return t->window > 0 && t->position - t->window + 1 > 0 ? t->position - t->window + 1 : 0;
 }
 
+/* The keys that a task attends to. */
+static inline int64_t begin_of(const Task *t) { return t->parts && !t->makes_parts ? t->shared : first_key(t); }
+static inline int64_t end_of(const Task *t) { return t->makes_parts ? t->shared : t->position + t->num_queries; }
+
 /* The keys [first, last) of a tile that query `position` sees. */
 static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t count, int64_t *first, int64_t *last) {
     *last = position - tile + 1 < count ? position - tile + 1 : count;
@@ -176,8 +180,10 @@ static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, 
     for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
 }
 
-static inline __attribute__((always_inline)) void attend_few(const Task *t, int64_t m, int64_t d, float *acc, float *most,
-                                                             float *total, int64_t begin, int64_t end) {
+/* after: the task that follows, whose first keys are asked for with the last of this one; or NULL. */
+static inline __attribute__((always_inline)) void attend_few(const Task *t, const Task *after, int64_t m, int64_t d,
+                                                             float *acc, float *most, float *total) {
+    int64_t begin = begin_of(t), end = end_of(t);
     int64_t to_values = t->kv_heads * t->block_size * d;
     bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
     float scores[FEW * TILE] __attribute__((aligned(64)));
@@ -192,12 +198,15 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, int6
             if (later < end) {
                 int64_t some = end - later < TILE ? end - later : TILE;
                 find_rows(t, last ? t->first_head : head + 1, later, some, next);
-            }
+            } else if (after && begin_of(after) < end_of(after)) {
+                int64_t first = begin_of(after), some = end_of(after) - first < TILE ? end_of(after) - first : TILE;
+                find_rows(after, after->first_head, first, some, next);
+            } else next = rows;
             memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
-            score_few(q, rows, later < end ? next : rows, scores, m, d, count);
+            score_few(q, rows, next, scores, m, d, count);
             float *sums = acc + h * FEW * d;
             soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
-            weigh_few(weights, rows, later < end ? next : rows, to_values, sums, m, d, count);
+            weigh_few(weights, rows, next, to_values, sums, m, d, count);
         }
 }
 
@@ -270,7 +279,7 @@ static int64_t padded(int64_t queries, int64_t group, int type, int64_t d, int t
     return (queries * group + unit - 1) / unit * unit;
 }
 
-static void attend(const Task *t) {
+static void attend(const Task *t, const Task *after) {
     float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
     float most[MAX_M], total[MAX_M];
     int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
@@ -281,21 +290,19 @@ static void attend(const Task *t) {
             for (int64_t i = 0; i < m; i++)
                 most[h * all + i] = t->sinks[(t->first_head + h) * group + i % group], total[h * all + i] = 1;
     memset(acc, 0, sizeof(float) * t->num_heads * all * d);
-    int64_t begin = first_key(t), end = t->makes_parts ? t->shared : t->position + t->num_queries;
-    if (t->parts && !t->makes_parts) {
-        begin = t->shared;
+    int64_t begin = begin_of(t), end = end_of(t);
+    if (t->parts && !t->makes_parts)
         for (int64_t h = 0; h < t->num_heads; h++)
             for (int64_t i = 0; i < m; i++) {
                 const float *part = t->parts + query_place(t, t->first_head + h, group, i) / d * (d + 2);
                 memcpy(acc + (h * all + i) * d, part, d * 4);
                 most[h * all + i] = part[d], total[h * all + i] = part[d + 1];
             }
-    }
 #ifdef HAVE_BF16_VECTORS
     int few = is_few(t->num_queries, group, t->type, d);
-    if (few && d == 64) attend_few(t, m, 64, acc, most, total, begin, end);
-    else if (few && d == 128) attend_few(t, m, 128, acc, most, total, begin, end);
-    else if (few) attend_few(t, m, d, acc, most, total, begin, end);
+    if (few && d == 64) attend_few(t, after, m, 64, acc, most, total);
+    else if (few && d == 128) attend_few(t, after, m, 128, acc, most, total);
+    else if (few) attend_few(t, after, m, d, acc, most, total);
     else if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, acc, most, total, begin, end);
     else
 #endif
@@ -320,12 +327,14 @@ int quire_attention_fits(int64_t heads, int64_t kv_heads, int64_t d) {
     return heads / kv_heads <= MAX_M && d <= MAX_D;
 }
 
-static void attend_all(const Task *tasks, int64_t count) {
+/* A thread takes `some` tasks at a time, and knows which follows. */
+static void attend_all(const Task *tasks, int64_t count, int64_t some) {
     int pinned = quire_pinned();
 #pragma omp parallel for schedule(dynamic, 1) if (count > 1)
-    for (int64_t i = count - 1; i >= 0; i--) {
+    for (int64_t first = (count - 1) / some * some; first >= 0; first -= some) {
+        int64_t last = first + some < count ? first + some : count;
         quire_stay(pinned);
-        attend(tasks + i);
+        for (int64_t i = first; i < last; i++) attend(tasks + i, i + 1 < last ? tasks + i + 1 : NULL);
     }
 }
 
@@ -363,7 +372,7 @@ void quire_attention(const void *q, void *out, const void *cache, const int64_t 
                 t->first_token = first, t->num_queries = n - first < at_once ? n - first : at_once;
                 t->first_head = h, t->num_heads = 1;
             }
-        attend_all(tasks, made);
+        attend_all(tasks, made, 1);
     }
     int64_t made = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -377,7 +386,9 @@ void quire_attention(const void *q, void *out, const void *cache, const int64_t 
                 t->first_head = h, t->num_heads = taken;
             }
     }
-    attend_all(tasks, made);
+    /* Single queries are alike: shares can be larger. */
+    int64_t shares = 4 * omp_get_max_threads(), one_each = query_start[n] - query_start[0] == n;
+    attend_all(tasks, made, one_each && made > shares ? made / shares : 1);
     free(common.parts);
     free(tasks);
 }

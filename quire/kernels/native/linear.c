@@ -66,6 +66,13 @@ void quire_pack_linear(const bf16 *weight, bf16 *packed, int64_t n, int64_t k) {
 
 enum { ROWS = 12 };
 
+/* Panels of this many bytes stay in the second-level cache while all rows pass by. A row's outputs are then written some at
+ * a time: one panel's for every row at once would fall on few sets of the caches where the rows' distance is a multiple of
+ * a large power of two, as that of logits mostly is. */
+#ifndef GROUP_BYTES
+#define GROUP_BYTES (128 << 10)
+#endif
+
 static inline __attribute__((always_inline)) void multiply(const int rows, const bf16 *x, const bf16 *panel,
                                                            float *bias, bf16 *out, int64_t k, int64_t n,
                                                            int64_t width) {
@@ -117,16 +124,19 @@ static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bia
 
 void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
                        int64_t begin, int64_t end) {
-    int64_t pairs = (k + 1) / 2;
-    for (int64_t p = begin; p < end; p++) {
-        int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
-        const bf16 *panel = packed + p * pairs * PANEL * 2;
-        float added[PANEL] = {0};
-        if (bias)
-            for (int64_t j = 0; j < width; j++) added[j] = widen(bias[at + j]);
+    int64_t pairs = (k + 1) / 2, group = GROUP_BYTES / (pairs * PANEL * 4);
+    if (group < 1 || m <= ROWS) group = 1;
+    for (int64_t first = begin; first < end; first += group) {
+        int64_t last = first + group < end ? first + group : end;
         for (int64_t i = 0; i < m; i += ROWS)
-            multiply_rows(m - i < ROWS ? (int)(m - i) : ROWS, x + i * k, panel, bias ? added : NULL,
-                          out + i * n + at, k, n, width);
+            for (int64_t p = first; p < last; p++) {
+                int64_t at = p * PANEL, width = n - at < PANEL ? n - at : PANEL;
+                float added[PANEL] = {0};
+                if (bias)
+                    for (int64_t j = 0; j < width; j++) added[j] = widen(bias[at + j]);
+                multiply_rows(m - i < ROWS ? (int)(m - i) : ROWS, x + i * k, packed + p * pairs * PANEL * 2,
+                              bias ? added : NULL, out + i * n + at, k, n, width);
+            }
     }
 }
 
