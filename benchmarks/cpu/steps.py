@@ -3,7 +3,8 @@
     python -m benchmarks.cpu.steps [--model smollm2] [--rows 1 8 64] [--prompt 128] [--output FILE]
 
 A batch is given its prompts, then decodes. All is timed once as it is, and once with every kernel's call timed from
-Python, replayed steps call by call. `around` is what the untimed run takes beyond its kernels: Python, torch, engine.
+Python, replayed steps call by call: that makes them slower. `around` is what is left of the latter: Python, torch, the
+engine, and the timing.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main() -> None:
         replayed = patch.object(Recording, "replayed", lambda recording: timer.replayed(recording))
         with replayed, patch.object(native, "bound", timer.find):
             timed = [measure(LLM(**options), rows, args, timer) for rows in args.rows]
-    results = [{"rows": n} | a | {"kernels": b["kernels"]} for n, a, b in zip(args.rows, plain, timed, strict=True)]
+    results = [{"rows": n, "plain": a, "timed": b} for n, a, b in zip(args.rows, plain, timed, strict=True)]
     for result in results:
         show(result)
     if args.output:
@@ -119,10 +120,16 @@ def generate(llm: LLM, prompts: list[list[int]], outputs: int, timer: Timer | No
 
 def show(result: dict[str, Any]) -> None:
     for part in ("prompts", "step"):
-        wall, kernels = result[f"{part}_ms"], result["kernels"][part]
+        plain, timed, kernels = (
+            result["plain"][f"{part}_ms"],
+            result["timed"][f"{part}_ms"],
+            result["timed"]["kernels"][part],
+        )
         parts = [f"{name} {ms:.2f}" for name, ms in sorted(kernels.items(), key=lambda kv: -kv[1]) if ms >= 0.005]
-        rest = wall - sum(kernels.values())
-        print(f"{result['rows']:>3} rows, {part}: {wall:.2f} ms: {', '.join(parts)}, around {rest:.2f}", flush=True)
+        rest = timed - sum(kernels.values())
+        print(
+            f"{result['rows']:>3} rows, {part}: {plain:.2f} ms; timed {timed:.2f}: {', '.join(parts)}, around {rest:.2f}"
+        )
 
 
 if __name__ == "__main__":
