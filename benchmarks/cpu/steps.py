@@ -120,16 +120,11 @@ def generate(llm: LLM, prompts: list[list[int]], outputs: int, timer: Timer | No
 
 def show(result: dict[str, Any]) -> None:
     for part in ("prompts", "step"):
-        plain, timed, kernels = (
-            result["plain"][f"{part}_ms"],
-            result["timed"][f"{part}_ms"],
-            result["timed"]["kernels"][part],
-        )
+        plain, timed = (result[run][f"{part}_ms"] for run in ("plain", "timed"))
+        kernels = result["timed"]["kernels"][part]
         parts = [f"{name} {ms:.2f}" for name, ms in sorted(kernels.items(), key=lambda kv: -kv[1]) if ms >= 0.005]
-        rest = timed - sum(kernels.values())
-        print(
-            f"{result['rows']:>3} rows, {part}: {plain:.2f} ms; timed {timed:.2f}: {', '.join(parts)}, around {rest:.2f}"
-        )
+        parts.append(f"around {timed - sum(kernels.values()):.2f}")
+        print(f"{result['rows']:>3} rows, {part}: {plain:.2f} ms; timed {timed:.2f}: {', '.join(parts)}", flush=True)
 
 
 if __name__ == "__main__":
