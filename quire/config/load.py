@@ -11,6 +11,10 @@ class LoadConfig:
 
     load_format: str = option("auto", "checkpoint format; dummy: random weights", choices=LOAD_FORMATS)
     download_dir: str | None = option(None, "where hub downloads are kept")
+    packed_weights_cache: str | None = option(
+        None,
+        "on a CPU in bf16: folder to keep packed weights in, for faster starts; takes the disk space of the weights",
+    )
     use_tqdm_on_load: bool = option(True, "show progress while loading weights")
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ class LMHead(nn.Module):
     """Hidden states [n, hidden] -> logits [n, vocab]. A tied head is the embedding's weight and loads nothing."""
 
     weight: nn.Parameter
+    leaves_panels_only = True  # where the method does
 
     def __init__(
         self,

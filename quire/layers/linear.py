@@ -15,6 +15,7 @@ class ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    leaves_panels_only = True  # where the method does
 
     def __init__(
         self,

@@ -65,6 +65,8 @@ class DecoderModel(nn.Module):
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS
     num_parameters: int
     capturable = True
+    leaves_panels_only = True  # where the layers do
+    mapped_bytes = 0  # of weights that are a file's pages (models/packed_cache.py)
     max_fused_rows = 0
     kernel_row_counts: tuple[int, ...] = ()
 

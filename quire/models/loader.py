@@ -11,7 +11,9 @@ from quire.checkpoint.tensors import count_tensors, open_tensors
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
 from quire.models.choose import choose_implementation
+from quire.models.decoder import DecoderModel
 from quire.models.fill import fill_from, fill_with_random, with_progress
+from quire.models.packed_cache import does_nothing, open_cache
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 
@@ -32,43 +34,64 @@ def load_model(
     trust_remote_code: bool = False,
     moe_backend: str = "auto",
     longest: int | None = None,
+    packed_weights_cache: str | None = None,
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
     `seed` is for dummy weights. `max_model_len` is the user's limit, which decides between longrope's factors.
     `quantization` is what the user asked for; None: as the checkpoint is. `model_impl`: whose code.
-    `longest` is the model's own limit, where the user set none.
+    `longest` is the model's own limit, where the user set none. `packed_weights_cache`: a folder (packed_cache.py).
     """
+    device = torch.device(device)
+    if packed_weights_cache and device.type != "cpu":
+        raise ValueError(
+            "packed_weights_cache is for the CPU, where weights are packed; on a GPU leave it out "
+            "(--packed-weights-cache)"
+        )
     choice = choose_implementation(hf_config, model_impl, trust_remote_code, ckpt.is_gguf)
     if choice.impl is None:
         raise ValueError(choice.why)
     if choice.impl == "transformers":
         from quire.models.transformers_model import load_transformers_model
 
+        if packed_weights_cache:
+            does_nothing("a model that transformers runs")
         with large_buffers_mapped():
             return load_transformers_model(
                 ckpt,
                 hf_config,
                 dtype,
-                torch.device(device),
+                device,
                 quantization=quantization,
                 trust_remote_code=trust_remote_code,
                 longest=max_model_len or longest,
                 seed=seed,
                 progress=progress,
             )
-    quantized = choose_quantization(quantization, hf_config, dtype, torch.device(device), is_gguf=ckpt.format == "gguf")
+    quantized = choose_quantization(quantization, hf_config, dtype, device, is_gguf=ckpt.format == "gguf")
     if quantized.describe():
         logger.info(quantized.describe())
+    decisive = (hf_config, tp, quantization, quantized.describe())  # beside dtype, for what becomes of the weights
     hf_config = hf_config | {"moe_backend": moe_backend}
     if max_model_len is not None:
         hf_config |= {"max_model_len": max_model_len}
+
+    def build() -> DecoderModel:
+        return model_class(hf_config)(hf_config, dtype, device, tp, quantized)
+
     with large_buffers_mapped():
-        model = model_class(hf_config)(hf_config, dtype, torch.device(device), tp, quantized)
+        model = build()
+        cache = open_cache(packed_weights_cache, model, ckpt, dtype, decisive) if packed_weights_cache else None
+        if cache is not None and cache.exists:
+            if cache.map_into(model):
+                return model.eval()
+            model = build()  # some of it may have fitted
         if ckpt.format == "dummy":
             fill_with_random(model, seed)
         else:
             tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
             fill_from(model, tensors, quantized.ignored)
         model.process_after_loading()
+        if cache is not None:
+            cache.write(model)
     return model.eval()

@@ -1,5 +1,5 @@
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -61,6 +61,19 @@ class LinearMethod(Protocol):
 
     def process_after_loading(self, layer: nn.Module) -> None:
         """Turn the weight into the form that is fastest to multiply by."""
+        ...
+
+
+@runtime_checkable
+class HasPanels(Protocol):
+    """A LinearMethod whose layers can be kept packed in a file (models/packed_cache.py)."""
+
+    def panels(self, layer: nn.Module) -> torch.Tensor | None:
+        """What the weight has become, if it has."""
+        ...
+
+    def take_panels(self, layer: nn.Module, data: torch.Tensor) -> None:
+        """Instead of loading the weight and process_after_loading."""
         ...
 
 

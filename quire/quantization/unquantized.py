@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.kernels.packed_linear import Multiply, pack_weight
+from quire.kernels.packed_linear import Multiply, Panels, pack_weight
 from quire.kernels.skinny_linear import (
     linear,
     prepare_skinny_linear,
@@ -18,6 +18,8 @@ class UnquantizedLinearMethod(FusesFewRows):
     On a CPU in bf16 it is packed once, and the original dropped (kernels/packed_linear.py). On a GPU few rows take our
     own kernels where those are faster than cuBLAS.
     """
+
+    leaves_panels_only = True
 
     def create_weights(
         self,
@@ -52,8 +54,22 @@ class UnquantizedLinearMethod(FusesFewRows):
         prepare_skinny_linear(weight.device)
         multiply = pack_weight(weight.data)
         if multiply is not None:
-            object.__setattr__(layer, "multiply", multiply)  # no module, parameter or buffer
-            del layer.weight
+            self._replace_weight(layer, multiply)
+
+    def panels(self, layer: nn.Module) -> torch.Tensor | None:
+        """What the weight has become, if it has."""
+        multiply: Multiply | None = getattr(layer, "multiply", None)
+        assert multiply is None or isinstance(multiply, Panels)
+        return None if multiply is None else multiply.data
+
+    def take_panels(self, layer: nn.Module, data: torch.Tensor) -> None:
+        """Instead of loading the weight and process_after_loading."""
+        assert isinstance(layer.weight, nn.Parameter)
+        self._replace_weight(layer, Panels.of(data, layer.weight.shape))
+
+    def _replace_weight(self, layer: nn.Module, multiply: Multiply) -> None:
+        object.__setattr__(layer, "multiply", multiply)  # no module, parameter or buffer
+        del layer.weight
 
 
 class Unquantized:

@@ -34,7 +34,7 @@ class Worker:
             download_dir=config.load.download_dir,
             remote_code=config.model.trust_remote_code,
         )
-        if checkpoint.format != "dummy":
+        if checkpoint.format != "dummy" and not config.load.packed_weights_cache:  # else it may not be read at all
             read_ahead(checkpoint.files)
         device = config.device
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
@@ -55,6 +55,7 @@ class Worker:
             trust_remote_code=config.model.trust_remote_code,
             moe_backend=device.moe_backend,
             longest=config.model.longest,
+            packed_weights_cache=config.load.packed_weights_cache,
         )
         self._check_length()
         # Only now: threads that this one starts, as loading does, would all get its core.
@@ -96,7 +97,9 @@ class Worker:
         """Measured after the weights are in place."""
         cache = self.config.cache
         if self.platform.name == "cpu":
-            return int(self.platform.available_memory() * cache.cpu_memory_utilization)
+            # A mapped file's pages count as available, but every step needs them.
+            available = max(0, self.platform.available_memory() - getattr(self.model, "mapped_bytes", 0))
+            return int(available * cache.cpu_memory_utilization)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         specs = self.kv_cache_specs()

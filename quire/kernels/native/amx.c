@@ -34,7 +34,7 @@ enum { WORKS, NOT_COMPILED, NOT_THERE, NOT_ENABLED, REFUSED, DIED, WRONG };
 #include <cpuid.h>
 #endif
 
-enum { TILE_ROWS = 16, STEP = 32, BLOCK = 2 * TILE_ROWS }; /* a step is a tile's depth in inputs */
+enum { TILE_ROWS = 16, STEP = 32, BLOCK = 2 * TILE_ROWS, MIN_BLOCKS_OF_GROUPS = 8 }; /* a step: a tile's depth in inputs */
 
 /* Of inputs in a chunk, and of panels that pass them: with the next panels they fill most of a second-level cache of
  * 2 MiB. */
@@ -125,18 +125,19 @@ static inline TILES_TARGET void store_block(const float *sums, const float *bias
 }
 
 /* One thread's part: tasks [first, last), a task being a chunk of rows and a panel, chunk by chunk. Some panels at a time
- * pass all rows of a chunk, for the reason that linear.c gives. */
+ * pass all rows of a chunk, for the reason that linear.c gives; of few blocks of rows each panel passes all by itself, in
+ * the first-level cache. */
 static __attribute__((noinline)) TILES_TARGET void multiply_part(const Product *p, int64_t first, int64_t last,
                                                                  bf16 *inputs) {
     float sums[BLOCK * PANEL] __attribute__((aligned(64)));
     bf16 rest[STEP * PANEL] __attribute__((aligned(64))) = {0};
     int64_t rest_pairs = p->pairs % (STEP / 2), panel_bytes = p->pairs * PANEL * 4, copied = -1;
-    int64_t group = GROUP_BYTES / panel_bytes > 1 ? GROUP_BYTES / panel_bytes : 1;
     tiles_begin();
     for (int64_t task = first, some; task < last; task += some) {
         int64_t from = task % p->panels, row = task / p->panels * p->chunk;
         int64_t rows = p->m - row < p->chunk ? p->m - row : p->chunk, blocks = (rows + BLOCK - 1) / BLOCK;
-        some = p->panels - from < group ? p->panels - from : group;
+        some = blocks < MIN_BLOCKS_OF_GROUPS || GROUP_BYTES < panel_bytes ? 1 : GROUP_BYTES / panel_bytes;
+        if (some > p->panels - from) some = p->panels - from;
         if (some > last - task) some = last - task;
         if (row != copied) copy_rows(p, row, rows, inputs), copied = row;
         /* The next panels are asked for while these are multiplied, some lines in every step. */

@@ -1,0 +1,185 @@
+"""A model's weights as they are once packed, in a file that later starts map instead of reading the checkpoint."""
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from quire.checkpoint.gguf_header import read_header
+from quire.checkpoint.mapped import read_ahead
+from quire.checkpoint.resolve import Checkpoint
+from quire.checkpoint.safetensors_file import DTYPES, open_safetensors
+from quire.kernels.packed_linear import panel_layout
+from quire.layers.load_slot import all_load_slots
+from quire.models.decoder import DecoderModel
+from quire.quantization.base import HasPanels
+
+logger = logging.getLogger("quire")
+
+ALIGNMENT = 64  # a panel's vectors are read whole; across two cache lines that takes twice as long
+PANELS = "panels"
+OURS = __name__.partition(".")[0]
+STORED_NAMES = {getattr(torch, name): stored for stored, (name, _) in DTYPES.items()}
+
+
+class PackedCache:
+    """The file of one model, packed in one way."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @property
+    def exists(self) -> bool:
+        return os.path.exists(self.file)  # Path's own raises where it may not look
+
+    def map_into(self, model: DecoderModel) -> bool:
+        """Whether every weight now is the file's; otherwise the model may be half filled."""
+        try:
+            read_ahead((self.file,))
+            stored = {tensor.name: tensor.tensor() for tensor in open_safetensors((self.file,))}
+            size = sum(tensor.nbytes for tensor in stored.values())
+            _fill(model, stored)
+        except (OSError, ValueError) as error:
+            reason = str(error).removesuffix("; download it again")
+            logger.warning("the packed weights of %s are of no use and are made anew: %s", self.file, reason)
+            return False
+        model.mapped_bytes = size
+        logger.info("weights mapped from the packed cache (%s)", self.file)
+        return True
+
+    def write(self, model: DecoderModel) -> None:
+        """All at once, or, with a warning, not at all."""
+        folder, unfinished = self.file.parent, None
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            number, unfinished = tempfile.mkstemp(".unfinished", f".{self.file.stem}.", folder)  # for the user alone
+            with open(number, "wb") as stream:
+                _write(stream, _contents(model))
+                stream.flush()
+                os.fsync(number)  # or a crash could leave the name, the size, and zeros
+            os.replace(unfinished, self.file)
+        except OSError as error:
+            logger.warning("packed weights could not be written to %s, the next start packs again: %s", folder, error)
+        else:
+            logger.info("packed weights written to %s", self.file)
+        finally:
+            if unfinished is not None:
+                Path(unfinished).unlink(missing_ok=True)
+
+
+def open_cache(
+    folder: str, model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype, decisive: tuple[Any, ...]
+) -> PackedCache | None:
+    """For a model just built. `decisive`: what else its weights depend on. None, and a line in the log, where the file
+    would not hold all that loading leaves."""
+    obstacle = _obstacle(model, ckpt, dtype)
+    if obstacle is not None:
+        does_nothing(obstacle)
+        return None
+    facts = (*map(_identity, ckpt.files), _header(ckpt), dtype, decisive, *_code(model))
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return PackedCache(Path(folder).expanduser() / f"{name}.safetensors")
+
+
+def does_nothing(reason: str) -> None:
+    logger.warning("--packed-weights-cache does nothing for %s", reason)
+
+
+def _obstacle(model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype) -> str | None:
+    """All that the checkpoint fills must be parameters, and all that becomes of them parameters and panels."""
+    if ckpt.format == "dummy":
+        return "random weights"
+    if type(model).__module__.partition(".")[0] != OURS:
+        return f"{type(model).__name__}, a plugin's: what it does to weights has no version that we know"
+    if dtype is not torch.bfloat16:
+        return f"{str(dtype).removeprefix('torch.')}, in which weights are not packed"
+    if panel_layout() is None:
+        return "weights that our own C kernels do not multiply by"
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for (name, _), slot in all_load_slots(model).items():
+        if slot.view.is_meta or slot.view.untyped_storage().data_ptr() not in parameters:
+            return f"quantized weights ({name})"
+    for path, module in model.named_modules():
+        for holder in (module, getattr(module, "method", None)):
+            if not _leaves_panels_only(type(holder)):
+                return f"{type(holder).__name__} ({path or 'the model'})"
+    return None
+
+
+def _leaves_panels_only(kind: type) -> bool:
+    """Whether it is said by the class that has the process_after_loading: one that overrides it has to say it again."""
+    owner = next((base for base in kind.__mro__ if "process_after_loading" in vars(base)), None)
+    return owner is None or bool(vars(owner).get("leaves_panels_only"))
+
+
+def _identity(file: Path) -> tuple[str, int, int]:
+    # The path too: archives and images may give every file the same time, and finetunes are of one size.
+    real = file.resolve()
+    return str(real), real.stat().st_size, real.stat().st_mtime_ns
+
+
+def _header(ckpt: Checkpoint) -> Any:
+    if ckpt.is_gguf:
+        tensors = read_header(ckpt.path).tensors.values()
+        return [(tensor.name, tensor.shape, tensor.type_id, tensor.offset) for tensor in tensors]
+    return (ckpt.path / "config.json").read_text(errors="replace")
+
+
+def _code(model: nn.Module) -> tuple[str | None, ...]:
+    version = importlib.import_module(OURS).__version__
+    return type(model).__module__, type(model).__qualname__, version, torch.__version__, panel_layout()
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, HasPanels]]:
+    for path, module in model.named_modules():
+        method = getattr(module, "method", None)
+        if isinstance(method, HasPanels):
+            yield f"{path}.{PANELS}", module, method
+
+
+def _contents(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    for name, layer, method in _layers(model):
+        panels = method.panels(layer)
+        if panels is not None:
+            tensors[name] = panels
+    return tensors
+
+
+def _fill(model: DecoderModel, stored: dict[str, torch.Tensor]) -> None:
+    """In place of reading the checkpoint and process_after_loading. What is missing or too much is a ValueError."""
+    model.num_parameters = sum(parameter.numel() for parameter in model.parameters())  # panels will hide some of them
+    for name, layer, method in list(_layers(model)):
+        if name in stored:
+            method.take_panels(layer, stored.pop(name))
+    for name, parameter in model.named_parameters():
+        found = stored.pop(name, None)
+        if found is None or (found.shape, found.dtype) != (parameter.shape, parameter.dtype):
+            raise ValueError(f"it lacks {name} of shape {list(parameter.shape)}")
+        parameter.data = found
+    if stored:
+        raise ValueError(f"it has unknown {', '.join(list(stored)[:5])}")
+
+
+def _write(stream: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
+    """In the format of safetensors. The header is padded, and what has an odd size comes last, so that all else is
+    aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].itemsize))
+    header, at = {}, 0
+    for name, tensor in ordered:
+        offsets = [at, at + tensor.nbytes]
+        header[name] = {"dtype": STORED_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
