@@ -183,7 +183,8 @@ def device_facts(llm: Any) -> dict[str, Any]:
     import torch
 
     core = getattr(llm.llm_engine.client, "core", None)
-    facts: dict[str, Any] = {"engine": list(core.summary) if core else [], "torch": torch.__version__}
+    # As a plain string: one of torch's own type would have the reader import torch beside the first measurement.
+    facts: dict[str, Any] = {"engine": list(core.summary) if core else [], "torch": str(torch.__version__)}
     try:
         facts["triton"] = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -195,9 +195,9 @@ static inline void ask_for(const bf16 *const *rows, int64_t count, int64_t d) {
 /* Scores of up to FEW queries with keys as they lie: as many vectors of partial sums as keys, then 16 sums at once. */
 static inline __attribute__((always_inline)) void score_few(const bf16 *q, const bf16 **rows, const bf16 **next,
                                                             float *scores, int64_t m, int64_t d, int64_t count) {
-    for (int64_t at = 0; at < count; at += 16) {
-        ask_for(next + at, 16, d);
+    for (int64_t at = 0; at < count; at += 16)
         for (int64_t i = 0; i < m; i++) {
+            ask_for(next + at + 16 * i / m, 16 * (i + 1) / m - 16 * i / m, d);
             __m512 part[16];
             for (int j = 0; j < 16; j++) part[j] = _mm512_setzero_ps();
             for (int64_t e = 0; e < d; e += 32) {
@@ -207,7 +207,6 @@ static inline __attribute__((always_inline)) void score_few(const bf16 *q, const
             }
             _mm512_store_ps(scores + i * TILE + at, sums_of(part));
         }
-    }
 }
 
 /* acc [m, d] += weights [m, TILE] times values as they lie, two keys at a time. */
