@@ -418,8 +418,13 @@ static void multiply_vectors(const Segment *s, int64_t at, const void *bias, voi
     Group *w = keep(0, sizeof(Group) * groups * VECTORS);
     for (int p = 0; p < vectors; p++)
         unpack(format, read_vector(format, s->packed, at + p, k), w + p * groups, groups);
+    /* What comes next is asked for meanwhile, all of it or, of few rows, more: unpacking would wait for memory each time. */
+    int64_t bytes = panel_bytes_of(format, k) * VECTORS * WIDTH / LANES, each = bytes * ROWS / rows;
+    const uint8_t *next = s->packed + at * WIDTH / LANES * panel_bytes_of(format, k) + bytes;
+    if (left <= 2 * VECTORS * WIDTH) each = 0;
     for (int64_t r = 0; r < rows; r += ROWS) {
         int some = rows - r < ROWS ? (int)(rows - r) : ROWS;
+        for (int64_t i = 0; i < each; i += 64, next += 64) __builtin_prefetch(next, 0, 2);
         Floats y[ROWS][VECTORS];
         for (int p = 0; p < vectors; p++) y[0][p] = first[p];
         if (f.kind == SYMMETRIC) multiply_symmetric(some, vectors, w, groups, block_of(x, r, groups), y);
