@@ -34,6 +34,12 @@ test-models: $(INSTALLED)  ## every family, and all that transformers has, again
 	@$(BIN)/python -m tests.models.transformers_sweep
 	@$(BIN)/python benchmarks/models_table.py
 
+test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user
+	@mkdir -p build
+	@aarch64-linux-gnu-gcc -O3 -fno-math-errno -fno-trapping-math -fopenmp -Iquire/kernels/native tests/arm/check.c \
+		$(wildcard quire/kernels/native/*.c) -o build/check-arm -lm
+	@qemu-aarch64 -L /usr/aarch64-linux-gnu build/check-arm
+
 lint: $(INSTALLED)  ## check style, formatting and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -49,4 +55,4 @@ bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with
 	@$(BIN)/quire bench startup
 	@$(BIN)/quire bench core
 
-.PHONY: help install serve test test-models lint format bench
+.PHONY: help install serve test test-models test-arm lint format bench

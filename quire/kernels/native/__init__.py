@@ -21,7 +21,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32
 SILU = 0  # of the activations, as kernels.c numbers them
 
-LINEAR_KINDS = ("portable", "avx2", "avx512", "avx512-bf16")  # as linear.c numbers them
+LINEAR_KINDS = ("portable", "avx2", "avx512", "avx512-bf16", "neon")  # as linear.c numbers them
 AMX_STATES = (  # as amx.c numbers them
     "works",
     "needs a newer compiler",

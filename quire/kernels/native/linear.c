@@ -23,6 +23,8 @@ int quire_linear_kind(void) {
     return 2;
 #elif defined(__AVX2__) && defined(__FMA__)
     return 1;
+#elif defined(__ARM_NEON)
+    return 4;
 #else
     return 0;
 #endif

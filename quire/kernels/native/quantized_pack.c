@@ -128,8 +128,8 @@ void quire_quantize_weight(int format, const void *weight, uint8_t *blocks, int6
         float w[GROUP], low = INFINITY, high = -INFINITY;
         for (int i = 0; i < GROUP; i++) {
             w[i] = load(weight, g * GROUP + i, type);
-            low = fminf(low, w[i]);
-            high = fmaxf(high, w[i]);
+            low = w[i] < low ? w[i] : low; /* fminf here breaks gcc 12 for ARM */
+            high = w[i] > high ? w[i] : high;
         }
         uint16_t d = to_half(format == Q8_0 ? fmaxf(-low, high) / 127 : (high - low) / 15), m = to_half(low);
         float inverse = from_half(d) > 0 ? 1 / from_half(d) : 0, start = from_half(m);
