@@ -77,7 +77,7 @@ class Timer:
     def replayed(self, recording: Recording) -> Replay:
         """As Recording.replayed, call by call."""
         replay, size = self.bound("quire_replay"), recording.size
-        calls = [(self.timed(kind, replay), bytearray(arguments)) for kind, arguments in recording.calls]
+        calls = [(self.timed(call.kind, replay), bytearray(call.arguments)) for call in recording.calls]
         blocks = [(call, torch.frombuffer(arguments, dtype=torch.uint8)) for call, arguments in calls]
 
         def run(tokens: int, rows: int, shared: int, kept: Recording = recording) -> None:

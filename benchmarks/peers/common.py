@@ -112,7 +112,10 @@ def serving(column: Column, command: Sequence[str]) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _healthy(url: str) -> bool:

@@ -18,7 +18,7 @@ class LanguageModel(Protocol):
 
     @property
     def embed_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Ids [N] -> [N, hidden], as `forward` begins. Decode steps on a CPU are recorded behind it; None: the model is
+        """Ids [N] -> [N, hidden], as `forward` begins. Small steps on a CPU are recorded behind it; None: the model is
         not made of our kernels alone, and there is nothing to record."""
         ...
 

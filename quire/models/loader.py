@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from quire.checkpoint.heap import large_buffers_mapped
+from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import Checkpoint
 from quire.checkpoint.tensors import count_tensors, open_tensors
 from quire.layers.parallel import SINGLE, TensorParallel
@@ -89,6 +90,8 @@ def load_model(
         if ckpt.format == "dummy":
             fill_with_random(model, seed)
         else:
+            if packed_weights_cache:
+                read_ahead(ckpt.files)  # who starts the engine left it until it was known that it is read
             tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
             fill_from(model, tensors, quantized.ignored)
         model.process_after_loading()

@@ -1,11 +1,11 @@
 """A model's weights as they are once packed, in a file that later starts map instead of reading the checkpoint."""
 
 import hashlib
-import importlib
 import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +26,9 @@ logger = logging.getLogger("quire")
 
 ALIGNMENT = 64  # a panel's vectors are read whole; across two cache lines that takes twice as long
 PANELS = "panels"
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a checkpoint's file
+CODE_FOLDERS = ("checkpoint", "kernels", "layers", "models", "quantization")
+OLD = 24 * 3600  # seconds after which an unfinished file is nobody's
 OURS = __name__.partition(".")[0]
 STORED_NAMES = {getattr(torch, name): stored for stored, (name, _) in DTYPES.items()}
 
@@ -43,6 +46,8 @@ class PackedCache:
     def map_into(self, model: DecoderModel) -> bool:
         """Whether every weight now is the file's; otherwise the model may be half filled."""
         try:
+            if self.file.stat().st_uid not in (os.getuid(), 0):
+                raise ValueError("it is another user's")
             read_ahead((self.file,))
             stored = {tensor.name: tensor.tensor() for tensor in open_safetensors((self.file,))}
             size = sum(tensor.nbytes for tensor in stored.values())
@@ -60,6 +65,9 @@ class PackedCache:
         folder, unfinished = self.file.parent, None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in folder.glob(".*.unfinished"):  # by a process that was killed
+                if time.time() - left.stat().st_mtime > OLD:
+                    left.unlink(missing_ok=True)
             number, unfinished = tempfile.mkstemp(".unfinished", f".{self.file.stem}.", folder)  # for the user alone
             with open(number, "wb") as stream:
                 _write(stream, _contents(model))
@@ -120,10 +128,15 @@ def _leaves_panels_only(kind: type) -> bool:
     return owner is None or bool(vars(owner).get("leaves_panels_only"))
 
 
-def _identity(file: Path) -> tuple[str, int, int]:
-    # The path too: archives and images may give every file the same time, and finetunes are of one size.
+def _identity(file: Path) -> tuple[str, int, int, str]:
+    """Samples of its bytes too: images may give every file the same path and time, and finetunes are of one size."""
     real = file.resolve()
-    return str(real), real.stat().st_size, real.stat().st_mtime_ns
+    size, digest = real.stat().st_size, hashlib.sha256()
+    with real.open("rb") as stream:
+        for i in range(SAMPLES + 1):
+            stream.seek(max(0, size - SAMPLE_BYTES) * i // SAMPLES)
+            digest.update(stream.read(SAMPLE_BYTES))
+    return str(real), size, real.stat().st_mtime_ns, digest.hexdigest()
 
 
 def _header(ckpt: Checkpoint) -> Any:
@@ -134,8 +147,12 @@ def _header(ckpt: Checkpoint) -> Any:
 
 
 def _code(model: nn.Module) -> tuple[str | None, ...]:
-    version = importlib.import_module(OURS).__version__
-    return type(model).__module__, type(model).__qualname__, version, torch.__version__, panel_layout()
+    """Whose code, and of what it is made: a version says little of a checkout."""
+    digest = hashlib.sha256()
+    for folder in CODE_FOLDERS:
+        for source in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
+            digest.update(source.read_bytes())
+    return type(model).__module__, type(model).__qualname__, digest.hexdigest(), torch.__version__, panel_layout()
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, HasPanels]]:

@@ -70,6 +70,6 @@ def _reclaimable(group: Path) -> int:
     """Page cache counts as usage but is given up on demand."""
     try:
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(stats.get("total_inactive_file") or stats.get("inactive_file") or 0)
+        return sum(int(stats.get(f"total_{kind}") or stats.get(kind) or 0) for kind in ("inactive_file", "active_file"))
     except (OSError, ValueError):
         return 0

@@ -1,16 +1,20 @@
 """Small steps on a CPU, replayed: the analogue of a GPU's graphs, for the layers of the model."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
-from quire.kernels.native.replay import Recording, Replay
+from quire.kernels.native.replay import NotReplayableError, Recording, Replay
 from quire.kernels.prepare_inputs import PreparedInputs
 from quire.models.base import LanguageModel
 
+logger = logging.getLogger("quire")
+
 MAX_TOKENS = 256  # with more, Python's share is small
+OTHER_SIZE = 3  # whose calls must be the same
 
 
 @dataclass
@@ -18,6 +22,7 @@ class Recorded:
     """Fill the first rows of the inputs, run, and those of `hidden` hold the result."""
 
     embeds: torch.Tensor
+    ids: torch.Tensor
     rows: torch.Tensor
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -46,13 +51,16 @@ class RecordedSteps:
             return None
         assert self.model.embed_tokens is not None
         embeds = self.model.embed_tokens(inputs.input_ids)
+        if self._recorded is None:
+            try:
+                self._recorded = self._record(embeds)
+            except NotReplayableError as reason:
+                self._possible = False
+                logger.debug("steps are not replayed: %s", reason)
+                return None
         step = self._recorded
-        if step is None:
-            step = self._recorded = self._record(embeds.new_zeros(MAX_TOKENS, embeds.shape[1]))
-        if step is None:
-            self._possible = False
-            return None
         step.embeds[:tokens].copy_(embeds)
+        step.ids[:tokens].copy_(inputs.input_ids)
         step.positions[:tokens].copy_(inputs.positions)
         for place, slots in zip(step.slots, inputs.slot_mapping, strict=True):
             place[:tokens].copy_(slots)
@@ -63,15 +71,21 @@ class RecordedSteps:
         self.replays += 1
         return step.hidden[:tokens]
 
-    def _record(self, embeds: torch.Tensor) -> Recorded | None:
+    def _record(self, like: torch.Tensor) -> Recorded:
+        recording, step = self._noted(like.new_zeros(MAX_TOKENS, like.shape[1]))
+        other, _ = self._noted(like.new_zeros(OTHER_SIZE, like.shape[1]))
+        if [call.shape for call in recording.calls] != [call.shape for call in other.calls]:
+            raise NotReplayableError("the calls depend on the number of tokens")
+        return step
+
+    def _noted(self, embeds: torch.Tensor) -> tuple[Recording, Recorded]:
         size = len(embeds)
-        rows, positions, *slots = torch.zeros(2 + len(self.tables), size, dtype=torch.int64)
+        rows, ids, positions, *slots = torch.zeros(3 + len(self.tables), size, dtype=torch.int64)
         starts, lens = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         step = StepInputs(rows=rows, num_tokens=size, query_start=starts, seq_lens=lens, one_each=True)
         metadata = [self.backend.build(step, table, unit) for table, unit in zip(self.tables, self.sizes, strict=True)]
         ctx = ForwardContext(step, metadata, slots, None)
         with Recording(size) as recording:
-            hidden = self.model(positions, positions, ctx, inputs_embeds=embeds)
-        if not recording.faithful:
-            return None
-        return Recorded(embeds, rows, starts, lens, positions, slots, recording.replayed(), hidden, ctx)
+            hidden = self.model(ids, positions, ctx, inputs_embeds=embeds)
+        run = recording.replayed()
+        return recording, Recorded(embeds, ids, rows, starts, lens, positions, slots, run, hidden, ctx)

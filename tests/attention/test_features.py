@@ -59,7 +59,6 @@ def test_a_replayed_call_has_all_of_it():
     wanted = backend.attend(q, cache, metadata, scoring)
     with Recording(len(q)) as recording:
         out = backend.attend(q, cache, metadata, scoring)
-    assert recording.faithful
     out.zero_()
     recording.replayed()(len(q), len(rows), 0)
     assert torch.equal(out, wanted)

@@ -8,7 +8,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.kernels import native
-from quire.kernels.native.replay import Recording
+from quire.kernels.native.replay import NotReplayableError, Recording
+from quire.kernels.prepare_inputs import PreparedInputs
 from quire.worker import model_runner, recorded
 from tests.tiny_models import CORE, prompts, save_tiny
 
@@ -94,18 +95,57 @@ def test_what_torch_computes_is_not_replayed(model):
 
 def test_any_work_outside_the_kernels_is_noticed():
     x, weight = torch.randn(2, 8), torch.ones(8)
-    with Recording(2) as recording:
+    with Recording(2):
         native.rms_norm(x, None, weight, 1e-5)
-    assert recording.faithful
-    with Recording(2) as recording:
+    with pytest.raises(NotReplayableError, match="torch computes aten"), Recording(2):
         native.rms_norm(x, None, weight, 1e-5) + 1
-    assert not recording.faithful
-    with Recording(2) as recording:
+    with pytest.raises(NotReplayableError, match="quire_argmax"), Recording(2):
         native.argmax(x)  # a kernel, but not one of those
-    assert not recording.faithful
-    with Recording(2) as recording:
-        native.rms_norm(x[:1], None, weight, 1e-5)  # of a part of the step: who knows which
-    assert not recording.faithful
+    part = x[:1]
+    with pytest.raises(NotReplayableError, match="1 rows in a step of 2"), Recording(2):
+        native.rms_norm(part, None, weight, 1e-5)  # who knows which part of the step it is
+
+
+class Toy(torch.nn.Module):
+    """Adds rows of a table, those of the ids, in one call; or in two for more than ten tokens."""
+
+    def __init__(self, twice=False):
+        super().__init__()
+        self.table, self.twice = torch.arange(400.0).view(100, 4), twice
+
+    def embed_tokens(self, ids):
+        return self.table[ids] * 0
+
+    def forward(self, ids, positions, ctx, inputs_embeds):
+        x = native.add_rows(inputs_embeds, self.table, ids)
+        return native.add_rows(x, self.table, ids) if self.twice and len(ids) > 10 else x
+
+
+def run_toy(toy):
+    class Backend:
+        name = "native"
+
+    ids, count = torch.tensor([7, 3, 9]), 3
+    inputs = PreparedInputs(ids, torch.arange(count), [], torch.tensor([count]))
+    return recorded.RecordedSteps(toy, Backend(), [], []).run(torch.zeros(1), torch.tensor([0, count]), inputs, 0)
+
+
+def test_a_model_that_looks_at_ids_gets_them():
+    toy = Toy()
+    torch.testing.assert_close(run_toy(toy), toy.table[[7, 3, 9]])
+
+
+def test_a_model_whose_calls_depend_on_the_number_of_tokens_is_not_replayed():
+    assert run_toy(Toy(twice=True)) is None
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "falcon-rw", "gemma2"])
+def test_experts_sinks_alibi_and_soft_caps(family, tmp_path, monkeypatch):
+    save_tiny(family, tmp_path)
+    replayed, count = answers(str(tmp_path), max_num_batched_tokens=33, **KINDS["bf16"])
+    assert count
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    assert replayed == answers(str(tmp_path), max_num_batched_tokens=33, **KINDS["bf16"])[0]
 
 
 def test_replaying_reads_what_the_inputs_hold_by_then_for_as_many_rows():
@@ -140,7 +180,8 @@ def test_recording_does_not_bring_in_a_compiler():
         "import sys, torch",
         "from quire.kernels import native",
         "from quire.kernels.native.replay import Recording",
-        "with Recording(2): native.rms_norm(torch.ones(2, 8), None, torch.ones(8), 1e-5)",
+        "x, weight = torch.ones(2, 8), torch.ones(8)",
+        "with Recording(2): native.rms_norm(x, None, weight, 1e-5)",
         "assert 'torch._dynamo' not in sys.modules",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -97,6 +97,12 @@ def test_more_rows_than_a_chunk_holds(threads):
         check(function, m, n, k, with_bias=True)
 
 
+def test_some_panels_at_a_time(threads):
+    """Of many blocks of rows; the last panels are fewer, and the next chunk begins with the first again."""
+    function = product(library("-DQUIRE_EMULATE_AMX", "-DCHUNK_BYTES=32768", "-DGROUP_BYTES=8192", only=FILES))
+    check(function, 600, 150, 33, with_bias=True)
+
+
 def test_few_panels_and_many_rows_are_shared_by_rows(amx, threads):
     check(amx, 300, 20, 70, with_bias=False)
 

@@ -228,7 +228,6 @@ def test_a_recorded_step_is_replayed_with_other_experts():
     x, logits = torch.randn(2, 48).bfloat16(), torch.randn(2, 6).bfloat16()
     with Recording(2) as recording:
         out = layer(x, logits)
-    assert recording.faithful
     x.copy_(torch.randn(2, 48)), logits.copy_(torch.randn(2, 6))
     wanted = layer(x, logits)
     recording.replayed()(2, 2, 0)

@@ -153,7 +153,9 @@ def test_what_decides_about_weights_decides_about_the_file(tiny, tmp_path, folde
     checkpoint = tiny / "model.safetensors"
     changed = load_file(checkpoint)
     changed["model.norm.weight"] += 1
+    times = checkpoint.stat().st_atime_ns, checkpoint.stat().st_mtime_ns
     save_file(changed, checkpoint, metadata={"format": "pt"})
+    os.utime(checkpoint, ns=times)  # as an image has it: the same place, size and time
     assert torch.equal(logits(load(tiny, folder)), logits(load(tiny)))
     assert len(files(folder)) == 2
     (tiny / "config.json").write_text((tiny / "config.json").read_text() + "\n")
@@ -197,6 +199,15 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path, caplog):
     plain = logits(load(tiny))
     assert torch.equal(logits(load(tiny, tmp_path / "file" / "cache")), plain)
     assert len(lines(caplog, "could not be written")) == 1
+
+
+def test_what_a_killed_process_left_is_removed(tiny, folder):
+    folder.mkdir()
+    old, young = folder / ".a.unfinished", folder / ".b.unfinished"
+    old.touch(), young.touch()
+    os.utime(old, (1, 1))
+    load(tiny, folder)
+    assert young.exists() and not old.exists()
 
 
 def test_a_full_disk_leaves_nothing(tiny, folder, caplog, monkeypatch):

@@ -52,7 +52,7 @@ def test_version_2_memory(tree):
     files = {
         "a/memory.max": 1000,
         "a/memory.current": 900,
-        "a/memory.stat": "anon 5\ninactive_file 50",
+        "a/memory.stat": "anon 5\ninactive_file 40\nactive_file 10",
         "a/b/memory.max": "max",
         "a/b/memory.current": 900,
     }

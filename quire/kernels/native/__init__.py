@@ -261,5 +261,10 @@ def bound(name: str) -> Any:
     found = library()
     assert found is not None
     function = getattr(found, name)
-    function.argtypes = [_KINDS[kind] for kind in _SIGNATURES[name].replace(" ", "")]
+    function.argtypes = [_KINDS[kind] for kind in argument_types(name)]
     return function
+
+
+def argument_types(name: str) -> str:
+    """A letter for each: pointer, long, int or float."""
+    return _SIGNATURES[name].replace(" ", "")

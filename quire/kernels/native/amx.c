@@ -12,7 +12,7 @@
 #include "bf16.h"
 #include "tile_products.h"
 
-/* What quire_amx_start answers, in the order of AMX_STATES in amx.py. */
+/* What quire_amx_start answers, in the order of AMX_STATES in __init__.py. */
 enum { WORKS, NOT_COMPILED, NOT_THERE, NOT_ENABLED, REFUSED, DIED, WRONG };
 
 #if defined(QUIRE_EMULATE_AMX) ||                                                                                      \

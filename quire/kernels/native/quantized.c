@@ -155,6 +155,9 @@ INLINE void next_group(const int format, Reader *from, int64_t g, Group *to) {
     }
 }
 
+/* Of as many blocks of rows each unpacks the weights for itself, without a way through memory. */
+enum { FEW_BLOCKS = 2 };
+
 #define FOR_EVERY_FORMAT(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K)
 
 INLINE void unpack_as(const int format, Reader reader, Group *to, int64_t groups) {
@@ -373,27 +376,35 @@ MULTIPLY(multiply_affine, AFFINE, 5)
 MULTIPLY(multiply_halves, HALVES, 6)
 #undef CASE
 
-/* One row: the weight goes through registers only. */
-INLINE Floats multiply_one_as(const int format, Reader reader, int64_t groups, Inputs x, Floats first) {
-    Floats y[VECTORS] = {first};
+/* Few rows, all of one block, by one vector: the weight goes through registers only. */
+INLINE void multiply_few_as(const int format, const int rows, Reader reader, int64_t groups, Inputs x,
+                            Floats (*y)[VECTORS]) {
     const Format f = FORMATS[format];
+    Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) sums[r][0] = y[0][0];
     for (int64_t g = 0; g < groups; g++) {
         Group w;
         const Group *one[1] = {&w};
+        int64_t at = g * rows;
         next_group(format, &reader, g, &w);
-        add_group(f.kind, f.bits, 1, 1, &y, one, x.q + g * QUADS, x.scale + g, x.total + g, x.start + g * 2);
+        add_group(f.kind, f.bits, rows, 1, sums, one, x.q + at * QUADS, x.scale + at, x.total + at, x.start + at * 2);
     }
-    return y[0];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) y[r][0] = sums[r][0];
 }
 
-static Floats multiply_one(int format, Reader reader, int64_t groups, Inputs x, Floats y) {
-    switch (format) {
-#define CASE(F)                                                                                                        \
-    case F: return multiply_one_as(F, reader, groups, x, y);
-        FOR_EVERY_FORMAT(CASE)
+static void multiply_few(int format, int rows, Reader reader, int64_t groups, Inputs x, Floats (*y)[VECTORS]) {
+    switch (format * 8 + rows) {
+#define CASE(F, R)                                                                                                     \
+    case F * 8 + R:                                                                                                    \
+        if (R <= ROWS) multiply_few_as(F, R <= ROWS ? R : 1, reader, groups, x, y);                                     \
+        break;
+#define CASES(F) CASE(F, 1) CASE(F, 2) CASE(F, 3) CASE(F, 4) CASE(F, 5) CASE(F, 6)
+        FOR_EVERY_FORMAT(CASES)
+#undef CASES
 #undef CASE
     }
-    return y;
 }
 
 /* Vector `at` of a weight and, where they belong together, the one after it. */
@@ -408,11 +419,15 @@ static void multiply_vectors(const Segment *s, int64_t at, const void *bias, voi
         if (bias)
             for (int i = 0; i < width[p]; i++) first[p][i] = load(bias, to + p * WIDTH + i, type);
     }
-    if (rows == 1) {
-        for (int p = 0; p < vectors; p++) {
-            Floats y = multiply_one(format, read_vector(format, s->packed, at + p, k), groups, x, first[p]);
-            write_row(y, out, to + p * WIDTH, width[p], type);
-        }
+    if (rows <= FEW_BLOCKS * ROWS) {
+        for (int p = 0; p < vectors; p++)
+            for (int64_t r = 0; r < rows; r += ROWS) {
+                int some = rows - r < ROWS ? (int)(rows - r) : ROWS;
+                Floats y[ROWS][VECTORS] = {{first[p]}};
+                Reader reader = read_vector(format, s->packed, at + p, k);
+                multiply_few(format, some, reader, groups, block_of(x, r, groups), y);
+                for (int i = 0; i < some; i++) write_row(y[i][0], out, (r + i) * n + to + p * WIDTH, width[p], type);
+            }
         return;
     }
     Group *w = keep(0, sizeof(Group) * groups * VECTORS);

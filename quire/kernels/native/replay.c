@@ -1,4 +1,4 @@
-/* A step's calls, made once by Python with these very arguments, made again without it. */
+/* A step's calls, noted with their arguments as Python would make them, made without it for as many tokens as there are. */
 
 #include <stdint.h>
 #include "bf16.h"

@@ -4,6 +4,7 @@ is a third of a small model's step. One recording serves steps of every size up 
 import struct
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ KINDS = {
     "add": 4,
     "activate": 2,
 }
+ROWS_OF_ATTENTION = 9  # its argument that counts requests
 MAX_ARGUMENTS = 22
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -36,16 +38,25 @@ _LOOK = {_aten.view.default, _aten.detach.default}
 Replay = Callable[[int, int, int], None]
 
 
+class NotReplayableError(Exception):
+    """What was done inside a recording that cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class Call:
+    kind: str
+    arguments: bytes
+    shape: tuple[Any, ...]  # all that must not change with the number of tokens
+
+
 class Recording(TorchDispatchMode):
     """Of a step of `size` tokens. The kernels called inside are noted, not run, and the tensors made there get memory
-    that lasts. `faithful` says whether replaying is the same as running: nothing computed but by kernels that can be
-    replayed, each for a multiple of `size` rows."""
+    that lasts. Whatever else is computed there, or not for a multiple of `size` rows, raises NotReplayableError."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self.faithful = True
-        self.calls: list[tuple[str, bytes]] = []  # kind and arguments
+        self.calls: list[Call] = []
         self._memory = Memory()
 
     @classmethod
@@ -63,23 +74,22 @@ class Recording(TorchDispatchMode):
         self._instead.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _MAKE and func not in _LOOK:
+            raise NotReplayableError(f"torch computes {func}")
         made = func(*args, **(kwargs or {}))
         if func in _MAKE:
             return self._memory.for_tensor(made)
-        if func in _LOOK:
-            self._memory.also(args[0], made)
-        else:
-            self.faithful = False
+        self._memory.also(args[0], made)
         return made
 
-    def _called(self, name: str, arguments: tuple[Any, ...]) -> Any:
+    def _called(self, name: str, arguments: tuple[Any, ...]) -> None:
         kind = name.removeprefix("quire_")
         if kind not in KINDS:
-            self.faithful = False
-            return native.bound(name)(*arguments)
-        self.faithful &= arguments[KINDS[kind]] % self.size == 0
-        self.calls.append((kind, _pack(kind, arguments)))
-        return None
+            raise NotReplayableError(f"{name} is called")
+        rows = arguments[KINDS[kind]]
+        if rows % self.size:
+            raise NotReplayableError(f"{name} is called for {rows} rows in a step of {self.size} tokens")
+        self.calls.append(_noted(kind, arguments, rows // self.size))
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +97,7 @@ class Recording(TorchDispatchMode):
 
     def replayed(self) -> Replay:
         """Makes the calls for a step of any size: its inputs are in the first rows of those that were recorded."""
-        packed = b"".join(arguments for _, arguments in self.calls)
+        packed = b"".join(call.arguments for call in self.calls)
         block, memory = torch.frombuffer(bytearray(packed), dtype=torch.uint8), self._memory
         replay, count, size = native.native_function("quire_replay"), len(self.calls), self.size
 
@@ -142,6 +152,11 @@ class Memory:
             self._free.append(number)
 
 
-def _pack(kind: str, arguments: tuple[Any, ...]) -> bytes:
-    values = [struct.pack("d", a) if isinstance(a, float) else struct.pack("q", a or 0) for a in arguments]
-    return struct.pack("q", _NUMBERS[kind]) + b"".join(values) + bytes(8 * (MAX_ARGUMENTS - len(values)))
+def _noted(kind: str, arguments: tuple[Any, ...], rows_of_each: int) -> Call:
+    types = native.argument_types(f"quire_{kind}")
+    values = [float(a) if t == "f" else int(a or 0) for t, a in zip(types, arguments, strict=True)]
+    packed = b"".join(struct.pack("d" if isinstance(value, float) else "q", value) for value in values)
+    changing = {KINDS[kind], *([ROWS_OF_ATTENTION] if kind == "attention" else [])}
+    fixed = [v for i, (t, v) in enumerate(zip(types, values, strict=True)) if t != "p" and i not in changing]
+    padding = bytes(8 * (MAX_ARGUMENTS - len(values)))
+    return Call(kind, struct.pack("q", _NUMBERS[kind]) + packed + padding, (kind, rows_of_each, *fixed))
