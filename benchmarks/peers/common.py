@@ -87,6 +87,16 @@ def measure(seconds: Seconds, name: str, repetition: int) -> dict[str, float]:
     return {name: (workload.num_prompt_tokens if name == "prefill" else workload.num_output_tokens) / took}
 
 
+def measure_all(column: Column, seconds: Seconds, started: float, workloads: Sequence[str], repetitions: int) -> None:
+    """An engine just made, by a process `started` then: its first token, a warm-up, and every workload."""
+    seconds(FIRST_PROMPT)
+    column.add({"start": time.time() - started})
+    seconds(WARM_UP)
+    for name in workloads:
+        for repetition in range(repetitions):
+            column.add(measure(seconds, name, repetition))
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.peers.common import (
-    FIRST_PROMPT,
-    WARM_UP,
     Column,
     Seconds,
     in_fresh_process,
     measure,
+    measure_all,
     measure_rows,
     over_http,
     parser,
@@ -68,13 +67,7 @@ def offline(started: float, model: Path, threads: int, flash: bool, workloads: l
     options = {"n_ctx": CONTEXT, "n_batch": CONTEXT, "n_threads": threads, "n_threads_batch": threads}
     column = Column(f"in process, flash attention {'on' if flash else 'off'}", options)
     llama = Llama(str(model), flash_attn=flash, verbose=False, **options)
-    seconds = caller(llama)
-    seconds(FIRST_PROMPT)
-    column.add({"start": time.time() - started})
-    seconds(WARM_UP)
-    for name in workloads:
-        for repetition in range(repetitions):
-            column.add(measure(seconds, name, repetition))
+    measure_all(column, caller(llama), started, workloads, repetitions)
     return column
 
 

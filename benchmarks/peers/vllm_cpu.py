@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.common import (
-    FIRST_PROMPT,
-    WARM_UP,
     Column,
     Seconds,
     in_fresh_process,
-    measure,
+    measure_all,
     measure_rows,
     parser,
     report,
@@ -76,13 +74,7 @@ def offline(started: float, mode: str, options: dict[str, Any], workloads: list[
 
     column = Column(mode, options)
     llm = LLM(**options)
-    seconds = caller(llm)
-    seconds(FIRST_PROMPT)
-    column.add({"start": time.time() - started})
-    seconds(WARM_UP)
-    for name in workloads:
-        for repetition in range(repetitions):
-            column.add(measure(seconds, name, repetition))
+    measure_all(column, caller(llm), started, workloads, repetitions)
     llm.llm_engine.engine_core.shutdown()  # left to itself, the engine's process keeps this one from ending
     return column
 

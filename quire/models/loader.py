@@ -1,7 +1,7 @@
 """Building a model and filling it from its checkpoint."""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,11 +12,12 @@ from quire.checkpoint.tensors import count_tensors, open_tensors
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
 from quire.models.choose import choose_implementation
-from quire.models.decoder import DecoderModel
 from quire.models.fill import fill_from, fill_with_random, with_progress
-from quire.models.packed_cache import does_nothing, open_cache
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
+
+if TYPE_CHECKING:
+    from quire.models.decoder import DecoderModel
 
 logger = logging.getLogger("quire")
 
@@ -56,6 +57,8 @@ def load_model(
         from quire.models.transformers_model import load_transformers_model
 
         if packed_weights_cache:
+            from quire.models.packed_cache import does_nothing
+
             does_nothing("a model that transformers runs")
         with large_buffers_mapped():
             return load_transformers_model(
@@ -77,12 +80,16 @@ def load_model(
     if max_model_len is not None:
         hf_config |= {"max_model_len": max_model_len}
 
-    def build() -> DecoderModel:
+    def build() -> "DecoderModel":
         return model_class(hf_config)(hf_config, dtype, device, tp, quantized)
 
     with large_buffers_mapped():
         model = build()
-        cache = open_cache(packed_weights_cache, model, ckpt, dtype, decisive) if packed_weights_cache else None
+        cache = None
+        if packed_weights_cache:
+            from quire.models.packed_cache import open_cache
+
+            cache = open_cache(packed_weights_cache, model, ckpt, dtype, decisive)
         if cache is not None and cache.exists:
             if cache.map_into(model):
                 return model.eval()

@@ -66,19 +66,28 @@ def test_larger_steps_are_run_among_replayed_ones(model, monkeypatch):
 def test_a_shared_prefix_is_replayed(model, monkeypatch):
     monkeypatch.setattr(model_runner, "MIN_SHARING_ROWS", 2)
     monkeypatch.setattr(model_runner, "MIN_SHARED_PREFIX", 16)
-    prefix = list(range(5, 53))
-    asked = [{"prompt_token_ids": [*prefix, 60 + i]} for i in range(4)]
+    shared, run = [], recorded.RecordedSteps.run
+
+    def noting(self, rows, query_start, inputs, prefix):
+        shared.append(prefix)
+        return run(self, rows, query_start, inputs, prefix)
+
+    monkeypatch.setattr(recorded.RecordedSteps, "run", noting)
+    asked = [{"prompt_token_ids": [*range(5, 53), 60 + i]} for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    settings = {"kv_cache_memory_bytes": 1 << 25, "max_model_len": 176, "async_scheduling": False, **KINDS["bf16"]}
 
     def texts():
-        settings = {"kv_cache_memory_bytes": 1 << 25, "max_model_len": 176, "async_scheduling": False}
-        with LLM(model, skip_tokenizer_init=True, **settings, **KINDS["bf16"]) as llm:
+        with LLM(model, skip_tokenizer_init=True, **settings) as llm:
             llm.generate(asked[:1], params, use_tqdm=False)
-            return [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+            layers = llm.llm_engine.client.core.executor.worker.model.attention_layers()
+            windows = any(layer.scoring.window for layer in layers)
+            return [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)], windows
 
-    replayed = texts()
+    replayed, windows = texts()
+    assert any(shared) != windows  # no prefix is attended to at once where some layers see a window of it
     monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
-    assert replayed == texts()
+    assert replayed == texts()[0]
 
 
 def test_among_preemptions(model, monkeypatch):
