@@ -143,6 +143,9 @@ class StubEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor)
 
+    def get_num_unfinished_sequences(self) -> int:
+        return self.output_processor.num_sequences
+
     def get_metrics(self) -> list[Metric]:
         return self.output_processor.metrics.snapshot(self.stats, self.model_name)
 

@@ -33,14 +33,29 @@ class ServerConfig:
     tool_call_parser: str | None = option(None, "format of the model's calls: hermes, ... or your own module:name")
     tool_parser_plugin: str | None = option(None, "file or module that registers tool parsers of your own")
     strict_fields: bool = option(False, "refuse fields that are not known instead of warning once")
+    prefix_cache_isolation: str | None = option(
+        None,
+        "who shares cached prefixes: key (requests of one API key), none (all); default: key if there are several",
+        choices=("key", "none"),
+    )
 
     max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
+    max_request_bytes_in_all: int = option(1 << 30, "most bytes of bodies that are being read", minimum=1)
+    max_request_values: int = option(1 << 20, "most numbers, texts, lists and objects in a body", minimum=1)
+    max_request_objects: int = option(1 << 16, "most lists and objects in a body", minimum=1)
+    max_request_fields: int = option(512, "most fields of a body", minimum=1)
+    max_prompt_chars: int | None = option(
+        None, "longest text that is tokenized; default: what max_model_len tokens can hold", minimum=1
+    )
+    max_messages: int = option(8192, "most messages of a conversation", minimum=1)
+    max_tools: int = option(1024, "most tools of a request", minimum=1)
     max_waiting_requests: int | None = option(
         None, "answer 503 when this many requests wait; default: queue without a limit", minimum=0
     )
     request_timeout: float | None = option(None, "seconds after which a request is ended with an error", minimum=0.001)
     max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
     max_n: int = option(128, "most choices per prompt (n)", minimum=1)
+    max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
 
     rate_limit_interval: float = option(60.0, "seconds over which rate limits count", minimum=0.001)
@@ -61,6 +76,20 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "certificate for TLS")
     ssl_keyfile_password: str | None = option(None, "password of the private key")
     timeout_keep_alive: int = option(5, "seconds after which an idle connection is closed", minimum=1)
+    timeout_request_headers: float = option(30.0, "seconds in which a request's headers must arrive", minimum=0.001)
+    timeout_request_body: float = option(60.0, "seconds in which its body must arrive", minimum=0.001)
+    timeout_response_write: float = option(
+        120.0, "seconds after which a client that does not read its answer is left", minimum=0.001
+    )
+    max_connections: int | None = option(
+        None, "most open connections of a process; default: 8192, or 3/4 of its file descriptors", minimum=1
+    )
+    max_connections_per_address: int | None = option(
+        None, "most of them from one address; default: 3/4 of all", minimum=1
+    )
+    h11_max_incomplete_event_size: int = option(1 << 16, "most bytes of a request's line and headers", minimum=1)
+    h11_max_header_count: int = option(256, "most headers of a request", minimum=1)
+    max_url_bytes: int = option(8192, "longest path and query", minimum=1)
     shutdown_timeout: float = option(30.0, "seconds that running requests have to end at shutdown", minimum=0)
 
     def __post_init__(self) -> None:

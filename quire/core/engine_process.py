@@ -231,7 +231,7 @@ def die_with_parent() -> None:
 def leave_signals_to_parent() -> None:
     """A terminal's Ctrl-C, or a service manager's SIGTERM, may reach every process. Only the one that was started by
     hand may act on it, and tells the others: else an engine would be gone before its requests have ended."""
-    for sig in (signal.SIGINT, signal.SIGTERM):
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
 
 

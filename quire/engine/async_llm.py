@@ -117,6 +117,9 @@ class AsyncLLM:
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor)
 
+    def get_num_unfinished_sequences(self) -> int:
+        return self.output_processor.num_sequences
+
     def get_metrics(self) -> list[Metric]:
         own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
         return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]

@@ -42,6 +42,11 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_sequences(self) -> int:
+        """Completions that run, of all requests."""
+        return len(self._running)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 

@@ -40,7 +40,8 @@ class ChatRenderer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        template = self.template if chat_template is None else read_template(chat_template)
+        """`chat_template` is the text of one, never a path: it may come from a client."""
+        template = self.template if chat_template is None else chat_template
         if template is None:
             raise ValueError(
                 "the model has no chat template (a base model?); give one with --chat-template FILE or "

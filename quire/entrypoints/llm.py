@@ -71,11 +71,13 @@ class LLM:
 
         `chat_template` is a Jinja text or file to use instead of the model's own.
         """
+        from quire.entrypoints.chat import read_template
+
         conversations = [messages] if _is_conversation(messages) else list(messages)
         params = self._per_prompt(sampling_params, len(conversations))
         prompts = self._chat_renderer.prompts(
             conversations,
-            chat_template=chat_template,
+            chat_template=None if chat_template is None else read_template(chat_template),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

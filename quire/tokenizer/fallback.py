@@ -68,6 +68,9 @@ class SlowBackend:
     def get_vocab_size(self, with_added_tokens: bool = True) -> int:
         return self._size
 
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        return dict(self._slow.get_vocab())
+
     def get_added_tokens_decoder(self) -> dict[int, "tokenizers.AddedToken"]:
         from tokenizers import AddedToken
 

@@ -1,5 +1,6 @@
 """The tokenizer of a model: `tokenizers.Tokenizer` used directly, without transformers where the files allow."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,11 @@ class Tokenizer:
             self._pieces = TokenPieces(backend, joining[0]), TokenPieces(backend, joining[0], self.special_ids)
             self._to_bytes = joining[0]
         self._pieces_with: dict[frozenset[int], TokenPieces] = {}
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """In characters, of the vocabulary's own spelling: a token stands for no more of a text."""
+        return max(map(len, self.backend.get_vocab(True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:

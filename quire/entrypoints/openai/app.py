@@ -33,7 +33,7 @@ def build_app(
 ) -> Starlette:
     """`api_keys` are all that open the server, from wherever they came; see `load_api_keys`. `peers` are the server's
     other API processes."""
-    context = ServerContext(engine, config, engine_config, peers)
+    context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
     routes = [
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),

@@ -147,7 +147,7 @@ async def _search(
         if job.ended:
             return None
         beams = search.prompts()
-        ids = [f"{name}-beam-{search.length}-{i}" for i in range(len(beams))]
+        ids = [f"{name} beam {search.length} {i}" for i in range(len(beams))]
         job.beams.update(ids)
         try:
             async with _tasks(

@@ -1,12 +1,13 @@
 """POST /v1/chat/completions"""
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.openai.answer import Answer
 from quire.entrypoints.openai.chat_answer import ChatAnswer, text_of
-from quire.entrypoints.openai.context import ServerContext
-from quire.entrypoints.openai.endpoint import LONG_TEXT, GenerationEndpoint, in_thread_if
+from quire.entrypoints.openai.context import LONG_TEXT, ServerContext
+from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import bad_request, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.parsed_chat import ParsedChatAnswer
@@ -30,13 +31,19 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     def params(self, request: ChatRequest) -> SamplingParams:
         return self.context.params.for_chat(request)
 
-    async def prompts(self, request: ChatRequest) -> list[ParsedPrompt]:
+    def sources(self, request: ChatRequest) -> Sequence[Any]:
+        return [request.messages]
+
+    def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         self.tools.check(request)
         named = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         kwargs = {name: value for name, value in named.items() if value is not None}
-        prompt = await render(self.context, request, kwargs)
-        prompt.cache_salt = request.cache_salt
+        prompt = render(self.context, request, kwargs, size)
+        self.check_length(request, len(prompt.token_ids))
         return [prompt]
+
+    def takes_long(self, request: ChatRequest, size: int) -> bool:
+        return takes_long(request, size)
 
     def adjusted(self, request: ChatRequest, params: SamplingParams, prompts: list[ParsedPrompt]) -> SamplingParams:
         parsing = self.parsing(request)
@@ -57,36 +64,55 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return Parsing(self.reasoning, continued, tools)
 
 
-async def render(
-    context: ServerContext, request: ChatRequest | TokenizeRequest, template_kwargs: dict[str, Any]
+def takes_long(request: ChatRequest | TokenizeRequest, size: int) -> bool:
+    """A template of the client's own may take seconds, however short the body is."""
+    return size > LONG_TEXT or request.chat_template is not None
+
+
+def render(
+    context: ServerContext, request: ChatRequest | TokenizeRequest, template_kwargs: dict[str, Any], size: int
 ) -> ParsedPrompt:
+    """`size` is that of the body, in bytes: texts that it holds are no longer."""
     if request.chat_template is not None and not context.config.trust_request_chat_template:
         raise bad_request(
             "chat_template in a request is only allowed on servers started with --trust-request-chat-template",
             "chat_template",
         )
-    messages = request.messages or []
+    messages, tools, config = request.messages or [], request.tools, context.config
+    for name, given, most in (("messages", messages, config.max_messages), ("tools", tools, config.max_tools)):
+        if given is not None and len(given) > most:
+            flag = f"--max-{name}"
+            raise bad_request(f"{name} holds {len(given)} entries; at most {most} are allowed ({flag})", name)
+    kwargs = template_kwargs | (request.chat_template_kwargs or {})
+    if size > LONG_TEXT or config.max_prompt_chars is not None:
+        context.check_chars(count_chars([messages, tools, kwargs]), "messages")
     goes_on = bool(request.continue_final_message)
     begins = not goes_on if request.add_generation_prompt is None else request.add_generation_prompt
-    renderer = context.renderer
-
-    def rendered() -> ParsedPrompt:
-        return renderer.prompts(
-            [messages],
+    try:
+        text = context.renderer.render(
+            messages,
             chat_template=request.chat_template,
-            tools=request.tools,
+            tools=tools,
             add_generation_prompt=begins,
             continue_final_message=goes_on,
-            template_kwargs=template_kwargs | (request.chat_template_kwargs or {}),
-        )[0]
-
-    long = request.chat_template is not None or sum(map(_length, messages)) > LONG_TEXT
-    try:
-        return await in_thread_if(long, rendered)
+            template_kwargs=kwargs,
+        )
+        context.check_chars(len(text), "messages")
+        return ParsedPrompt(text, context.tokenizer.encode(text, add_special_tokens=False))
     except ValueError as error:
         raise refused_value(error, request.__struct_fields__, "messages") from None
 
 
-def _length(message: dict[str, Any]) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else LONG_TEXT if isinstance(content, list) else 0
+def count_chars(value: Any) -> int:
+    """Of all texts in there, keys among them."""
+    count, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            count += len(part)
+        elif isinstance(part, dict):
+            left += part.keys()
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return count

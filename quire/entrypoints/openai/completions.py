@@ -1,17 +1,20 @@
 """POST /v1/completions"""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.entrypoints.openai.answer import Answer, encode
-from quire.entrypoints.openai.endpoint import LONG_TEXT, GenerationEndpoint, in_thread_if
+from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import bad_request, refused_value
 from quire.entrypoints.openai.generation import Batch
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.messages.sampling_params import SamplingParams
+
+GROUP_CHARS = 1 << 20  # of prompts that are tokenized together
 
 
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
@@ -22,26 +25,49 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     def params(self, request: CompletionRequest) -> SamplingParams:
         return self.context.params.for_completion(request)
 
-    async def prompts(self, request: CompletionRequest) -> list[ParsedPrompt]:
+    def sources(self, request: CompletionRequest) -> Sequence[Any]:
         given = as_prompts(request.prompt)
-        if len(given) > self.context.config.max_prompts:
-            most = self.context.config.max_prompts
-            raise bad_request(f"prompt holds {len(given)} prompts; at most {most} are allowed", "prompt")
-        texts = [prompt for prompt in given if isinstance(prompt, str)]
-        if not texts:
-            return [ParsedPrompt(None, ids, request.cache_salt) for ids in given if isinstance(ids, list)]
-        tokenizer = self.context.tokenizer
-        special = request.add_special_tokens is not False
-        try:
-            encoded = await in_thread_if(
-                sum(map(len, texts)) > LONG_TEXT, lambda: tokenizer.encode_batch(texts, add_special_tokens=special)
-            )
-        except ValueError as error:
-            raise refused_value(error, (), "prompt") from None
-        return [ParsedPrompt(text, ids, request.cache_salt) for text, ids in zip(texts, encoded, strict=True)]
+        most = self.context.config.max_prompts
+        if len(given) > most:
+            message = f"prompt holds {len(given)} prompts; at most {most} are allowed (--max-prompts)"
+            raise bad_request(message, "prompt")
+        return given
+
+    def prompts(self, request: CompletionRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+        several = len(sources) > 1
+        if not isinstance(sources[0], str):
+            for place, ids in enumerate(sources):
+                self.check_length(request, len(ids), place if several else None)
+            return [ParsedPrompt(None, ids) for ids in sources]
+        for text in sources:
+            self.context.check_chars(len(text), "prompt")
+        prompts: list[ParsedPrompt] = []
+        for texts in _groups(sources):
+            try:
+                encoded = self.context.tokenizer.encode_batch(texts, request.add_special_tokens is not False)
+            except ValueError as error:
+                raise refused_value(error, (), "prompt") from None
+            for text, ids in zip(texts, encoded, strict=True):
+                self.check_length(request, len(ids), len(prompts) if several else None)
+                prompts.append(ParsedPrompt(text, ids))
+        return prompts
 
     def answer(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> Answer:
         return CompletionAnswer(id, model, self.context.fingerprint, request, logprobs)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Tokenizing takes two hundred bytes per character, and the first group with a prompt that is too long ends it."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size > GROUP_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def as_prompts(prompt: Any) -> list[str] | list[list[int]]:

@@ -4,10 +4,14 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
+
+from starlette.types import Scope
 
 from quire import __version__
 from quire.config import EngineConfig
@@ -15,13 +19,18 @@ from quire.config.server import ServerConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.metrics import Metric
 from quire.entrypoints.chat import ChatRenderer
-from quire.entrypoints.openai.body import BodyDecoder
+from quire.entrypoints.openai.body import BodyReader
 from quire.entrypoints.openai.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.openai.http_metrics import HttpMetrics
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.peers import Peers
 from quire.entrypoints.tracing import Tracer
 from quire.tokenizer.tokenizer import Tokenizer
+
+LONG_TEXT = 20_000  # characters; tokenizing them would hold up every other stream
+PROMPT_THREADS = 2  # that tokenize and render long prompts
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,19 +39,25 @@ class Job:
 
     id: str
     num_prompts: int
+    num_sequences: int
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     beams: set[str] = field(default_factory=set)  # a beam search's requests in the engine at this moment
     ended: bool = False  # by an administrator
     engine_died: bool = False  # that is why it was aborted
 
     def engine_ids(self) -> list[str]:
-        """One for each prompt."""
-        return [self.id] if self.num_prompts == 1 else [f"{self.id}-{i}" for i in range(self.num_prompts)]
+        """One for each prompt. No client can choose an id with a space, so these are no other request's."""
+        return [self.id] if self.num_prompts == 1 else [f"{self.id} {i}" for i in range(self.num_prompts)]
 
 
 class ServerContext:
     def __init__(
-        self, engine: AsyncEngine, config: ServerConfig, engine_config: EngineConfig, peers: Peers | None = None
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        peers: Peers | None = None,
+        num_keys: int = 0,
     ) -> None:
         self.engine = engine
         self.peers = peers or Peers()
@@ -50,13 +65,16 @@ class ServerContext:
         self.engine_config = engine_config
         self.created = int(time.time())
         self.model_names = config.served_model_name or (engine.model_name,)
-        self.decoder = BodyDecoder(config.strict_fields)
+        self.bodies = BodyReader(config)
         self.params = ParamsBuilder(config, engine.max_model_len, engine_config.model)
         self.http_metrics = HttpMetrics()
         endpoint = config.otlp_traces_endpoint
         self.tracer = Tracer(endpoint, self.model_names[0]) if endpoint is not None else None
         self.jobs: dict[str, Job] = {}
+        self._num_sequences = 0  # of all jobs
         self.draining = False
+        self.isolated = (config.prefix_cache_isolation or ("key" if num_keys > 1 else "none")) == "key"
+        self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="quire-prompt")
         facts = (__version__, engine.model_name, engine_config.model.dtype, engine_config.device.device)
         self.fingerprint = "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
 
@@ -70,6 +88,30 @@ class ServerContext:
     def renderer(self) -> ChatRenderer:
         return ChatRenderer(self.tokenizer, self.engine_config.model.chat_template)
 
+    async def off_loop_if(self, long: bool, function: Callable[[], T]) -> T:
+        """What takes long would hold up every stream of this process."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function) if long else function()
+
+    @cached_property
+    def max_prompt_chars(self) -> int:
+        """A longer text has more tokens than the model takes."""
+        given = self.config.max_prompt_chars
+        return given or max(LONG_TEXT, self.engine.max_model_len * self.tokenizer.longest_token)
+
+    def check_chars(self, count: int, param: str) -> None:
+        if count <= LONG_TEXT and self.config.max_prompt_chars is None:
+            return
+        if count > self.max_prompt_chars:
+            message = f"{param} has {count} characters; at most {self.max_prompt_chars} are tokenized"
+            raise bad_request(f"{message} (--max-prompt-chars)", param, "context_length_exceeded")
+
+    def cache_salt(self, scope: Scope, given: str | None) -> str | None:
+        """Prefixes are shared among requests of equal salts: a client's own, and its key's where keys are isolated."""
+        key: bytes | None = scope.get("quire.key")
+        if not self.isolated or key is None:
+            return given
+        return f"key {key.hex()} {given or ''}"
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with. A request without a model means the one there is."""
         if name is None or name == "":
@@ -79,7 +121,7 @@ class ServerContext:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 
-    def admit(self) -> None:
+    def admit(self, num_sequences: int = 1) -> None:
         """Refuse work that would only wait. The engine's own count of waiting requests is as old as its last step, so
         what has come in since counts too."""
         if self.draining:
@@ -88,29 +130,35 @@ class ServerContext:
         if limit is None:
             return
         places = self.engine_config.scheduler.max_num_seqs
+        if places is not None and num_sequences > places + limit:
+            most = f"{places} can run and {limit} may wait (--max-num-seqs, --max-waiting-requests)"
+            raise bad_request(f"prompts times n are {num_sequences} sequences; {most}", "n", "too_many_sequences")
         self.note_load()
         unfinished = self.peers.num_unfinished
-        waiting = max(self.engine.stats.num_waiting, unfinished - places if places is not None else 0)
-        if waiting >= limit and unfinished > 0:
+        waiting, free = self.engine.stats.num_waiting, num_sequences
+        if places is not None:
+            waiting, free = max(waiting, unfinished - places), max(0, places - unfinished)
+        if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
             raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
 
     @contextmanager
-    def job(self, prefix: str, wanted: str | None, num_prompts: int) -> Iterator[Job]:
+    def job(self, prefix: str, wanted: str | None, num_prompts: int, num_sequences: int) -> Iterator[Job]:
         """A new job under the client's own request id, unless that is in use."""
         id = f"{prefix}{wanted or uuid.uuid4().hex}"
         if id in self.jobs:
             id = f"{id}-{uuid.uuid4().hex[:8]}"
-        job = self.jobs[id] = Job(id, num_prompts)
+        job = self.jobs[id] = Job(id, num_prompts, num_sequences)
+        self._num_sequences += num_sequences
         self.note_load()
         try:
             yield job
         finally:
             del self.jobs[id]
+            self._num_sequences -= num_sequences
             self.note_load()
 
     def note_load(self) -> None:
-        jobs = len(self.jobs)
-        self.peers.note(jobs, max(self.engine.get_num_unfinished_requests(), jobs))
+        self.peers.note(len(self.jobs), max(self.engine.get_num_unfinished_sequences(), self._num_sequences))
 
     def own_metrics(self) -> list[Metric]:
         """Those of this process."""

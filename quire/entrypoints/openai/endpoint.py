@@ -1,9 +1,8 @@
 """What both kinds of generation do with a request, from its body to the last byte of the answer."""
 
-import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -14,8 +13,9 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import RequestOutput
 from quire.entrypoints.openai import beam, generation
 from quire.entrypoints.openai.answer import DONE, Answer
-from quire.entrypoints.openai.body import ClientDisconnected, read_body
-from quire.entrypoints.openai.context import Job, ServerContext
+from quire.entrypoints.openai.beam import BeamRequest
+from quire.entrypoints.openai.body import ClientDisconnected
+from quire.entrypoints.openai.context import LONG_TEXT, Job, ServerContext
 from quire.entrypoints.openai.errors import (
     SERVER,
     ApiError,
@@ -30,7 +30,6 @@ from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.messages.sampling_params import SamplingParams
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-LONG_TEXT = 20_000  # characters; tokenizing them would hold up every other stream
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -53,7 +52,12 @@ class GenerationEndpoint(ABC, Generic[R]):
     def params(self, request: R) -> SamplingParams: ...
 
     @abstractmethod
-    async def prompts(self, request: R) -> list[ParsedPrompt]: ...
+    def sources(self, request: R) -> Sequence[Any]:
+        """What is to become prompts: texts, token ids or conversations."""
+
+    @abstractmethod
+    def prompts(self, request: R, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+        """`size` is that of the body, in bytes."""
 
     def adjusted(self, request: R, params: SamplingParams, prompts: list[ParsedPrompt]) -> SamplingParams:
         """What can only be said once the prompts are known."""
@@ -64,17 +68,27 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self.context
-        body = await read_body(scope, receive, context.config.max_request_bytes)
-        request = context.decoder.decode(body, self.request_type)
+        request, size = await context.bodies.read(scope, receive, self.request_type)
         model = context.check_model(request.model)
         context.admit()
-        search = beam.beam_request(request, context) if request.use_beam_search else None
-        params = self.params(request) if search is None else search.params
-        prompts = await self.prompts(request)
-        params = self.adjusted(request, params, prompts)
-        self._check_lengths(prompts, params)
+
+        def prepared() -> tuple[BeamRequest | None, SamplingParams, Sequence[Any]]:
+            search = beam.beam_request(request, context) if request.use_beam_search else None
+            params = self.params(request) if search is None else search.params
+            return search, params, self.sources(request)
+
+        def tokenized() -> tuple[list[ParsedPrompt], SamplingParams]:
+            prompts = self.prompts(request, sources, size)
+            return prompts, self.adjusted(request, params, prompts)
+
+        search, params, sources = await context.off_loop_if(size > LONG_TEXT, prepared)
+        num_sequences = len(sources) * (params.n if search is None else search.beams.beam_width)
+        await self._admit(num_sequences, scope)
+        prompts, params = await context.off_loop_if(self.takes_long(request, size), tokenized)
+        for prompt in prompts:
+            prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
         wanted = self._wanted_id(request, scope)
-        with context.job(self.id_prefix, wanted, len(prompts)) as job:
+        with context.job(self.id_prefix, wanted, len(prompts), num_sequences) as job:
             logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
             answer = self.answer(job.id, model, request, logprobs)
             priority = request.priority or 0
@@ -95,6 +109,20 @@ class GenerationEndpoint(ABC, Generic[R]):
                 charge = scope.get("quire.charge")
                 if charge is not None:
                     charge(answer.usage.total)
+
+    def takes_long(self, request: R, size: int) -> bool:
+        """Whether making the prompts would hold up every other stream."""
+        return size > LONG_TEXT
+
+    async def _admit(self, num_sequences: int, scope: Scope) -> None:
+        """Refuses what is too much, before anything is tokenized."""
+        most = self.context.config.max_sequences
+        if num_sequences > most:
+            message = f"prompts times n are {num_sequences} sequences; at most {most} are allowed (--max-sequences)"
+            raise bad_request(message, "n", "too_many_sequences")
+        self.context.admit(num_sequences)
+        if num_sequences > 1 and "quire.take" in scope:
+            await scope["quire.take"](num_sequences - 1)
 
     async def _watched(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
         return await generation.while_connected(work, receive, job, self.context.config.request_timeout)
@@ -155,15 +183,12 @@ class GenerationEndpoint(ABC, Generic[R]):
             last = as_api_error(error, scope).event() + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _check_lengths(self, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> None:
+    def check_length(self, request: R, num_tokens: int, place: int | None = None) -> None:
         longest = self.context.engine.max_model_len - 1
-        if params.truncate_prompt_tokens is not None:
-            return
-        for place, prompt in enumerate(prompts):
-            if len(prompt.token_ids) > longest:
-                which = "the prompt" if len(prompts) == 1 else f"prompt[{place}]"
-                message = f"{which} has {len(prompt.token_ids)} tokens; the model takes at most {longest} and one more"
-                raise bad_request(message, self.prompt_field, "context_length_exceeded")
+        if num_tokens > longest and request.truncate_prompt_tokens is None:
+            which = "the prompt" if place is None else f"prompt[{place}]"
+            message = f"{which} has {num_tokens} tokens; the model takes at most {longest} and one more"
+            raise bad_request(message, self.prompt_field, "context_length_exceeded")
 
     def _wanted_id(self, request: R, scope: Scope) -> str | None:
         if request.request_id is None:
@@ -171,7 +196,3 @@ class GenerationEndpoint(ABC, Generic[R]):
         if not REQUEST_ID.fullmatch(request.request_id):
             raise bad_request("request_id must be 1 to 128 visible ASCII characters", "request_id")
         return request.request_id
-
-
-async def in_thread_if(long: bool, function: Callable[[], T]) -> T:
-    return await asyncio.to_thread(function) if long else function()

@@ -68,8 +68,8 @@ def not_available(param: str, what: str) -> ApiError:
     return bad_request(f"{param}: {what} is not available yet; leave it out", param, "not_available")
 
 
-def overloaded(message: str, retry_after: float) -> ApiError:
-    return ApiError(503, message, type=SERVER, code="overloaded", headers=retry(retry_after))
+def overloaded(message: str, retry_after: float, headers: Mapping[str, str] | None = None) -> ApiError:
+    return ApiError(503, message, type=SERVER, code="overloaded", headers={**retry(retry_after), **(headers or {})})
 
 
 def engine_dead() -> ApiError:

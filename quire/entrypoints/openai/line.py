@@ -82,10 +82,11 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Take(msgspec.Struct, tag=True):
-    """May this client have another request?"""
+    """May this client have so many more requests?"""
 
     number: int
     client: bytes
+    count: int
 
 
 class Charge(msgspec.Struct, tag=True):

@@ -96,9 +96,11 @@ class ParamsBuilder:
             given["structured_outputs"] = form
         stops = len(given.get("stop", ()))
         if stops > self.config.max_stop:
-            raise bad_request(f"stop has {stops} entries; at most {self.config.max_stop} are allowed", "stop")
+            raise bad_request(
+                f"stop has {stops} entries; at most {self.config.max_stop} are allowed (--max-stop)", "stop"
+            )
         if given.get("n", 1) > self.config.max_n:
-            raise bad_request(f"n is {given['n']}; at most {self.config.max_n} choices are allowed", "n")
+            raise bad_request(f"n is {given['n']}; at most {self.config.max_n} choices are allowed (--max-n)", "n")
         if self.vocab_size and given.get("top_k", 0) > self.vocab_size:
             given["top_k"] = 0  # more than there are: all
         if request.stream_options is not None and not request.stream:

@@ -95,9 +95,9 @@ class Fleet(Peers):
         replies = answers.replies if answers is not None else []
         return [id for reply in replies if isinstance(reply, Aborted) for id in reply.request_ids]
 
-    async def take(self, client: bytes) -> Refusal | None:
+    async def take(self, client: bytes, count: int) -> Refusal | None:
         """The server's rate limits are kept by the supervisor. One that does not answer holds up no request."""
-        verdict = await self._answer(lambda number: Take(number, client), ANSWER_SECONDS)
+        verdict = await self._answer(lambda number: Take(number, client, count), ANSWER_SECONDS)
         return verdict.refusal if isinstance(verdict, Verdict) else None
 
     def charge(self, client: bytes, tokens: int) -> None:

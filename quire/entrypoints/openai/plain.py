@@ -11,10 +11,8 @@ from starlette.routing import Route
 from quire import __version__
 from quire.engine.async_engine import EngineDeadError
 from quire.engine.metrics import combined
-from quire.entrypoints.openai.body import T, read_body
-from quire.entrypoints.openai.chat import render
-from quire.entrypoints.openai.context import ServerContext
-from quire.entrypoints.openai.endpoint import LONG_TEXT, in_thread_if
+from quire.entrypoints.openai.chat import render, takes_long
+from quire.entrypoints.openai.context import LONG_TEXT, ServerContext
 from quire.entrypoints.openai.errors import bad_request, engine_dead, json_response, overloaded, refused_value
 from quire.entrypoints.openai.http_metrics import CONTENT_TYPE, prometheus_text
 from quire.entrypoints.openai.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
@@ -67,33 +65,36 @@ class PlainEndpoints:
         }
 
     async def tokenize(self, http: Request) -> Response:
-        request = await self._body(http, TokenizeRequest)
-        self.context.check_model(request.model)
-        tokenizer = self.context.tokenizer
+        context = self.context
+        request, size = await context.bodies.read(http.scope, http.receive, TokenizeRequest)
+        context.check_model(request.model)
+        tokenizer = context.tokenizer
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        if request.messages is not None:
-            ids = (await render(self.context, request, {})).token_ids
-        else:
-            text, special = request.prompt or "", request.add_special_tokens is not False
-            try:
-                ids = await in_thread_if(
-                    len(text) > LONG_TEXT, lambda: tokenizer.encode(text, add_special_tokens=special)
-                )
-            except ValueError as error:
-                raise refused_value(error, (), "prompt") from None
-        strings = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+
+        def tokenized() -> tuple[list[int], list[str] | None]:
+            if request.messages is not None:
+                ids = render(context, request, {}, size).token_ids
+            else:
+                context.check_chars(len(request.prompt or ""), "prompt")
+                try:
+                    ids = tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
+                except ValueError as error:
+                    raise refused_value(error, (), "prompt") from None
+            return ids, tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+
+        ids, strings = await context.off_loop_if(takes_long(request, size), tokenized)
         shape = {"count": len(ids), "max_model_len": self.engine.max_model_len, "tokens": ids, "token_strs": strings}
         return json_response(shape)
 
     async def detokenize(self, http: Request) -> Response:
-        request = await self._body(http, DetokenizeRequest)
+        request, size = await self.context.bodies.read(http.scope, http.receive, DetokenizeRequest)
         self.context.check_model(request.model)
-        tokenizer, ids = self.context.tokenizer, request.tokens
-        if ids and not 0 <= min(ids) <= max(ids) < 2**32:
-            raise bad_request("tokens holds a number that is no token id", "tokens")
+        tokenizer, ids, longest = self.context.tokenizer, request.tokens, self.engine.max_model_len
+        if len(ids) > longest:
+            raise bad_request(f"tokens holds {len(ids)} ids; at most {longest} are allowed (--max-model-len)", "tokens")
         skip = bool(request.skip_special_tokens)
-        text = await in_thread_if(len(ids) > LONG_TEXT, lambda: tokenizer.decode(ids, skip_special_tokens=skip))
+        text = await self.context.off_loop_if(size > LONG_TEXT, lambda: tokenizer.decode(ids, skip))
         return json_response({"prompt": text})
 
     async def health(self, request: Request) -> Response:
@@ -130,7 +131,7 @@ class PlainEndpoints:
         return json_response({"reset": await self.engine.reset_prefix_cache()})
 
     async def abort_requests(self, http: Request) -> Response:
-        request = await self._body(http, AbortRequest)
+        request, _ = await self.context.bodies.read(http.scope, http.receive, AbortRequest)
         aborted = await self.context.abort(request.request_ids)
         aborted += await self.context.peers.abort(request.request_ids)
         return json_response({"aborted": aborted})
@@ -144,7 +145,3 @@ class PlainEndpoints:
         state["front_end"]["jobs"] = len(self.context.jobs)
         shape = {"version": __version__, "model": self.engine.model_name, "server": server, "engine": engine}
         return json_response(shape | {"state": state})
-
-    async def _body(self, request: Request, into: type[T]) -> T:
-        body = await read_body(request.scope, request.receive, self.context.config.max_request_bytes)
-        return self.context.decoder.decode(body, into)

@@ -3,9 +3,19 @@
 Fields under "no effect" are accepted because clients send them.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+# Whole numbers that every part of the engine can carry; a field's own range is checked where its meaning is known.
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Ignored = msgspec.Raw  # a value that is not even decoded
+NOTHING = msgspec.Raw(b"null")
+
+
+def _nothing() -> msgspec.Raw:
+    return NOTHING
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -18,35 +28,35 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """What completions and chat completions share."""
 
     model: str | None = None
-    n: int | None = None
+    n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    logit_bias: dict[int, float] | None = None
+    max_tokens: Int | None = None
+    logit_bias: dict[TokenId, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     # vLLM's
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    repetition_detection: dict[str, int] | None = None
+    truncate_prompt_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    repetition_detection: dict[str, Int] | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
+    priority: Int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
@@ -70,26 +80,26 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     # No effect
     user: str | None = None
-    metadata: Any = None
+    metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
-    kv_transfer_params: Any = None
-    mm_processor_kwargs: Any = None
+    kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+    mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Int | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
     suffix: str | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -103,7 +113,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None  # for templates that know it
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Int | None = None
 
     # Refused unless they ask for nothing
     modalities: list[str] | None = None
@@ -112,14 +122,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     function_call: Any = None
 
     # No effect
-    prediction: Any = None
-    moderation: Any = None
+    prediction: Ignored = msgspec.field(default_factory=_nothing)
+    moderation: Ignored = msgspec.field(default_factory=_nothing)
     prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
+    prompt_cache_options: Ignored = msgspec.field(default_factory=_nothing)
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
-    web_search_options: Any = None
+    web_search_options: Ignored = msgspec.field(default_factory=_nothing)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -136,7 +146,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
     skip_special_tokens: bool | None = None
 

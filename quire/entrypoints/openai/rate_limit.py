@@ -24,8 +24,8 @@ class Window:
 
 
 class Limiter(Protocol):
-    async def take(self, client: bytes) -> Refusal | None:
-        """One more request of this client, unless it is refused."""
+    async def take(self, client: bytes, count: int) -> Refusal | None:
+        """So many more requests of this client, unless they are refused."""
         ...
 
     def charge(self, client: bytes, tokens: int) -> None: ...
@@ -55,19 +55,21 @@ class Windows:
             return None
         return cls(config.rate_limit_interval, config.rate_limit_requests, config.rate_limit_token)
 
-    async def take(self, client: bytes) -> Refusal | None:
-        return self.take_now(client)
+    async def take(self, client: bytes, count: int) -> Refusal | None:
+        return self.take_now(client, count)
 
-    def take_now(self, client: bytes) -> Refusal | None:
+    def take_now(self, client: bytes, count: int = 1) -> Refusal | None:
+        """A request counts as many times as it has sequences."""
         window = self._window(client)
-        for kind, used, limit in (
-            ("requests", window.requests, self.requests),
-            ("tokens", window.tokens, self.tokens),
+        for kind, used, more, limit in (
+            ("requests", window.requests, count, self.requests),
+            ("tokens", window.tokens, 1, self.tokens),
         ):
-            if limit is not None and used >= limit:
-                message = f"{used} {kind} within {self.interval:g} seconds; the limit is {limit}"
+            if limit is not None and used + more > limit:
+                asked = f" and {more} asked for" if more > 1 else ""
+                message = f"{used} {kind} used{asked} within {self.interval:g} seconds; the limit is {limit}"
                 return Refusal(kind, message, window.began + self.interval - self.clock())
-        window.requests += 1
+        window.requests += count
         return None
 
     def charge(self, client: bytes, tokens: int) -> None:
@@ -95,9 +97,14 @@ class RateLimit:
         if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
             address = scope["client"][0] if scope.get("client") else ""
             client: bytes = scope.get("quire.key") or address.encode()
-            refusal = await self.limiter.take(client)
-            if refusal is not None:
-                headers = retry(refusal.seconds_left)
-                raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
+
+            async def take(count: int) -> None:
+                refusal = await self.limiter.take(client, count)
+                if refusal is not None:
+                    headers = retry(refusal.seconds_left)
+                    raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
+
+            await take(1)
+            scope["quire.take"] = take
             scope["quire.charge"] = lambda tokens: self.limiter.charge(client, tokens)
         await self.app(scope, receive, send)

@@ -17,11 +17,12 @@ from starlette.applications import Starlette
 
 from quire.config.server import ServerConfig
 from quire.engine.async_engine import EngineDeadError
+from quire.entrypoints.http.connection import connection_factory
 from quire.entrypoints.openai.context import ServerContext
 
 logger = logging.getLogger("quire")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 2048
 GRACE = 2.0  # seconds for the last bytes of requests that were ended
 TICKS_PER_CHECK = 5  # uvicorn's, of a tenth of a second
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=connection_factory(config),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -149,12 +150,17 @@ class Server(uvicorn.Server):
         if self.supervised or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in SIGNALS}
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in signals_to_act_on()}
         try:
             yield
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
+
+
+def signals_to_act_on() -> list[signal.Signals]:
+    """Not those that the server was started to ignore, as `nohup` does with SIGHUP."""
+    return [sig for sig in SIGNALS if signal.getsignal(sig) is not signal.SIG_IGN]
 
 
 def announce(url: str, name: str) -> None:

@@ -34,7 +34,7 @@ from quire.entrypoints.openai.line import (
 )
 from quire.entrypoints.openai.peers import ANSWER_SECONDS, SLOTS
 from quire.entrypoints.openai.rate_limit import Windows
-from quire.entrypoints.openai.server import GRACE, SIGNALS, announce, base_url
+from quire.entrypoints.openai.server import GRACE, SIGNALS, announce, base_url, signals_to_act_on
 from quire.messages.protocol import Dead, Goodbye
 
 logger = logging.getLogger("quire")
@@ -82,7 +82,7 @@ class Supervisor:
     async def _run(self) -> int:
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
-        for sig in SIGNALS:
+        for sig in signals_to_act_on():
             loop.add_signal_handler(sig, self._take_signal, sig)
         url = base_url(self.listener, self.config)
         self._engine = EngineConnection(self.engine_config, client=None)
@@ -225,8 +225,8 @@ class Supervisor:
                 case Failed(cause):
                     self._refused = self._refused or cause
                     self._changed.set()
-                case Take(number, client):
-                    line.send(Verdict(number, self._limits.take_now(client) if self._limits else None))
+                case Take(number, client, count):
+                    line.send(Verdict(number, self._limits.take_now(client, count) if self._limits else None))
                 case Charge(client, tokens):
                     if self._limits is not None:
                         self._limits.charge(client, tokens)

@@ -1,0 +1,1 @@
+"""What an HTTP server needs whatever it speaks: connections and bodies within their limits."""

@@ -1,0 +1,240 @@
+"""A client's connection, within limits that hold before anybody knows who the client is."""
+
+import asyncio
+import functools
+import json
+import resource
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from quire.config.server import ServerConfig
+
+MAX_CONNECTIONS = 8192
+MAX_PIPELINED = 16  # requests behind one that is being answered
+MAX_READ = 1 << 18  # bytes that arrive in one go
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    connections: int
+    per_address: int
+    header_bytes: int
+    header_count: int
+    url_bytes: int
+    header_seconds: float
+    write_seconds: float
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "ConnectionLimits":
+        descriptors = _raise_descriptor_limit()
+        connections = config.max_connections or min(MAX_CONNECTIONS, 3 * descriptors // 4)
+        if connections >= descriptors:
+            raise ValueError(
+                f"max_connections is {connections}, but this process may open {descriptors} files; raise that "
+                "(ulimit -n) or lower it (--max-connections)"
+            )
+        return cls(
+            connections=connections,
+            per_address=config.max_connections_per_address or max(1, 3 * connections // 4),
+            header_bytes=config.h11_max_incomplete_event_size,
+            header_count=config.h11_max_header_count,
+            url_bytes=config.max_url_bytes,
+            header_seconds=config.timeout_request_headers,
+            write_seconds=config.timeout_response_write,
+        )
+
+
+def _raise_descriptor_limit() -> int:
+    """To as many file descriptors as this process may have: a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = max(soft, 4 * MAX_CONNECTIONS)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return hard
+
+
+class _Refused(Exception):
+    """The request is not read any further."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, which limits none of this by itself."""
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, addresses: "Counter[str]", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.limits = limits
+        self.addresses = addresses  # of all connections of the server
+        self._address = ""
+        self._refused: _Refused | None = None
+        self._header_bytes = 0  # of this request
+        self._silent_bytes = 0  # since the parser last reported anything: it keeps what is not complete
+        self._in_headers = True
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._answering: list[RequestResponseCycle] = []  # the oldest first
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self.addresses[self._address] += 1
+        if len(self.connections) > self.limits.connections:
+            self._refuse(_Refused(503, f"too many connections; at most {self.limits.connections} (--max-connections)"))
+        elif self._address and self.addresses[self._address] > self.limits.per_address:
+            most = f"at most {self.limits.per_address} (--max-connections-per-address)"
+            self._refuse(_Refused(503, f"too many connections from {self._address}; {most}"))
+        else:
+            self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timers()
+        self.addresses[self._address] -= 1
+        if not self.addresses[self._address]:
+            del self.addresses[self._address]
+        # uvicorn tells the newest request alone that its client has gone.
+        for cycle in self._answering:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused is not None:
+            return
+        if self._in_headers and self._request_timer is None:  # the first bytes of another request
+            self._expect_request()
+        self._silent_bytes += len(data)
+        if self._silent_bytes > self.limits.header_bytes + MAX_READ:
+            self._refuse(self._too_large())
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is spoken here: the request is answered as it is
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, "this is not an HTTP request"))
+
+    # What the parser finds
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self.limits.url_bytes:
+            raise _Refused(414, f"the URL is longer than {self.limits.url_bytes} bytes (--max-url-bytes)")
+        self._count_header(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > self.limits.header_count:
+            most = self.limits.header_count
+            raise _Refused(431, f"the request has more than {most} headers (--h11-max-header-count)")
+        self._count_header(len(name) + len(value) + 4)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._cancel_request_timer()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused(503, f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+        super().on_headers_complete()
+        self._answering = [cycle for cycle in self._answering if not cycle.response_complete] + [self.cycle]
+        if len(self._answering) > 1:
+            # uvicorn stops reading until the answer before is complete, and would not see that the client has left.
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._silent_bytes = 0
+        if len(self._answering) > 1 and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
+            raise _Refused(503, "a large request was sent ahead of the answer to the one before")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_headers = True
+        self._silent_bytes = 0
+        self._cancel_request_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_headers and not self.transport.is_closing():
+            # Answered before its body has arrived. It may take a moment to see that nobody reads it.
+            self._request_timer = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    # Time
+
+    def _expect_request(self) -> None:
+        self._cancel_request_timer()
+        self._request_timer = self.loop.call_later(self.limits.header_seconds, self._headers_late)
+
+    def _headers_late(self) -> None:
+        seconds = self.limits.header_seconds
+        self._refuse(_Refused(408, f"no request arrived within {seconds:g} seconds (--timeout-request-headers)"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._cancel_write_timer()
+        super().resume_writing()
+
+    def _cancel_timers(self) -> None:
+        self._cancel_request_timer()
+        self._cancel_write_timer()
+
+    def _cancel_request_timer(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # Refusals
+
+    def _count_header(self, size: int) -> None:
+        self._silent_bytes = 0
+        self._header_bytes += size
+        if self._header_bytes > self.limits.header_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> _Refused:
+        most = self.limits.header_bytes
+        return _Refused(431, f"line and headers have more than {most} bytes (--h11-max-incomplete-event-size)")
+
+    def _refuse(self, refused: _Refused) -> None:
+        """Answer and close, unless an answer is being written: then only close."""
+        self._refused = refused
+        self._cancel_timers()
+        if self.transport.is_closing():
+            return
+        if not any(cycle.response_started and not cycle.response_complete for cycle in self._answering):
+            kind = "invalid_request_error" if refused.status < 500 else "server_error"
+            error = {"message": str(refused), "type": kind, "param": None, "code": None}
+            body = json.dumps({"error": error}).encode()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+            more = b"retry-after: 1\r\n" if refused.status == 503 else b""
+            self.transport.write(STATUS_LINE[refused.status] + head + more + b"\r\n" + body)
+        self.transport.close()
+
+
+def connection_factory(config: ServerConfig) -> Callable[..., Connection]:
+    """What uvicorn makes of each new connection."""
+    return functools.partial(Connection, limits=ConnectionLimits.of(config), addresses=Counter())

@@ -1,0 +1,38 @@
+"""While a body is being refused, everybody else is served."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.entrypoints.openai.attacks import ATTACKS, send, watched
+from tests.entrypoints.openai.processes import Served, eventually, serving
+
+BLOCKED = 2.0  # seconds, on a machine that runs other tests beside; the worst of these once took 45
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("blocking")
+    with serving(folder, "--max-model-len", "8192", "--enable-admin", "--disable-log-stats") as one:
+        yield one
+
+
+def idle(server: Served) -> bool:
+    state = server.get("/server_info").json()["state"]
+    return not any(state["front_end"][name] for name in ("requests", "streams")) and not state["core"]["requests"]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_health_is_answered_meanwhile(server: Served, name: str) -> None:
+    with watched(server) as watch:
+        status = send(server, name)
+    assert status in (200, 400), status
+    assert watch.seconds[-1] < BLOCKED and max(watch.seconds) < BLOCKED
+    assert idle(server)
+
+
+def test_a_client_that_leaves_a_thousand_sequences(server: Served) -> None:
+    with watched(server) as watch:
+        assert send(server, "8 prompts x n 128", leave_after=0.05) in (None, 200)
+        eventually(lambda: idle(server))
+    assert max(watch.seconds) < BLOCKED
