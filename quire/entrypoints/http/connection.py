@@ -3,10 +3,11 @@
 import asyncio
 import functools
 import json
+import logging
 import resource
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
@@ -15,7 +16,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.config.server import ServerConfig
 
+logger = logging.getLogger("quire")
+
 MAX_CONNECTIONS = 8192
+WARN_SECONDS = 60.0
 MAX_PIPELINED = 16  # requests behind one that is being answered
 MAX_READ = 1 << 18  # bytes that arrive in one go
 
@@ -60,6 +64,20 @@ def _raise_descriptor_limit() -> int:
     return hard
 
 
+@dataclass
+class OpenConnections:
+    """Of a server process."""
+
+    by_address: "Counter[str]" = field(default_factory=Counter)
+    warned_at: float = -WARN_SECONDS
+
+    def warn(self, message: str, now: float) -> None:
+        """Once a minute: whoever opens too many opens them all the time."""
+        if now - self.warned_at >= WARN_SECONDS:
+            self.warned_at = now
+            logger.warning("connections are refused: %s", message)
+
+
 class _Refused(Exception):
     """The request is not read any further."""
 
@@ -71,10 +89,10 @@ class _Refused(Exception):
 class Connection(HttpToolsProtocol):
     """uvicorn's, which limits none of this by itself."""
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, addresses: "Counter[str]", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, opened: OpenConnections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits
-        self.addresses = addresses  # of all connections of the server
+        self.opened = opened
         self._address = ""
         self._refused: _Refused | None = None
         self._header_bytes = 0  # of this request
@@ -87,20 +105,23 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
-        self.addresses[self._address] += 1
+        self.opened.by_address[self._address] += 1
         if len(self.connections) > self.limits.connections:
-            self._refuse(_Refused(503, f"too many connections; at most {self.limits.connections} (--max-connections)"))
-        elif self._address and self.addresses[self._address] > self.limits.per_address:
+            message = f"too many connections; at most {self.limits.connections} (--max-connections)"
+        elif self._address and self.opened.by_address[self._address] > self.limits.per_address:
             most = f"at most {self.limits.per_address} (--max-connections-per-address)"
-            self._refuse(_Refused(503, f"too many connections from {self._address}; {most}"))
+            message = f"too many connections from {self._address}; {most}"
         else:
             self._expect_request()
+            return
+        self.opened.warn(message, self.loop.time())
+        self._refuse(_Refused(503, message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
-        self.addresses[self._address] -= 1
-        if not self.addresses[self._address]:
-            del self.addresses[self._address]
+        self.opened.by_address[self._address] -= 1
+        if not self.opened.by_address[self._address]:
+            del self.opened.by_address[self._address]
         # uvicorn tells the newest request alone that its client has gone.
         for cycle in self._answering:
             if not cycle.response_complete:
@@ -237,4 +258,4 @@ class Connection(HttpToolsProtocol):
 
 def connection_factory(config: ServerConfig) -> Callable[..., Connection]:
     """What uvicorn makes of each new connection."""
-    return functools.partial(Connection, limits=ConnectionLimits.of(config), addresses=Counter())
+    return functools.partial(Connection, limits=ConnectionLimits.of(config), opened=OpenConnections())

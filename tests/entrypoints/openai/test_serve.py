@@ -24,7 +24,8 @@ ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "stream": True, 
 
 
 @COUNTS
-def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str, ending: signal.Signals) -> None:
     flags = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256", "--api-server-count", count)
     with serving(tmp_path, *flags) as server:
         eventually(lambda: server.log.read_text().count("curl") == 1)  # the line after the one with the address
@@ -37,7 +38,7 @@ def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str) -> 
         streams = [client.completions.create(model="tiny", **ENDLESS | {"max_tokens": 8}) for _ in range(4)]
         for stream in streams:
             next(stream)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(ending)
         for stream in streams:
             assert list(stream)[-1].choices[0].finish_reason == "length"
         assert server.wait() == 0
