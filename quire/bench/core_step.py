@@ -251,7 +251,7 @@ def front_end_steps(
     params = SamplingParams(max_tokens=None, output_kind=kind)
     for i in range(num_requests):
         prompt = _token_ids(rng, PROMPT_LENS[0], limit)
-        processor.add(str(i), None, prompt.tolist(), [_request(i, prompt, params)])
+        processor.add(str(i), None, prompt.tolist(), _request(i, prompt, params))
     pieces = tokenizer.pieces(params.skip_special_tokens)
     if pieces is not None:
         for token in range(limit):

@@ -48,11 +48,11 @@ class StubEngine:
         self, prompt: Prompt | ParsedPrompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
-        parsed, requests = self.input_processor.process(request_id, prompt, sampling_params, priority=priority)
-        self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
+        parsed, asked = self.input_processor.process(request_id, prompt, sampling_params, priority=priority)
+        self.output_processor.add(request_id, parsed.text, parsed.token_ids, asked)
         stream = OutputStream(sampling_params.output_kind == RequestOutputKind.DELTA)
         self.streams[request_id] = stream
-        self.running |= {request.request_id: (request, 0) for request in requests}
+        self.running |= {request.request_id: (request, 0) for request in asked.sequences()}
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.get_running_loop().create_task(self._steps())
         finished = False

@@ -14,7 +14,7 @@ from quire.distributed.kv_connector import scheduler_connector
 from quire.executor.base import Executor, StepResult
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, failure_of
 from quire.structured_output.manager import Failure, StructuredOutputManager
 
 logger = logging.getLogger("quire")
@@ -74,14 +74,18 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        self.scheduler.add_request(request)
-        if request.params.structured_outputs is not None:
-            try:
-                if not self.grammars.add(request):
-                    self.scheduler.block_for_grammar(request.request_id)
-            except ValueError:
-                self.scheduler.finish_requests([request.request_id])
-                raise
+        """All its sequences, or none if that raises."""
+        added: list[str] = []
+        try:
+            for sequence in request.sequences():
+                self.scheduler.add_request(sequence)
+                added.append(sequence.request_id)
+                if sequence.params.structured_outputs is not None and not self.grammars.add(sequence):
+                    self.scheduler.block_for_grammar(sequence.request_id)
+        except BaseException:
+            self.finish_requests(added)
+            raise
+        self._end_failed()
 
     def finish_requests(self, request_ids: list[str]) -> list[int]:
         self.grammars.drop(request_ids)
@@ -127,7 +131,7 @@ class EngineCore:
         except Exception as error:
             self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step)
-            return self._taken(self.scheduler.fail_plan(plan, f"{type(error).__name__}: {error}"))
+            return self._taken(self.scheduler.fail_plan(plan, failure_of(error)))
         self._in_flight.popleft()  # only now: an interrupted wait can be taken up again
         if not len(plan.rows) and not (output.finished_recving or output.finished_sending):
             time.sleep(0.001)  # nothing to compute and nothing arrived: leave the core to those who bring it
@@ -161,7 +165,7 @@ class EngineCore:
         return outputs
 
     def _take_grammars(self) -> EngineCoreOutputs | None:
-        """Let requests run whose grammars are there. News of those that have ended for lack of one, if any."""
+        """Admit requests whose grammar has compiled; return results for those whose grammar failed."""
         if self.grammars.pending:
             for request_id in self.grammars.ready():
                 self.scheduler.grammar_ready(request_id)
@@ -170,7 +174,7 @@ class EngineCore:
             return None
         failed, self._failed = self._failed, []
         outputs = EngineCoreOutputs.ended([failure.index for failure in failed], FinishReason.ERROR)
-        outputs.errors = {place: failure.cause for place, failure in enumerate(failed)}
+        outputs.errors = {place: failure.error for place, failure in enumerate(failed)}
         outputs.stats = self.scheduler.stats()
         return outputs
 

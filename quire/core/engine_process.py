@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -32,18 +32,31 @@ from quire.messages.protocol import (
     FinishRequests,
     FromEngine,
     Goodbye,
+    Heartbeat,
     Hello,
     Outputs,
     Ready,
     Result,
     Shutdown,
     ToEngine,
+    Unreadable,
+    Watch,
 )
-from quire.messages.requests import EngineCoreOutputs, FinishReason, SchedulerStats
+from quire.messages.requests import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    RequestError,
+    SchedulerStats,
+    failure_of,
+    invalid,
+    sendable,
+)
 
 logger = logging.getLogger("quire")
 
 PR_SET_PDEATHSIG = 1
+TAKE_IN_SECONDS = 0.02  # of messages between two steps, while there is something to run
 STATS_SECONDS = 0.25  # how old the numbers may be in a front end that has no part in what runs
 
 Incoming = tuple[bytes, Any]  # who says what
@@ -52,11 +65,14 @@ Incoming = tuple[bytes, Any]  # who says what
 class EngineProcess:
     """Serves any number of front ends. Runs until told to stop, or until the process that started it is gone."""
 
-    def __init__(self, make_core: Callable[[], EngineCore], address: str) -> None:
+    def __init__(self, make_core: Callable[[], EngineCore], address: str, heartbeat_seconds: float = 1.0) -> None:
         self._in: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._out: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._addresses: dict[bytes, str] = {}  # front end -> where it listens
         self._clients: dict[int, str] = {}  # client number of an index -> where it listens
+        self._watching: dict[int, str] = {}  # those of them that want heartbeats
+        self._heartbeat_seconds = heartbeat_seconds
+        self._step_began: float | None = None  # None while the loop waits for work
         self._told: dict[int, SchedulerStats] = {}  # client -> the last numbers it got
         self._stats_due = 0.0
         self._ready: Ready | None = None
@@ -76,6 +92,7 @@ class EngineProcess:
             self._ready = Ready(self.core.max_model_len, self.core.summary, self.core.num_blocks)
             while not self._stopping:
                 self._take_in(block=not self.core.has_unfinished())
+                self._step_began = time.monotonic()
                 outputs = self.core.step()
                 if outputs is not None and (len(outputs.index) or outputs.prompt_logprobs):
                     self._pass_on(outputs)
@@ -94,32 +111,38 @@ class EngineProcess:
         return 0
 
     def _take_in(self, block: bool) -> None:
-        """All that has arrived; if there is nothing to do, wait for something."""
+        """What has arrived; if there is nothing to do, wait for something. Steps go on beside a flood of messages."""
+        until = time.monotonic() + TAKE_IN_SECONDS
         while not self._stopping:
+            if block:
+                self._step_began = None
             try:
                 sender, message = self._in.get(block)
             except queue.Empty:
                 return
+            if block:
+                self._step_began = time.monotonic()
+                until = self._step_began + TAKE_IN_SECONDS
             self._handle(sender, message)
             block = block and not self.core.has_unfinished()
+            if not block and time.monotonic() > until:
+                return
 
     def _handle(self, sender: bytes, message: Any) -> None:
+        if sender not in self._addresses and not isinstance(message, Hello):
+            return  # from before its Goodbye, which another process sent for it
         match message:
             case AddRequests(requests):
                 for request in requests:
-                    try:
-                        self.core.add_request(request)
-                    except ValueError as error:
-                        self._pass_on(EngineCoreOutputs.ended([request.index], FinishReason.ERROR, str(error)))
+                    self._add(request)
             case FinishRequests(request_ids):
                 self.core.finish_requests(request_ids)
-            case Call(number, "reset_prefix_cache"):
-                self.core.reset_prefix_cache()
-                self._out.put((self._addresses[sender], Result(number)))
-            case Call(number, "state"):
-                self._out.put((self._addresses[sender], Result(number, values=self.core.state())))
             case Call(number, name):
-                self._out.put((self._addresses[sender], Result(number, f"unknown call {name!r}")))
+                self._out.put((self._addresses[sender], self._answer(number, name)))
+            case Watch(client):
+                self._watching[client] = self._addresses[sender]
+            case Unreadable():
+                self._refuse(sender, message)
             case Hello(address, client):
                 self._addresses[sender] = address
                 if client is not None:
@@ -131,9 +154,43 @@ class EngineProcess:
                 self.core.finish_requests([r.request_id for r in running if r.core.index >> CLIENT_SHIFT == client])
                 gone = self._clients.pop(client, None)
                 self._told.pop(client, None)
+                self._watching.pop(client, None)
                 self._addresses = {who: address for who, address in self._addresses.items() if address != gone}
+                if gone is not None:
+                    self._out.put((gone, None))
             case Shutdown():
                 self._stopping = True
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            self.core.add_request(request)
+        except ValueError as error:
+            self._end([request.index + i for i in range(request.params.n)], invalid(str(error)))
+        except Exception as error:
+            logger.exception("request %s could not be added", request.request_id)
+            self._end([request.index + i for i in range(request.params.n)], failure_of(error))
+
+    def _end(self, indices: list[int], error: RequestError) -> None:
+        self._pass_on(EngineCoreOutputs.ended(indices, FinishReason.ERROR, error))
+
+    def _answer(self, number: int, name: str) -> Result:
+        try:
+            if name == "reset_prefix_cache":
+                self.core.reset_prefix_cache()
+                return Result(number)
+            if name == "state":
+                return Result(number, values=self.core.state())
+        except Exception as error:
+            logger.exception("%s failed", name)
+            return Result(number, sendable(f"{type(error).__name__}: {error}"))
+        return Result(number, f"unknown call {name!r}")
+
+    def _refuse(self, sender: bytes, message: "Unreadable") -> None:
+        """Whoever sent it must not wait for ever."""
+        if message.indices:
+            self._end(message.indices, invalid(message.cause))
+        for number in message.calls:
+            self._out.put((self._addresses[sender], Result(number, message.cause)))
 
     def _take_greetings(self) -> None:
         """Who has called while the engine was loading, in vain as it turns out."""
@@ -196,25 +253,61 @@ class EngineProcess:
             try:
                 message = codec.decode(frames)
             except ValueError as error:
-                logger.warning("ignored: %s", error)
-                continue
+                logger.warning("refused: %s", error)
+                message = Unreadable.of(frames, str(error))
             self._in.put((sender, message))
 
     def _send(self) -> None:
         context = zmq.Context()  # not the other thread's, whose socket never closes: this one can be waited for
         codec = Codec(FromEngine)
         sockets: dict[str, zmq.Socket] = {}
-        while (item := self._out.get()) is not None:
-            address, message = item
+        for address, message in self._outgoing():
+            if message is None:
+                if address in sockets:
+                    sockets.pop(address).close()
+                continue
             if address not in sockets:
                 socket = sockets[address] = context.socket(zmq.PUSH)
                 socket.setsockopt(zmq.LINGER, 1000)
                 socket.setsockopt(zmq.SNDHWM, 0)  # a slow front end is its own problem: the engine never waits for it
                 socket.connect(address)
-            sockets[address].send_multipart(codec.encode(message), copy=False)
+            try:
+                frames = codec.encode(message)
+            except Exception as error:  # this thread must go on: everybody's outputs come through it
+                logger.exception("a message to a front end cannot be sent")
+                frames = codec.encode(_unsent(message, error))
+            sockets[address].send_multipart(frames, copy=False)
         for socket in sockets.values():
             socket.close()
         context.term()  # the process may end now: its last words are out, or nobody took them for a second
+
+    def _outgoing(self) -> Iterator[tuple[str, Any]]:
+        """What the engine's thread has for front ends, and heartbeats, which do not need that thread."""
+        due = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                due = now + self._heartbeat_seconds
+                began = self._step_began
+                heartbeat = Heartbeat(now - began if began is not None else 0.0)
+                yield from [(address, heartbeat) for address in list(self._watching.values())]
+            try:
+                item = self._out.get(timeout=max(0.0, due - now))
+            except queue.Empty:
+                continue
+            if item is None:
+                return
+            yield item
+
+
+def _unsent(message: Any, error: Exception) -> Any:
+    """What a front end is told in place of a message that cannot be encoded."""
+    if isinstance(message, Outputs):
+        index = message.outputs.index.tolist()
+        return Outputs(EngineCoreOutputs.ended(index, FinishReason.ERROR, failure_of(error)))
+    if isinstance(message, Result):
+        return Result(message.number, sendable(f"the answer cannot be sent: {error}"))
+    return Dead(sendable(f"a message cannot be sent: {error}"))
 
 
 def die_with_parent() -> None:
@@ -259,4 +352,5 @@ def engine_process_main(config: EngineConfig, address: str, log_level: int = log
             StatsLogger(core.scheduler).start()
         return core
 
-    os._exit(EngineProcess(make_core, address).run())
+    timeout = config.observability.engine_heartbeat_timeout
+    os._exit(EngineProcess(make_core, address, min(1.0, timeout / 4) if timeout else 1.0).run())

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from quire.messages.requests import EngineCoreOutputs, FinishReason, Logprobs
+from quire.messages.requests import EngineCoreOutputs, ErrorKind, FinishReason, Logprobs, RequestError
 
-NO_TOKEN = "the model's scores hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)"
+NO_TOKEN = RequestError(
+    ErrorKind.NOT_A_NUMBER,
+    "the model's scores hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)",
+)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    RequestError,
     SchedulerStats,
 )
 
@@ -335,8 +336,11 @@ class Scheduler:
     def _make_room_for(self, request: Request) -> bool:
         """Nothing runs that could end, so blocks can only come from another waiting request that a connector has loaded
         for; the last of those loads again. False if that is not so."""
-        holders = [r for r in self.requests.values() if r.state == RequestState.WAITING and r.has_blocks]
-        if len(self.running) or self._frames or not (holders := [r for r in holders if r is not request]):
+        if self.connector is None or len(self.running) or self._frames:
+            return False
+        waiting = (r for r in self.requests.values() if r.state == RequestState.WAITING and r is not request)
+        holders = [r for r in waiting if r.has_blocks]
+        if not holders:
             return False
         last = max(holders, key=lambda r: r.key)
         self.kv.free(last)
@@ -404,6 +408,8 @@ class Scheduler:
         self._forkable = []
 
     def _leave_fork(self, request: Request) -> None:
+        if request.state == RequestState.FINISHED:
+            return
         if request.awaits_grammar:
             request.state = RequestState.WAITING_GRAMMAR
         else:
@@ -519,7 +525,7 @@ class Scheduler:
         if request.core.fork_of is None:
             self.num_prompt_tokens += request.num_prompt_tokens
 
-    def fail_plan(self, plan: SchedulerOutput, cause: str) -> EngineCoreOutputs:
+    def fail_plan(self, plan: SchedulerOutput, error: RequestError) -> EngineCoreOutputs:
         """The step raised. Its requests end with the cause; all others compute again, since blocks that the failed
         step should have written may be shared with them."""
         frame = self._frames.popleft()
@@ -532,7 +538,7 @@ class Scheduler:
         for request in reversed(self.running.all()):
             self._preempt(request)
         self.kv.reset_prefix_cache()
-        outputs = EngineCoreOutputs.ended([r.core.index for r in failed], FinishReason.ERROR, cause)
+        outputs = EngineCoreOutputs.ended([r.core.index for r in failed], FinishReason.ERROR, error)
         outputs.stats = self.stats()
         return outputs
 

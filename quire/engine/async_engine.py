@@ -16,6 +16,10 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; nothing can be generated any more."""
 
 
+class EngineStalledError(RuntimeError):
+    """The engine process is there but does not answer: stopped, swapped out, or stuck in a step. It may recover."""
+
+
 class AsyncEngine(Protocol):
     config: EngineConfig
     model_name: str
@@ -45,13 +49,13 @@ class AsyncEngine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """EngineDeadError, with the cause, if the engine cannot serve."""
+        """EngineDeadError, with the cause, if the engine has ended; EngineStalledError while it does not answer."""
         ...
 
     def get_num_unfinished_requests(self) -> int: ...
 
     def get_num_unfinished_sequences(self) -> int:
-        """A request has one for each of its completions."""
+        """Completions that run or wait: a request has `n`."""
         ...
 
     def get_metrics(self) -> list[Metric]: ...

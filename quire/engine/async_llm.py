@@ -1,6 +1,7 @@
 """The asynchronous engine: an engine process, and streams of outputs for any number of callers in this one."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -8,15 +9,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.engine.async_engine import EngineDeadError
+from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineConnection, EngineWire
+from quire.engine.engine_health import EngineHealth
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import RequestOutput
 from quire.engine.setup import resolve_config
-from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
+from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.load import load_tokenizer
@@ -50,6 +52,9 @@ class AsyncLLM:
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[dict[str, int]]] = {}
         self._num_calls = 0
+        options = self.config.observability
+        self._call_timeout = options.engine_call_timeout
+        self._health = EngineHealth(options.engine_heartbeat_timeout, options.engine_stall_timeout)
         self._dead: EngineDeadError | None = None
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,14 +106,22 @@ class AsyncLLM:
         self._check()
         self._listen()
         self._num_calls += 1
-        done = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
-        self._connection.send(Call(self._num_calls, name))
-        return await done
+        number = self._num_calls
+        done = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._connection.send(Call(number, name))
+            return await asyncio.wait_for(done, self._call_timeout)
+        except TimeoutError:
+            limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
+            raise EngineStalledError(f"the engine has not answered {name} within {limit}") from None
+        finally:
+            del self._calls[number]
 
     async def check_health(self) -> None:
         self._check()
         self._listen()
         self._connection.check_alive()
+        self._health.check()
 
     def engine_died(self, cause: str) -> None:
         """Someone else, who started the engine, has seen it end."""
@@ -140,10 +153,17 @@ class AsyncLLM:
     ) -> OutputStream:
         self._check()
         self._listen()
-        parsed, requests = self.input_processor.process(request_id, prompt, params, priority=priority)
-        self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
-        stream = self._streams[request_id] = OutputStream(params.output_kind == RequestOutputKind.DELTA)
-        self._connection.send(AddRequests(requests))
+        self._health.check()
+        parsed, request = self.input_processor.process(request_id, prompt, params, priority=priority)
+        self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
+        try:
+            stream = self._streams[request_id] = OutputStream(params.output_kind == RequestOutputKind.DELTA)
+            self._connection.send(AddRequests([request]))
+        except BaseException:
+            self._streams.pop(request_id, None)
+            with contextlib.suppress(Exception):  # what could not be sent need not be ended either
+                self._abort([request_id])
+            raise
         return stream
 
     def _abort(self, request_ids: list[str]) -> None:
@@ -162,22 +182,32 @@ class AsyncLLM:
             self._loop = loop
             self._listener = threading.Thread(target=self._receive, name="quire-listener", daemon=True)
             self._listener.start()
+            self._connection.send(Watch(self._connection.client or 0))
         elif self._loop is not loop:
             raise RuntimeError("an AsyncLLM serves one event loop; make another for this one")
 
     def _receive(self) -> None:
         """A thread waits for messages and unpacks them; the loop's thread acts on them."""
-        assert self._loop is not None
-        while not self._closing:
+        loop, waiting_since = self._loop, time.monotonic()
+        while loop is not None and not self._closing:
             try:
                 message = self._connection.receive(timeout=0.2)
                 if message is None:
+                    waited, waiting_since = time.monotonic() - waiting_since, time.monotonic()
+                    self._health.silent_for(waited)
                     self._connection.check_alive()
                     continue
             except EngineDeadError as error:
                 message = Dead(str(error))
+            except Exception as error:
+                logger.exception("a message of the engine cannot be read")
+                message = Dead(f"a message of the engine cannot be read: {error}")
+            waiting_since = time.monotonic()
+            self._health.heard(message.step_seconds if isinstance(message, Heartbeat) else None)
+            if isinstance(message, Heartbeat):
+                continue
             try:
-                self._loop.call_soon_threadsafe(self._take, message)
+                loop.call_soon_threadsafe(self._take, message)
             except RuntimeError:
                 return  # the loop is closed: nobody is left to tell
             if isinstance(message, Dead):
@@ -195,9 +225,9 @@ class AsyncLLM:
                 if ended:
                     self._connection.send(FinishRequests(ended))
             case Result(number, error, values):
-                done = self._calls.pop(number)
-                if done.cancelled():
-                    return
+                done = self._calls.get(number)
+                if done is None or done.done():
+                    return  # nobody waits for it any more
                 if error is None:
                     done.set_result(values)
                 else:

@@ -1,11 +1,12 @@
 """How a front end reaches the core."""
 
+import time
 from collections import deque
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
-from quire.engine.async_engine import EngineDeadError
+from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineConnection
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
@@ -53,6 +54,7 @@ class SyncMPClient:
     def __init__(self, config: EngineConfig) -> None:
         """Starts the engine; `wait_ready` says when the model is loaded."""
         self.connection = EngineConnection(config)
+        self._call_timeout = config.observability.engine_call_timeout
         self._outputs: deque[EngineCoreOutputs] = deque()  # arrived while something else was awaited
         self._num_calls = 0
         self._dead: EngineDeadError | None = None
@@ -72,14 +74,22 @@ class SyncMPClient:
         return message.outputs if isinstance(message, Outputs) else None
 
     def reset_prefix_cache(self) -> None:
+        self._call("reset_prefix_cache")
+
+    def _call(self, name: str) -> dict[str, int]:
         self._num_calls += 1
-        self._send(Call(self._num_calls, "reset_prefix_cache"))
-        while True:
+        self._send(Call(self._num_calls, name))
+        until = time.monotonic() + self._call_timeout
+        while time.monotonic() < until:
             message = self._receive()
             if isinstance(message, Outputs):
                 self._outputs.append(message.outputs)
             elif isinstance(message, Result) and message.number == self._num_calls:
-                return
+                if message.error is not None:
+                    raise RuntimeError(f"the engine could not do {name}: {message.error}")
+                return message.values
+        limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
+        raise EngineStalledError(f"the engine has not answered {name} within {limit}")
 
     def shutdown(self) -> None:
         if self._dead is None:

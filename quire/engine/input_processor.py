@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from quire.config import EngineConfig
+from quire.messages.checks import MAX_INT, check_int, check_text, shown
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
@@ -22,6 +23,10 @@ class PromptDict(TypedDict, total=False):
     prompt_token_ids: list[int]
     cache_salt: str
 
+
+MAX_PRIORITY = 2**31
+MAX_REQUEST_ID = 1024  # characters
+MAX_CACHE_SALT = 1024  # characters
 
 Prompt = str | Sequence[int] | PromptDict
 _KEYS = set(PromptDict.__annotations__)
@@ -58,37 +63,33 @@ class InputProcessor:
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
-    ) -> tuple[ParsedPrompt, list[EngineCoreRequest]]:
-        """One request per completion asked for (`n`); the first computes the prompt, the others fork from it."""
+    ) -> tuple[ParsedPrompt, EngineCoreRequest]:
+        """The prompt's text and tokens, and one request for all completions that are asked for (`n`)."""
+        check_text("request_id", request_id, MAX_REQUEST_ID)
+        check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if priority and not self.takes_priorities:
             raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt)
+        if parsed.cache_salt is not None:
+            check_text("cache_salt", parsed.cache_salt, MAX_CACHE_SALT)
         parsed.token_ids = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
         self._check(parsed.token_ids, params)
         ids = self._array("the prompt", parsed.token_ids)
         if params.bad_words:
             params = params.with_known(bad_words_token_ids=self._bad_words(params.bad_words))
-        forked = params.with_known(prompt_logprobs=None) if params.n > 1 else params  # the first one scores the prompt
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        core_id = self._prefix + request_id
-        requests = []
-        for i in range(params.n):
-            self._count += 1
-            requests.append(
-                EngineCoreRequest(
-                    request_id=core_id if i == 0 else f"{core_id}\0{i}",
-                    index=self._count,
-                    prompt_token_ids=ids,
-                    params=forked if i else params,
-                    eos_token_ids=self.eos_token_ids,
-                    seed=seed if i == 0 else child_seed(seed, i),
-                    arrival_time=time.time() if arrival_time is None else arrival_time,
-                    priority=priority,
-                    cache_salt=parsed.cache_salt,
-                    fork_of=core_id if i else None,
-                )
-            )
-        return parsed, requests
+        request = EngineCoreRequest(
+            request_id=self._prefix + request_id,
+            index=self._count + 1,
+            prompt_token_ids=ids,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+        )
+        self._count += params.n
+        return parsed, request
 
     def parse(self, prompt: Prompt) -> ParsedPrompt:
         return self.parse_many([prompt])[0]
@@ -147,7 +148,13 @@ class InputProcessor:
 
     def _array(self, name: str, token_ids: list[int]) -> np.ndarray:
         # Through an array: several times as fast as numpy's own way from a list.
-        ids = np.frombuffer(array("q", token_ids), np.int64)
+        try:
+            ids = np.frombuffer(array("q", token_ids), np.int64)
+        except (OverflowError, TypeError):
+            wrong = next(i for i in token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size)
+            raise ValueError(
+                f"{name} has token id {shown(wrong)}; the model's ids are 0 to {self.vocab_size - 1}"
+            ) from None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
             raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
@@ -190,7 +197,7 @@ def _parse(prompt: Any) -> ParsedPrompt:
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         for key, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None and not isinstance(value, str):
-                raise ValueError(f"{key} is {value!r}; it must be a text")
+                raise ValueError(f"{key} is {shown(value)}; it must be a text")
         return ParsedPrompt(text, ids, salt)
     token_ids = _token_ids(prompt)
     if token_ids is not None:
@@ -206,18 +213,13 @@ def _token_ids(prompt: Any) -> list[int] | None:
     if isinstance(prompt, list) and not any(isinstance(token, bool) for token in prompt[:1]):
         try:
             return array("q", prompt).tolist()
-        except (TypeError, OverflowError):
+        except OverflowError:
+            wrong = next(i for i in prompt if isinstance(i, int) and abs(i) > MAX_INT)
+            raise ValueError(f"the prompt has token id {shown(wrong)}; ids are whole numbers below 2^31") from None
+        except TypeError:
             pass
     try:
         found = np.asarray(prompt)
     except ValueError:  # ragged
         return None
     return found.tolist() if found.ndim == 1 and (found.dtype.kind in "iu" or not len(found)) else None
-
-
-def child_seed(seed: int, child: int) -> int:
-    """hash(seed, i): well-spread seeds for the completions of one request (the finaliser of SplitMix64)."""
-    x = (seed + child * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (x ^ (x >> 31)) >> 1

@@ -1,5 +1,6 @@
 """The synchronous engine: requests in, steps, outputs out."""
 
+import contextlib
 import itertools
 import logging
 import time
@@ -72,13 +73,13 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
-        parsed, requests = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
-        self.output_processor.add(request_id, parsed.text, parsed.token_ids, requests)
+        parsed, request = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
+        self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
         try:
-            for request in requests:
-                self.client.add_request(request)
+            self.client.add_request(request)
         except BaseException:
-            self.abort_request(request_id)
+            with contextlib.suppress(Exception):  # what could not be sent need not be ended either
+                self.abort_request(request_id)
             raise
 
     def abort_request(self, request_ids: list[str] | str) -> None:

@@ -104,7 +104,8 @@ def _merged(a: Metric, b: Metric) -> Metric:
         return dataclasses.replace(a, count=a.count + b.count, sum=a.sum + b.sum, buckets=buckets)
     if isinstance(a, Counter) and isinstance(b, Counter):
         return dataclasses.replace(a, value=a.value + b.value)
-    assert isinstance(a, Gauge) and isinstance(b, Gauge), f"{a.name} has two kinds"
+    if not isinstance(a, Gauge) or not isinstance(b, Gauge):
+        raise ValueError(f"{a.name} has two kinds: {type(a).__name__} and {type(b).__name__}")
     return dataclasses.replace(a, value=a.value + b.value)
 
 

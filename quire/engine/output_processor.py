@@ -1,18 +1,29 @@
 """The core's columns back to each user's request: text, logprobs, metrics."""
 
+import logging
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.engine.completion import Completion
 from quire.engine.metrics import EngineMetrics
-from quire.engine.outputs import Logprob, RequestMetrics, RequestOutput
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, PromptLogprobs
+from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.messages.requests import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PromptLogprobs,
+    RequestError,
+    failure_of,
+    sequence_id,
+)
 from quire.messages.sampling_params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire")
 
 
 @dataclass(slots=True)
@@ -20,23 +31,34 @@ class UserRequest:
     """What the user asked for: one or more completions of one prompt."""
 
     request_id: str
+    core_id: str
+    index: int  # of the first completion; the others follow
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics
     clock: float  # the wall clock minus the monotonic one, when the request came
     num_running: int
+    completions: list[Completion | None]  # None: nothing has come for it
     num_cached: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
-    completions: list[Completion] = field(default_factory=list)
+    error: RequestError | None = None
+
+    @property
+    def indices(self) -> range:
+        return range(self.index, self.index + len(self.completions))
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """Generated, of each completion."""
+        return [0 if completion is None else len(completion.token_ids) for completion in self.completions]
 
 
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
-        self._running: dict[int, tuple[UserRequest, Completion]] = {}  # by the index the core knows
+        self._running: dict[int, UserRequest] = {}  # by the index the core knows
         self._requests: dict[str, UserRequest] = {}
 
     def __len__(self) -> int:
@@ -50,89 +72,123 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], requests: list[EngineCoreRequest]
-    ) -> None:
-        """`requests` are the core's, one for each completion."""
+    def add(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], request: EngineCoreRequest) -> None:
+        """`request` is the core's. What its completions need is made when the first token of each comes."""
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
-        params = requests[0].params
+        params = request.params
         user = UserRequest(
             request_id,
+            request.request_id,
+            request.index,
             prompt,
             prompt_token_ids,
             params,
-            RequestMetrics(requests[0].arrival_time),
+            RequestMetrics(request.arrival_time),
             time.time() - time.monotonic(),
-            num_running=len(requests),
+            num_running=params.n,
+            completions=[None] * params.n,
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
+        self._running.update(dict.fromkeys(user.indices, user))
         self._requests[request_id] = user
-        for i, request in enumerate(requests):
-            completion = Completion(request.request_id, i, params, self._detokenizer(prompt_token_ids, params))
-            user.completions.append(completion)
-            self._running[request.index] = user, completion
 
     def drop(self, request_ids: list[str]) -> list[str]:
         """Forget requests; returns the core's ids of their completions that still run there."""
-        known = {i for i in request_ids if self._requests.pop(i, None) is not None}
-        if not known:
-            return []
-        gone = {i: completion.core_id for i, (user, completion) in self._running.items() if user.request_id in known}
-        for index in gone:
-            del self._running[index]
+        gone = [core_id for i in request_ids if i in self._requests for core_id in self._forget(self._requests[i])]
+        for _ in gone:
             self.metrics.finished(str(FinishReason.ABORT))
-        return list(gone.values())
+        return gone
+
+    def _forget(self, request: UserRequest) -> list[str]:
+        del self._requests[request.request_id]
+        running = [i for i in request.indices if self._running.pop(i, None) is not None]
+        return [sequence_id(request.core_id, i - request.index) for i in running]
 
     def aborted(self, request_id: str) -> RequestOutput:
         """The last output of a request that is about to be dropped."""
         request = self._requests[request_id]
-        for completion in request.completions:
+        completions = self._all_completions(request)
+        for completion in completions:
             completion.finish(str(FinishReason.ABORT), None)
         request.num_running = 0
         self._note_end(request, time.monotonic())
-        return _output(request, request.completions)
+        return _output(request, [completion.output() for completion in completions])
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Take in one step. An output for each request that has news its user wants now, and the core's ids of those
-        that end here, at a stop string or in a circle."""
+        that end here: at a stop string, because of repetition, or because their text cannot be made."""
         now = time.monotonic()
-        for part in outputs.prompt_logprobs:
-            self._add_prompt_logprobs(part)
         tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
         logprobs_at = {} if outputs.logprobs is None else {int(p): i for i, p in enumerate(outputs.logprobs.position)}
         self.metrics.generated(len(tokens))
         ready: list[RequestOutput] = []
         ended: list[str] = []
+        for part in outputs.prompt_logprobs:
+            self._add_prompt_logprobs(part, ready, ended)
         token_before: defaultdict[float, int] = defaultdict(int)
         for i, index in enumerate(outputs.index.tolist()):
-            if index not in self._running:
+            request = self._running.get(index)
+            if request is None:
                 continue  # it ended here while the core went on
-            request, completion = self._running[index]
-            if offsets[i] < offsets[i + 1]:
-                if completion.last_token_at:
-                    token_before[completion.last_token_at] += 1
-                elif request.metrics.first_token_time is None:
-                    self._begin(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
-                completion.last_token_at = now
-            completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
-            if i in logprobs_at and outputs.logprobs is not None:
-                at = logprobs_at[i]
-                found = outputs.logprobs
-                self._add_logprobs(completion, found.token_ids[at], found.logprobs[at], int(found.ranks[at]))
-            if finish[i]:
-                completion.finish(str(FinishReason(finish[i])), outputs.stop_reasons.get(i))
-                request.error = outputs.errors.get(i, request.error)
-            elif completion.finish_reason is not None:
-                ended.append(completion.core_id)
-            if completion.finish_reason is not None:
-                self._end(index, request, completion, now)
-            if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
-                ready.append(_output(request, [completion]))
-            elif request.num_running == 0:
-                ready.append(_output(request, request.completions))
+            # A tokenizer, or what it is given, may be wrong in ways that only show now: that is one request's failure.
+            try:
+                completion = request.completions[index - request.index] or self._completion(request, index)
+                if offsets[i] < offsets[i + 1]:
+                    if completion.last_token_at:
+                        token_before[completion.last_token_at] += 1
+                    elif request.metrics.first_token_time is None:
+                        self._begin(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
+                    completion.last_token_at = now
+                completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
+                if i in logprobs_at and outputs.logprobs is not None:
+                    at = logprobs_at[i]
+                    found = outputs.logprobs
+                    self._add_logprobs(completion, found.token_ids[at], found.logprobs[at], int(found.ranks[at]))
+                if finish[i]:
+                    completion.finish(str(FinishReason(finish[i])), outputs.stop_reasons.get(i))
+                    request.error = outputs.errors.get(i, request.error)
+                elif completion.finish_reason is not None:
+                    ended.append(completion.core_id)
+                if completion.finish_reason is not None:
+                    self._end(index, request, completion, now)
+                if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
+                    ready.append(_output(request, [completion.output()]))
+                elif request.num_running == 0:
+                    ready.append(_output(request, [one.output() for one in self._all_completions(request)]))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # also a panic of a Rust library
+                self._fail(request, error, ready, ended)
         self.metrics.between_tokens(now, token_before)
         return ready, ended
+
+    def _fail(self, request: UserRequest, error: BaseException, ready: list[RequestOutput], ended: list[str]) -> None:
+        """What came for a request could not be taken in: it ends, alone, with an output that says so."""
+        logger.error("request %s failed in the front end", request.request_id, exc_info=error)
+        if request.request_id in self._requests:
+            gone = self._forget(request)
+            ended += gone
+            for _ in gone:
+                self.metrics.finished(str(FinishReason.ERROR))
+        request.num_running = 0
+        request.error = failure_of(error)
+        reason = str(FinishReason.ERROR)
+        wrong = [CompletionOutput(i, "", [], finish_reason=reason) for i in range(len(request.completions))]
+        ready.append(_output(request, wrong))
+
+    def _completion(self, request: UserRequest, index: int) -> Completion:
+        place = index - request.index
+        detokenizer = self._detokenizer(request.prompt_token_ids, request.params)
+        completion = Completion(sequence_id(request.core_id, place), place, request.params, detokenizer)
+        request.completions[place] = completion
+        return completion
+
+    def _all_completions(self, request: UserRequest) -> list[Completion]:
+        return [
+            completion or self._completion(request, index)
+            for index, completion in zip(request.indices, request.completions, strict=True)
+        ]
 
     def _begin(self, request: UserRequest, num_cached: int, scheduled: float | None, now: float) -> None:
         """Its first token is here."""
@@ -148,9 +204,9 @@ class OutputProcessor:
     def _note_end(request: UserRequest, now: float) -> None:
         times = request.metrics
         times.finished_time = now + request.clock
-        times.num_generation_tokens = sum(len(completion.token_ids) for completion in request.completions)
+        times.num_generation_tokens = sum(request.num_tokens)
         if times.first_token_time is not None:
-            times.last_token_time = max(c.last_token_at for c in request.completions) + request.clock
+            times.last_token_time = max(c.last_token_at for c in request.completions if c is not None) + request.clock
 
     def _end(self, index: int, request: UserRequest, completion: Completion, now: float) -> None:
         del self._running[index]
@@ -158,9 +214,8 @@ class OutputProcessor:
         self.metrics.finished(completion.finish_reason or "")
         if request.num_running == 0:
             self._note_end(request, now)
-            num_tokens = [len(completion.token_ids) for completion in request.completions]
             num_prompt, num_cached = len(request.prompt_token_ids), request.num_cached or 0
-            self.metrics.ended(request.metrics, request.params, num_prompt, num_cached, num_tokens)
+            self.metrics.ended(request.metrics, request.params, num_prompt, num_cached, request.num_tokens)
             del self._requests[request.request_id]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
@@ -175,17 +230,27 @@ class OutputProcessor:
         )
 
     def _add_logprobs(self, completion: Completion, ids: np.ndarray, values: np.ndarray, rank: int) -> None:
-        assert completion.logprobs is not None and completion.cumulative_logprob is not None
+        if completion.logprobs is None or completion.cumulative_logprob is None:
+            raise ValueError("the engine sent logprobs for a request that asked for none")
         if len(completion.logprobs) < len(completion.token_ids):
             completion.logprobs.append(self._entry(ids, values, rank, completion.params.logprobs))
             completion.cumulative_logprob += float(values[0])
 
-    def _add_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        if part.owner not in self._running:
+    def _add_prompt_logprobs(self, part: PromptLogprobs, ready: list[RequestOutput], ended: list[str]) -> None:
+        request = self._running.get(part.owner)
+        if request is None:
             return
-        request, _ = self._running[part.owner]
+        try:
+            self._extend_prompt_logprobs(request, part)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._fail(request, error, ready, ended)
+
+    def _extend_prompt_logprobs(self, request: UserRequest, part: PromptLogprobs) -> None:
         scores = request.prompt_logprobs
-        assert scores is not None
+        if scores is None:
+            raise ValueError("the engine sent logprobs of a prompt for a request that asked for none")
         # After a preemption the prompt is computed again: what is known already is not taken twice.
         for i in range(len(scores) - part.start, len(part.ranks)):
             asked = request.params.prompt_logprobs
@@ -204,15 +269,17 @@ class OutputProcessor:
         return self.tokenizer.token_text(token) if self.tokenizer is not None else None
 
 
-def _output(request: UserRequest, completions: list[Completion]) -> RequestOutput:
+def _output(request: UserRequest, outputs: list[CompletionOutput]) -> RequestOutput:
+    error = request.error
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=[completion.output() for completion in completions],
+        outputs=outputs,
         finished=request.num_running == 0,
         num_cached_tokens=request.num_cached,
         prompt_logprobs=request.prompt_logprobs,
         metrics=request.metrics,
-        error=request.error,
+        error=None if error is None else error.message,
+        error_kind=None if error is None else error.kind,
     )

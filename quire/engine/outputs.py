@@ -1,6 +1,8 @@
 """What users get back; fields as in vLLM."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from quire.messages.requests import ErrorKind
 
 
 @dataclass(slots=True)
@@ -72,4 +74,5 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     metrics: RequestMetrics | None = None
-    error: str | None = field(default=None)  # the cause, where a finish_reason is "error"
+    error: str | None = None  # the cause, where a finish_reason is "error"
+    error_kind: ErrorKind | None = None  # says what of it a client may be told

@@ -57,9 +57,11 @@ class UniProcExecutor:
             return self._submit(lambda: self._sample(grammar).result())
         try:
             return self._sample(grammar)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             failed: Future[ModelRunnerOutput] = Future()
-            failed.set_exception(error)
+            failed.set_exception(_failure(error))
             return failed
 
     def describe(self) -> str:
@@ -75,8 +77,10 @@ class UniProcExecutor:
         def task() -> None:
             try:
                 future.set_result(call())
-            except Exception as error:
-                future.set_exception(error)
+            except BaseException as error:
+                if self._stop is None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise  # the caller's own thread was interrupted
+                future.set_exception(_failure(error))
 
         if self._stop is None:
             task()
@@ -87,8 +91,10 @@ class UniProcExecutor:
     def _execute(self, plan: SchedulerOutput) -> None:
         try:
             self.worker.execute_model(plan)
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            if self._stop is None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            self._error = _failure(error)
 
     def _sample(self, grammar: GrammarMask | None) -> StepResult:
         error, self._error = self._error, None
@@ -96,6 +102,16 @@ class UniProcExecutor:
             raise error
         pending: StepResult = self.worker.sample_tokens(grammar)
         return pending
+
+
+def _failure(error: BaseException) -> Exception:
+    """What a step may fail with. A panic of a Rust library, or an exit that a user's code asks for, is no more than
+    that: the thread goes on."""
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _run(tasks: Tasks) -> None:

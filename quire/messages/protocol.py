@@ -5,12 +5,14 @@ own, uncopied.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
+from quire.messages.sampling_params import MAX_N
 
 INLINE_BYTES = 1024  # a smaller array costs less inside the message than as a frame
 ARRAY_KINDS = "biuf"
@@ -46,6 +48,12 @@ class Call(msgspec.Struct, tag=True):
     name: str  # one of those the engine process lists
 
 
+class Watch(msgspec.Struct, tag=True):
+    """A front end listens from now on, and wants heartbeats. Not earlier: they would pile up."""
+
+    client: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
@@ -56,6 +64,13 @@ class Ready(msgspec.Struct, tag=True):
     max_model_len: int
     summary: list[str]  # for the start-up lines
     num_blocks: int = 0  # of the KV cache
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    """The engine process runs. `step_seconds` is how long its loop has been at what it does now; 0 if that is waiting
+    for work."""
+
+    step_seconds: float = 0.0
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -74,8 +89,31 @@ class Dead(msgspec.Struct, tag=True):
     cause: str
 
 
-ToEngine = Hello | Goodbye | AddRequests | FinishRequests | Call | Shutdown
-FromEngine = Ready | Outputs | Result | Dead
+ToEngine = Hello | Goodbye | AddRequests | FinishRequests | Call | Watch | Shutdown
+FromEngine = Ready | Heartbeat | Outputs | Result | Dead
+
+
+@dataclass(slots=True)
+class Unreadable:
+    """A message that an engine process cannot decode, and who waits for an answer to it."""
+
+    cause: str
+    indices: list[int]  # of sequences that it asks for
+    calls: list[int]
+
+    @classmethod
+    def of(cls, frames: Sequence[Any], cause: str) -> "Unreadable":
+        found = cls(cause, [], [])
+        try:
+            message = msgspec.msgpack.decode(frames[0])
+            if message["type"] == Call.__name__:
+                found.calls.append(int(message["number"]))
+            for request in message.get("requests", ()):
+                first, count = int(request["index"]), int(request["params"].get("n", 1))
+                found.indices += range(first, first + min(max(count, 1), MAX_N))
+        except (msgspec.MsgspecError, TypeError, ValueError, LookupError, AttributeError):
+            pass  # not even that can be read: no front end of ours wrote it
+        return found
 
 
 class Codec:
@@ -97,7 +135,7 @@ class Codec:
         self._received = frames
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, TypeError, IndexError) as error:
+        except (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError) as error:
             raise ValueError(f"not a message: {error}") from error
 
     def _encode_array(self, value: Any) -> Any:

@@ -1,11 +1,15 @@
 """Front end to core and back. Outputs are columns, so that a step of 256 requests is a few arrays."""
 
+import copy
 import enum
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 
 from quire.messages.sampling_params import SamplingParams
+
+MAX_ERROR_CHARACTERS = 4096
 
 
 class FinishReason(enum.IntEnum):
@@ -20,8 +24,40 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class ErrorKind(enum.StrEnum):
+    """What kind of error ended a request: it decides what a client may be told."""
+
+    INVALID = "invalid_request"  # the message is for whoever sent the request
+    BUSY = "busy"  # so is this one; the same request may be served later
+    OUT_OF_MEMORY = "out_of_memory"
+    NOT_A_NUMBER = "not_a_number"  # in the logits
+    INTERNAL = "internal"
+
+
+class RequestError(msgspec.Struct, frozen=True):
+    kind: ErrorKind
+    message: str
+
+
+def invalid(message: str) -> RequestError:
+    return RequestError(ErrorKind.INVALID, sendable(message))
+
+
+def failure_of(error: BaseException) -> RequestError:
+    """What ended a request, where that was none of its own doing."""
+    message = f"{type(error).__name__}: {error}"
+    out_of_memory = isinstance(error, MemoryError) or "out of memory" in message.lower()
+    return RequestError(ErrorKind.OUT_OF_MEMORY if out_of_memory else ErrorKind.INTERNAL, sendable(message))
+
+
+def sendable(text: str) -> str:
+    """Without halves of surrogate pairs, which no message can hold, and of bounded length."""
+    return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
+
+
 class EngineCoreRequest(msgspec.Struct):
-    """A tokenized, validated request. `index` is the front end's own number for it and names it in outputs."""
+    """A tokenized, validated request for `params.n` completions, or one of its sequences. `index` is the front end's
+    own number for it and names it in outputs; a request's sequences have consecutive ones."""
 
     request_id: str
     index: int
@@ -34,6 +70,30 @@ class EngineCoreRequest(msgspec.Struct):
     cache_salt: str | None = None
     lora_id: int = 0
     fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
+
+    def sequences(self) -> Iterator["EngineCoreRequest"]:
+        """One for each completion: the first computes the prompt, the others fork from it. Prompt and parameters are
+        sent once and shared by all."""
+        yield self
+        forked = self.params if self.params.prompt_logprobs is None else self.params.with_known(prompt_logprobs=None)
+        for i in range(1, self.params.n):
+            sibling = copy.copy(self)
+            sibling.request_id, sibling.index = sequence_id(self.request_id, i), self.index + i
+            sibling.seed, sibling.params, sibling.fork_of = child_seed(self.seed, i), forked, self.request_id
+            yield sibling
+
+
+def sequence_id(request_id: str, place: int) -> str:
+    """The core's id of one of a request's completions."""
+    return f"{request_id}\0{place}" if place else request_id
+
+
+def child_seed(seed: int, child: int) -> int:
+    """hash(seed, i): well-spread seeds for the completions of one request (the finaliser of SplitMix64)."""
+    x = (seed + child * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) >> 1
 
 
 class Logprobs(msgspec.Struct):
@@ -81,14 +141,14 @@ class EngineCoreOutputs(msgspec.Struct):
     finish: np.ndarray  # [n] int8, FinishReason
     num_cached: np.ndarray  # [n] int32, prompt tokens that came from the prefix cache
     stop_reasons: dict[int, int] = {}  # row -> the stop token that ended it, if not an EOS
-    errors: dict[int, str] = {}  # row -> cause, where finish is ERROR
+    errors: dict[int, RequestError] = {}  # row -> cause, where finish is ERROR
     scheduled: dict[int, float] = {}  # row -> when it was first scheduled (monotonic), where this is its first token
     logprobs: Logprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = []
     stats: SchedulerStats | None = None
 
     @classmethod
-    def ended(cls, index: list[int], reason: FinishReason, cause: str | None = None) -> "EngineCoreOutputs":
+    def ended(cls, index: list[int], reason: FinishReason, error: RequestError | None = None) -> "EngineCoreOutputs":
         """Requests that end without a new token."""
         n = len(index)
         return cls(
@@ -97,7 +157,7 @@ class EngineCoreOutputs(msgspec.Struct):
             offsets=np.zeros(n + 1, np.int32),
             finish=np.full(n, reason, np.int8),
             num_cached=np.zeros(n, np.int32),
-            errors=dict.fromkeys(range(n), cause) if cause else {},
+            errors=dict.fromkeys(range(n), error) if error is not None else {},
         )
 
     def select(self, low: int, high: int) -> "EngineCoreOutputs":
@@ -124,7 +184,7 @@ class EngineCoreOutputs(msgspec.Struct):
             finish=self.finish[rows],
             num_cached=self.num_cached[rows],
             stop_reasons={place[row]: reason for row, reason in self.stop_reasons.items() if row in place},
-            errors={place[row]: cause for row, cause in self.errors.items() if row in place},
+            errors={place[row]: error for row, error in self.errors.items() if row in place},
             scheduled={place[row]: at for row, at in self.scheduled.items() if row in place},
             logprobs=logprobs,
             prompt_logprobs=[part for part in self.prompt_logprobs if low <= part.owner < high],

@@ -2,11 +2,21 @@
 
 import copy
 import enum
-import math
 from typing import Any
 
 import msgspec
 
+from quire.messages.checks import (
+    check,
+    check_bool,
+    check_count,
+    check_finite,
+    check_int,
+    check_plain,
+    check_text,
+    check_tokens,
+    shown,
+)
 from quire.messages.structured import StructuredOutputsParams, as_structured
 
 GREEDY_EPSILON = 1e-5  # below this a temperature means greedy, as in vLLM
@@ -21,6 +31,16 @@ MAX_LOGIT_BIAS = 1024
 MAX_PATTERN = 512
 MAX_TEMPERATURE = 1e4  # logits divided by more differ by nothing any more
 MAX_COUNT = 2**31 - 1  # of tokens
+MAX_ALLOWED_TOKEN_IDS = 1 << 20  # more than any vocabulary has
+MAX_TAG_TOKENS = 256  # of the start or end of reasoning
+MAX_VISIBLE_TOKEN_IDS = 4096
+SWITCHES = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -40,7 +60,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         check_int("min_pattern_size", self.min_pattern_size, 1, MAX_PATTERN)
         check_int("max_pattern_size", self.max_pattern_size, self.min_pattern_size, MAX_PATTERN)
-        check_int("min_count", self.min_count, 2, None)
+        check_int("min_count", self.min_count, 2, MAX_COUNT)
 
 
 class ReasoningTokens(msgspec.Struct, kw_only=True):
@@ -52,9 +72,10 @@ class ReasoningTokens(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
-            check(len(getattr(self, name)) > 0, name, [], "a list of at least one token id")
-            for token in getattr(self, name):
-                check_int(name, token, 0, 2**31 - 1, "token ids of 0 or more")
+            check(bool(getattr(self, name)), name, [], "a list of at least one token id")
+            check_tokens(name, getattr(self, name), MAX_TAG_TOKENS)
+        if self.open is not None:
+            check_bool("open", self.open)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -106,16 +127,26 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = as_list("allowed_token_ids", self.allowed_token_ids)
         if isinstance(self.repetition_detection, dict):
-            self.repetition_detection = RepetitionDetection(**self.repetition_detection)
+            try:
+                self.repetition_detection = RepetitionDetection(**self.repetition_detection)
+            except TypeError:
+                names = "max_pattern_size, min_pattern_size and min_count"
+                raise ValueError(f"repetition_detection takes {names}, and needs the first") from None
+        for name, kind in (("repetition_detection", RepetitionDetection), ("reasoning", ReasoningTokens)):
+            value = getattr(self, name)
+            check(value is None or isinstance(value, kind), name, value, f"None or {kind.__name__}")
         if self.logit_bias is not None:
             self.logit_bias = as_bias(self.logit_bias)
         if self.extra_args is not None:
             ok = isinstance(self.extra_args, dict) and all(isinstance(name, str) for name in self.extra_args)
             check(ok, "extra_args", self.extra_args, "a mapping of names to values")
+            check_plain("extra_args", self.extra_args)
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
         except ValueError:
-            raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind") from None
+            raise ValueError(f"output_kind is {shown(self.output_kind)}; it must be a RequestOutputKind") from None
+        for name in SWITCHES:
+            check_bool(name, getattr(self, name))
         self._take_structured()
         self._check_numbers()
         self._check_tokens()
@@ -152,7 +183,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), ALL_LOGPROBS, None, "0 or more, or -1 for all")
+                check_int(name, getattr(self, name), ALL_LOGPROBS, MAX_COUNT, "0 or more, or -1 for all")
         if self.thinking_token_budget is not None:
             check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
         if self.truncate_prompt_tokens is not None:
@@ -161,17 +192,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, allowed)
 
     def _check_tokens(self) -> None:
-        check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, 2**31 - 1, "token ids of 0 or more")
+        check_tokens("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if self.allowed_token_ids is not None:
             check(len(self.allowed_token_ids) > 0, "allowed_token_ids", [], "None or a list of at least one token id")
-            for token in self.allowed_token_ids:
-                check_int("allowed_token_ids", token, 0, 2**31 - 1, "token ids of 0 or more")
+            check_tokens("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        check_tokens("visible_token_ids", self.visible_token_ids, MAX_VISIBLE_TOKEN_IDS)
+        check(isinstance(self.bad_words_token_ids, list), "bad_words_token_ids", self.bad_words_token_ids, "a list")
+        check_count("bad_words_token_ids", self.bad_words_token_ids, 2 * MAX_BAD_WORDS)
+        for word in self.bad_words_token_ids:
+            check_tokens("bad_words_token_ids", word, 4 * MAX_BAD_WORD_LENGTH)
         if self.logit_bias:
             check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
             for token, bias in self.logit_bias.items():
-                check_int("logit_bias", token, 0, 2**31 - 1, "token ids of 0 or more")
+                check_int("logit_bias", token, 0, MAX_COUNT, "token ids of 0 or more")
                 check_finite("logit_bias", bias)
                 check(-100 <= bias <= 100, "logit_bias", bias, "between -100 and 100")
 
@@ -184,9 +217,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_count(name, texts, most)
             for text in texts:
                 if not isinstance(text, str) or not text:
-                    raise ValueError(f"{name} has {text!r}; its entries must be texts that are not empty")
-                if len(text) > longest:
-                    raise ValueError(f"{name} has an entry of {len(text)} characters; at most {longest} are allowed")
+                    raise ValueError(f"{name} has {shown(text)}; its entries must be texts that are not empty")
+                check_text(name, text, longest)
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are found in the text: they need detokenize=True")
 
@@ -206,38 +238,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return made
 
 
-def check_finite(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-
-
 def as_list(name: str, values: Any) -> list[Any]:
     if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__iter__"):
-        raise ValueError(f"{name} is {values!r}; it must be a list")
+        raise ValueError(f"{name} is {shown(values)}; it must be a list")
     return list(values)
 
 
 def as_bias(values: Any) -> dict[int, float]:
     """JSON has no whole numbers as keys: "5" counts as 5."""
     if not isinstance(values, dict):
-        raise ValueError(f"logit_bias is {values!r}; it must be a mapping of token ids to numbers")
+        raise ValueError(f"logit_bias is {shown(values)}; it must be a mapping of token ids to numbers")
     try:
         return {int(token) if isinstance(token, str) else token: bias for token, bias in values.items()}
     except ValueError:
         raise ValueError("logit_bias has a key that is no token id; it must map token ids to numbers") from None
-
-
-def check_count(name: str, values: Any, most: int) -> None:
-    if len(values) > most:
-        raise ValueError(f"{name} has {len(values)} entries; at most {most} are allowed")
-
-
-def check(ok: bool, name: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
-
-
-def check_int(name: str, value: Any, low: int, high: int | None, allowed: str | None = None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    default = f"a whole number of {low} or more" if high is None else f"a whole number between {low} and {high}"
-    check(ok, name, value, allowed or default)

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from quire.messages.checks import shown
+
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 # The fields of the HTTP API that ask for a form; an error names the one that was used.
@@ -17,6 +19,7 @@ FIELDS = (
     "guided_grammar",
     "tool_choice",
 )
+SWITCHES = ("json_object", "disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 MAX_TEXT = 256 * 1024  # bytes of a schema, grammar, structural tag, or all choices together
 MAX_REGEX = 8 * 1024
 MAX_CHOICES = 4096
@@ -52,7 +55,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             found = " and ".join(given) if given else "none"
             self._refuse(f"exactly one of {', '.join(KINDS)} must be given, got {found}")
         if self.backend is not None and self.backend not in BACKENDS:
-            self._refuse(f"backend is {self.backend!r}; allowed: {', '.join(BACKENDS)}")
+            self._refuse(f"backend is {shown(self.backend)}; allowed: {', '.join(BACKENDS)}")
+        for name in SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "json_object" and value is None):
+                self._refuse(f"{name} is {shown(value)}; it must be true or false")
         if self.json is not None:
             self.json = self._json_text("json", self.json, (dict, bool))
         if self.structural_tag is not None:
@@ -126,11 +133,12 @@ def as_structured(value: Any) -> StructuredOutputsParams | None:
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        raise ValueError(f"structured_outputs is {value!r}; it must be StructuredOutputsParams or a mapping")
+        raise ValueError(f"structured_outputs is {shown(value)}; it must be StructuredOutputsParams or a mapping")
     allowed = [name for name in StructuredOutputsParams.__struct_fields__ if name not in ("field", "checked")]
     unknown = value.keys() - set(allowed)
     if unknown:
-        raise ValueError(f"structured_outputs has unknown keys {sorted(unknown)}; allowed: {', '.join(allowed)}")
+        names = shown(sorted(unknown, key=str))
+        raise ValueError(f"structured_outputs has unknown keys {names}; allowed: {', '.join(allowed)}")
     return StructuredOutputsParams(**value)
 
 

@@ -6,6 +6,7 @@ Importing this needs no torch: the front end loads the same classes, to have req
 import functools
 import importlib
 import importlib.metadata
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from quire.sample.processors import ByRow, LogitsProcessor, SampleBatch
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("quire")
 
 GROUP = "quire.logits_processors"  # of entry points, by which an installed package brings its own
 METHODS = ("add_row", "remove_row", "apply", "sampled")
@@ -89,11 +92,18 @@ class Guarded:
             raise self._failed("add_row", error) from error
 
     def remove_row(self, row: int) -> None:
-        self.inner.remove_row(row)
+        """Its request has ended: nobody is left to tell but the log, and the other rows must go on."""
+        try:
+            self.inner.remove_row(row)
+        except Exception as error:
+            logger.error("%s; the row stays with it", self._failed("remove_row", error), exc_info=error)
 
     @property
     def active(self) -> bool:
-        return bool(self.inner.active)
+        try:
+            return bool(self.inner.active)
+        except Exception as error:
+            raise self._failed("active", error) from error
 
     def apply(self, logits: "torch.Tensor", batch: SampleBatch) -> "torch.Tensor":
         try:

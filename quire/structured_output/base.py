@@ -11,6 +11,10 @@ class GrammarError(ValueError):
     """The grammar cannot be compiled, or cannot go on. The message is for the user who sent it."""
 
 
+class GrammarBusyError(Exception):
+    """No compiler is free for the grammar now. The message is for the user who sent it."""
+
+
 class Matcher(Protocol):
     """One request's place in its grammar. Moves by text tokens; the token that ends the output is never passed in."""
 

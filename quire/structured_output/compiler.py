@@ -1,9 +1,11 @@
 """Grammars compiled on threads of their own, each only once, and kept while there is room.
 
 A library in the middle of a compile cannot be stopped. One that takes too long is given up: its requests end, its
-thread goes on until it is done, and while all threads are taken up so, new grammars are refused at once.
+thread goes on until it is done, and while all threads are taken up so, new grammars are refused at once. A grammar that
+nobody waits for any more before its compile has begun is not compiled.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -11,8 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.messages.requests import ErrorKind, RequestError, failure_of, invalid
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import Compiled, GrammarError
+from quire.structured_output.base import Compiled, GrammarBusyError, GrammarError
+
+logger = logging.getLogger("quire")
 
 MAX_CACHED = 1024
 # llguidance recurses once for each rule or reference of a chain, and an overflow would end the process. The longest
@@ -53,10 +58,10 @@ class GrammarCache:
 class Job:
     key: Key
     spec: StructuredOutputsParams
-    waiters: list[str] = field(default_factory=list)  # request ids
+    waiters: dict[str, float] = field(default_factory=dict)  # request id -> since when
     started: float | None = None
     compiled: Compiled | None = None
-    error: str | None = None
+    error: RequestError | None = None
 
 
 class GrammarCompiler:
@@ -69,17 +74,23 @@ class GrammarCompiler:
         seconds: float,
         cache_bytes: int,
         num_threads: int = 2,
+        max_queue: int = 64,
+        queue_seconds: float = 30.0,
     ) -> None:
         self.cache = GrammarCache(cache_bytes)
         self.num_given_up = 0  # compiles that took too long, in all
         self._compile = compile
         self._seconds = seconds
         self._num_threads = num_threads
+        self._max_queue = max_queue
+        self._queue_seconds = queue_seconds
         self._threads: list[threading.Thread] = []
-        self._todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._todo: OrderedDict[Key, Job] = OrderedDict()  # not begun, in order; under the lock of `_more`
+        self._more = threading.Condition()
         self._done: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._news = threading.Event()
         self._jobs: dict[Key, Job] = {}
+        self._awaited: dict[str, Job] = {}  # by the request that waits
         self._stuck: list[Job] = []  # given up, while their threads are still at it
 
     @property
@@ -92,7 +103,7 @@ class GrammarCompiler:
         return len(self._stuck)
 
     def request(self, key: Key, spec: StructuredOutputsParams, request_id: str) -> Compiled | None:
-        """The grammar if it is there; else the request waits for it."""
+        """The grammar if it is there; else the request waits for it. GrammarBusyError if too many do."""
         found = self.cache.get(key)
         if found is not None:
             return found
@@ -100,20 +111,32 @@ class GrammarCompiler:
         if job is None:
             self._collect_stuck()
             if len(self._stuck) >= self._num_threads:
-                raise GrammarError("all compilers are taken up by grammars that take too long; try again later")
-            job = self._jobs[key] = Job(key, spec)
-            self._todo.put(job)
+                raise GrammarBusyError("all compilers are taken up by grammars that take too long; try again later")
+            job = Job(key, spec)
+            with self._more:
+                if len(self._todo) >= self._max_queue:
+                    limit = f"--structured-outputs-max-queue {self._max_queue}"
+                    raise GrammarBusyError(f"{len(self._todo)} grammars wait for a compiler already ({limit})")
+                self._jobs[key] = self._todo[key] = job
+                self._more.notify()
             if len(self._threads) < self._num_threads:
                 self._start_thread()
-        job.waiters.append(request_id)
+        job.waiters[request_id] = time.monotonic()
+        self._awaited[request_id] = job
         return None
 
     def forget(self, request_id: str) -> None:
-        """The request is gone. A compile that nobody waits for any more still ends in the cache."""
-        for job in self._jobs.values():
-            if request_id in job.waiters:
-                job.waiters.remove(request_id)
-                return
+        """The request is gone. A compile that has begun still ends in the cache."""
+        job = self._awaited.pop(request_id, None)
+        if job is not None:
+            del job.waiters[request_id]
+            if not job.waiters:
+                self._withdraw(job)
+
+    def _withdraw(self, job: Job) -> None:
+        with self._more:
+            if self._todo.get(job.key) is job:
+                del self._todo[job.key], self._jobs[job.key]
 
     def collect(self) -> list[Job]:
         """Jobs that have ended since the last call, those that took too long with an error."""
@@ -134,11 +157,29 @@ class GrammarCompiler:
                 del self._jobs[job.key]
                 self._stuck.append(job)
                 self.num_given_up += 1
-                ended.append(Job(job.key, job.spec, job.waiters, error=self._too_slow()))
-        if len(self._stuck) >= self._num_threads:
-            for job in self._jobs.values():
-                ended.append(Job(job.key, job.spec, job.waiters, error="all compilers are busy; try again later"))
-                job.waiters = []
+                ended.append(Job(job.key, job.spec, job.waiters, error=invalid(self._too_slow())))
+        ended += self._waited_too_long(now)
+        for job in ended:
+            for request_id in job.waiters:
+                self._awaited.pop(request_id, None)
+        return ended
+
+    def _waited_too_long(self, now: float) -> list[Job]:
+        """Those whose compile has not begun: some of their requests, or all if no compiler will be free soon."""
+        with self._more:
+            queued = list(self._todo.values())
+        ended = []
+        all_stuck = len(self._stuck) >= self._num_threads
+        limit = f"{self._queue_seconds:g} seconds (--structured-outputs-queue-seconds)"
+        cause = "all compilers are busy" if all_stuck else f"no compiler was free within {limit}"
+        for job in queued:
+            late = {i: since for i, since in job.waiters.items() if all_stuck or now - since > self._queue_seconds}
+            if late:
+                busy = RequestError(ErrorKind.BUSY, f"{cause}; try again later")
+                ended.append(Job(job.key, job.spec, late, error=busy))
+                job.waiters = {i: since for i, since in job.waiters.items() if i not in late}
+                if not job.waiters:
+                    self._withdraw(job)
         return ended
 
     def wait(self, seconds: float) -> None:
@@ -163,13 +204,22 @@ class GrammarCompiler:
 
     def _run(self) -> None:
         while True:
-            job = self._todo.get()
-            job.started = time.monotonic()
+            with self._more:
+                while not self._todo:
+                    self._more.wait()
+                job = self._todo.popitem(last=False)[1]
+                job.started = time.monotonic()
             try:
                 job.compiled = self._compile(job.spec)
             except GrammarError as error:
-                job.error = str(error)
+                job.error = invalid(str(error))
             except BaseException as error:  # also a panic of a Rust library
-                job.error = f"the grammar library failed: {type(error).__name__}: {error}"[:500]
+                logger.error("a grammar library failed to compile a %s", job.spec.kind, exc_info=error)
+                job.error = library_failure(error)
             self._done.put(job)
             self._news.set()
+
+
+def library_failure(error: BaseException) -> RequestError:
+    failure = failure_of(error)
+    return RequestError(failure.kind, f"the grammar library failed: {failure.message}")

@@ -4,6 +4,7 @@ A matcher moves by confirmed tokens alone, so it needs nothing when its request 
 """
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,16 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.messages.plan import GrammarMask
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
-from quire.structured_output.base import Compiled, GrammarError, Matcher
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, RequestError, invalid
+from quire.messages.structured import StructuredOutputsParams
+from quire.structured_output.base import Compiled, GrammarBusyError, GrammarError, Matcher
 from quire.structured_output.bits import has, put
-from quire.structured_output.compiler import GrammarCompiler
+from quire.structured_output.compiler import GrammarCompiler, Key, library_failure
 from quire.structured_output.reasoning_gate import ReasoningGate
 from quire.structured_output.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
+
+logger = logging.getLogger("quire")
 
 
 @dataclass(slots=True)
@@ -33,21 +37,35 @@ class Constrained:
 class Failure:
     request_id: str
     index: int
-    cause: str
+    error: RequestError
 
 
 class StructuredOutputManager:
     def __init__(
-        self, registry: BackendRegistry, vocab_size: int, *, compile_seconds: float = 10.0, cache_bytes: int = 1 << 28
+        self,
+        registry: BackendRegistry,
+        vocab_size: int,
+        *,
+        compile_seconds: float = 10.0,
+        cache_bytes: int = 1 << 28,
+        max_queue: int = 64,
+        queue_seconds: float = 30.0,
     ) -> None:
         self.registry = registry
-        self.compiler = GrammarCompiler(registry.compile, seconds=compile_seconds, cache_bytes=cache_bytes)
+        self.compiler = GrammarCompiler(
+            registry.compile,
+            seconds=compile_seconds,
+            cache_bytes=cache_bytes,
+            max_queue=max_queue,
+            queue_seconds=queue_seconds,
+        )
         self.failures: list[Failure] = []  # requests that must end; whoever ends them empties the list
         self._num_words = (vocab_size + 31) // 32
         self._waiting: dict[str, EngineCoreRequest] = {}
         self._running: dict[int, Constrained] = {}  # by the request's index
         self._index: dict[str, int] = {}
         self._indices: np.ndarray | None = None  # of those that run
+        self._last_key: tuple[StructuredOutputsParams, Key] | None = None
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> "StructuredOutputManager":
@@ -59,6 +77,8 @@ class StructuredOutputManager:
             config.model.vocab_size,
             compile_seconds=options.structured_outputs_compile_seconds,
             cache_bytes=options.structured_outputs_cache_bytes,
+            max_queue=options.structured_outputs_max_queue,
+            queue_seconds=options.structured_outputs_queue_seconds,
         )
 
     @property
@@ -74,16 +94,24 @@ class StructuredOutputManager:
     def add(self, request: EngineCoreRequest) -> bool:
         """Whether it can run now. If not, `ready` or `failures` will name it."""
         spec = request.params.structured_outputs
-        assert spec is not None
+        if spec is None:
+            raise ValueError(f"request {request.request_id!r} has no structured_outputs")
         try:
-            compiled = self.compiler.request(spec.key(self.registry.asked(spec)), spec, request.request_id)
-        except GrammarError as error:
-            raise ValueError(f"{spec.field}: {error}") from None
+            compiled = self.compiler.request(self._key(spec), spec, request.request_id)
+        except GrammarBusyError as error:
+            self._fail(request, RequestError(ErrorKind.BUSY, str(error)))
+            return False
         if compiled is None:
             self._waiting[request.request_id] = request
             return False
         self._enter(request, compiled)
         return True
+
+    def _key(self, spec: StructuredOutputsParams) -> Key:
+        """Made once for all sequences of a request: a long list of choices takes a while."""
+        if self._last_key is None or self._last_key[0] is not spec:
+            self._last_key = spec, spec.key(self.registry.asked(spec))
+        return self._last_key[1]
 
     def ready(self) -> list[str]:
         """Requests whose grammar has arrived since the last call."""
@@ -94,7 +122,7 @@ class StructuredOutputManager:
                 if request is None:
                     continue
                 if job.compiled is None:
-                    self._fail(request, job.error or "the grammar could not be compiled")
+                    self._fail(request, job.error or invalid("the grammar could not be compiled"))
                 else:
                     self._enter(request, job.compiled)
                     found.append(request_id)
@@ -121,8 +149,6 @@ class StructuredOutputManager:
                 continue
             for token in outputs.token_ids[outputs.offsets[i] : outputs.offsets[i + 1]].tolist():
                 constrained.num_tokens += 1
-                if constrained.gate is not None and constrained.gate.takes(token):
-                    continue
                 if not self._accept(constrained, token):
                     break
 
@@ -141,8 +167,10 @@ class StructuredOutputManager:
                 continue
             try:
                 self._fill_draft(constrained, masks[len(places) : len(places) + length], drafts.get(index, ()))
-            except GrammarError as error:
-                self._fail(constrained.request, str(error))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                self._fail(constrained.request, self._cause(constrained.request, error))
                 masks[len(places) : len(places) + length] = 0
             else:
                 places += range(place, place + length)
@@ -199,34 +227,51 @@ class StructuredOutputManager:
 
     def _accept(self, constrained: Constrained, token: int) -> bool:
         try:
+            if constrained.gate is not None and constrained.gate.takes(token):
+                return True
             if constrained.matcher.accept(token):
                 return True
-            cause = f"token {token} does not fit the grammar, though it was sampled under it"
-        except GrammarError as error:
-            cause = str(error)
-        self._fail(constrained.request, cause)
+            error = invalid(f"token {token} does not fit the grammar, though it was sampled under it")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:
+            error = self._cause(constrained.request, raised)
+        self._fail(constrained.request, error)
         return False
 
     def _enter(self, request: EngineCoreRequest, compiled: Compiled) -> None:
-        special = self.registry.vocabulary.special_ids
-        first = self.registry.vocabulary.end_id
-        ends = dict.fromkeys(
-            [first, *request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in special)]
-        )
         try:
+            special = self.registry.vocabulary.special_ids
+            first = self.registry.vocabulary.end_id
+            ends = dict.fromkeys(
+                [first, *request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in special)]
+            )
             constrained = Constrained(request, list(ends), compiled.matcher(), gate=self._gate(request))
-            self._running[request.index] = constrained
-            self._index[request.request_id] = request.index
-            self._indices = None
-        except GrammarError as error:
-            self._fail(request, str(error))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            self._fail(request, self._cause(request, error))
+            return
+        self._running[request.index] = constrained
+        self._index[request.request_id] = request.index
+        self._indices = None
 
     def _gate(self, request: EngineCoreRequest) -> ReasoningGate | None:
         reasoning = request.params.reasoning
         return None if reasoning is None else ReasoningGate(reasoning, self.registry.vocabulary.tokenizer.token_bytes)
 
-    def _fail(self, request: EngineCoreRequest, cause: str) -> None:
+    @staticmethod
+    def _cause(request: EngineCoreRequest, error: BaseException) -> RequestError:
+        """A library may raise anything, also a panic from Rust: that is the failure of the request whose grammar it
+        is."""
+        if isinstance(error, GrammarError):
+            return invalid(str(error))
+        logger.error("the grammar of request %r failed", request.request_id, exc_info=error)
+        return library_failure(error)
+
+    def _fail(self, request: EngineCoreRequest, error: RequestError) -> None:
         self.drop([request.request_id])
         spec = request.params.structured_outputs
-        assert spec is not None
-        self.failures.append(Failure(request.request_id, request.index, f"{spec.field}: {cause}"))
+        field = spec.field if spec is not None else "structured_outputs"
+        named = RequestError(error.kind, f"{field}: {error.message}")
+        self.failures.append(Failure(request.request_id, request.index, named))

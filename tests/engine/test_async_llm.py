@@ -11,11 +11,14 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.async_engine import EngineDeadError
+from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.engine_connection import EngineConnection, EngineWire
+from quire.engine.input_processor import ParsedPrompt
 from quire.engine.setup import resolve_config
-from quire.messages.sampling_params import RequestOutputKind
+from quire.messages.protocol import AddRequests
+from quire.messages.requests import ErrorKind
+from quire.messages.sampling_params import RepetitionDetection, RequestOutputKind
 
 ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 27}
 PROMPTS = [f"Question {i}: what is {i} plus {i}? Answer:" for i in range(12)]
@@ -128,6 +131,109 @@ def test_a_killed_engine_is_noticed_and_every_stream_hears_of_it():
     run(scenario)
 
 
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch):
+    """Eight such once filled the admission limit for ever."""
+
+    async def scenario(engine):
+        class Interrupted(BaseException):
+            pass
+
+        send = engine._connection.send
+
+        def failing(message):
+            if isinstance(message, AddRequests):
+                raise failure
+            send(message)
+
+        monkeypatch.setattr(engine._connection, "send", failing)
+        for failure in (OverflowError("too big"), OSError("no room"), Interrupted()):
+            with pytest.raises(type(failure)):
+                await text_of(engine, "x", "lost", GREEDY.replace(n=3, temperature=1.0))
+            assert engine.get_num_unfinished_requests() == engine.get_num_unfinished_sequences() == 0
+        monkeypatch.undo()
+        unsent = SamplingParams(max_tokens=1)
+        unsent.repetition_detection = RepetitionDetection(max_pattern_size=2)
+        unsent.repetition_detection.min_count = 2**70
+        with pytest.raises(OverflowError):
+            await text_of(engine, "x", "unsent", unsent)
+        for prompt in ([2**70], {"prompt_token_ids": [1, 2**64]}, ParsedPrompt(None, [-(2**70)])):
+            with pytest.raises(ValueError, match="the prompt has token id a number of"):
+                await text_of(engine, prompt, "large")
+        for salt, wrong in (("x" * 2000, "at most 1024"), ("\ud800", "surrogate")):
+            with pytest.raises(ValueError, match=f"^cache_salt .*{wrong}"):
+                await text_of(engine, ParsedPrompt(None, [1], salt), "salted")
+        for priority in (2**70, "high", True):
+            with pytest.raises(ValueError, match=r"^priority is"):
+                async for _ in engine.generate("x", GREEDY, "first", priority=priority):
+                    pass
+        with pytest.raises(ValueError, match=r"^request_id"):
+            await text_of(engine, "x", "\ud800")
+        state = await engine.get_state()
+        assert state["front_end"] == {"requests": 0, "streams": 0, "calls": 0} and not state["core"]["requests"]
+        sampled = GREEDY.replace(n=5, temperature=1.0)
+        stream = engine.generate(PROMPTS[0], sampled, "five")
+        await anext(stream)
+        assert engine.get_num_unfinished_requests() == 1 and 1 <= engine.get_num_unfinished_sequences() <= 5
+        await stream.aclose()
+        assert engine.get_num_unfinished_sequences() == 0
+
+    run(scenario)
+
+
+def test_what_the_engine_cannot_read_is_answered(monkeypatch):
+    """However it came to be sent: nobody waits for ever."""
+
+    async def scenario(engine):
+        wrong = GREEDY.with_known(top_p=2.0, temperature=1.0, n=3)
+        (output,) = [o async for o in engine.generate("x", wrong.with_known(output_kind=2), "unreadable")]
+        assert output.error_kind == ErrorKind.INVALID and "top_p is 2.0" in output.error
+        assert [choice.finish_reason for choice in output.outputs] == ["error"] * 3
+        with pytest.raises(RuntimeError, match="not a message"):
+            await engine._call(5)
+        with pytest.raises(RuntimeError, match="unknown call 'nothing'"):
+            await engine._call("nothing")
+        assert not engine._calls
+        await text_of(engine, "x", "after")
+
+    run(scenario)
+
+
+def test_a_stopped_engine_is_noticed_and_may_go_on(expected):
+    async def scenario(engine):
+        pid = engine._connection.host.process.pid
+        stream = await reading(engine, PROMPTS[0], "held up", GREEDY.replace(max_tokens=200))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineStalledError, match="engine-call-timeout"):
+                await engine.get_state()
+            call = asyncio.create_task(engine.reset_prefix_cache())
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert not engine._calls
+            with pytest.raises(EngineStalledError, match=r"no sign of life .* 0\.8 seconds .*heartbeat"):
+                while True:
+                    await engine.check_health()
+                    await asyncio.sleep(0.01)
+            with pytest.raises(EngineStalledError):
+                await text_of(engine, "x", "refused meanwhile")
+            assert engine.get_num_unfinished_requests() == 1
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (await stream).startswith(expected[0])
+        while True:
+            try:
+                await engine.check_health()
+                break
+            except EngineStalledError:
+                await asyncio.sleep(0.01)
+        assert await text_of(engine, PROMPTS[1], "after") == expected[1]
+        assert (await engine.get_state())["front_end"]["calls"] == 0  # those given up are gone
+
+    run(scenario, engine_heartbeat_timeout=0.8, engine_call_timeout=0.5)
+
+
 def test_several_front_ends_share_an_engine(expected):
     """Each has its own requests, also under equal ids; one that leaves takes its requests along."""
 
@@ -170,6 +276,19 @@ def test_an_engine_process_for_synchronous_use(expected):
         with pytest.raises(ValueError, match="empty"):
             llm.generate([[]], use_tqdm=False)
         assert llm.llm_engine.reset_prefix_cache()
+        client = llm.llm_engine.client
+        with pytest.raises(RuntimeError, match="unknown call 'nothing'"):
+            client._call("nothing")
+        unsent = GREEDY.with_known(seed=2**70)
+        for _ in range(2):
+            with pytest.raises(OverflowError):
+                llm.llm_engine.add_request("unsent", PROMPTS[0], unsent)
+        assert not llm.llm_engine.has_unfinished_requests()
+        os.kill(client.connection.host.process.pid, signal.SIGSTOP)
+        client._call_timeout = 0.3
+        with pytest.raises(EngineStalledError, match=r"reset_prefix_cache within 0\.3 seconds"):
+            llm.llm_engine.reset_prefix_cache()
+        os.kill(client.connection.host.process.pid, signal.SIGCONT)
         llm.llm_engine.add_request("gone", PROMPTS[0], GREEDY)
         os.kill(llm.llm_engine.client.connection.host.process.pid, signal.SIGKILL)
         for _ in range(2):

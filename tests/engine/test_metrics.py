@@ -42,10 +42,9 @@ def clock(monkeypatch):
 def add(processor, clock, name, indices, **params):
     given = SamplingParams(n=len(indices), **params)
     prompt = np.arange(5, dtype=np.int32)
-    requests = [
-        EngineCoreRequest(f"{name}{i}", index, prompt, given, (), 0, clock.time()) for i, index in enumerate(indices)
-    ]
-    processor.add(name, None, prompt.tolist(), requests)
+    request = EngineCoreRequest(name, indices[0], prompt, given, (), 0, clock.time())
+    assert [one.index for one in request.sequences()] == indices
+    processor.add(name, None, prompt.tolist(), request)
 
 
 def step(processor, index, finish=FinishReason.NONE, tokens_each=1, scheduled=None, num_cached=0):

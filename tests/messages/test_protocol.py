@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine
+from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine, Unreadable
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RepetitionDetection, SamplingParams
 
@@ -29,6 +29,35 @@ def test_requests_survive_the_way(num_tokens):
     (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
     assert np.array_equal(got.prompt_token_ids, sent.prompt_token_ids) and got.prompt_token_ids.dtype == np.int32
     assert got.params == sent.params and got.seed == sent.seed and got.eos_token_ids == (2, 3)
+
+
+def test_a_request_for_many_completions_is_sent_once_and_shared():
+    many, one = (request(100, n=n, prompt_logprobs=1, allowed_token_ids=list(range(1000))) for n in (128, 1))
+    sizes = [len(Codec(FromEngine).encode(AddRequests([sent]))[0]) for sent in (many, one)]
+    assert abs(sizes[0] - sizes[1]) < 10
+    (got,) = Codec(ToEngine).decode(Codec(FromEngine).encode(AddRequests([many]))).requests
+    first, *others = got.sequences()
+    assert first is got and len(others) == 127
+    assert [other.index for other in others] == list(range(8, 8 + 127))
+    assert len({other.request_id for other in others}) == len({other.seed for other in others}) == 127
+    assert {other.fork_of for other in others} == {"a"}
+    assert first.params.prompt_logprobs == 1 and others[0].params.prompt_logprobs is None  # only one scores the prompt
+    assert all(other.params is others[0].params for other in others)
+    assert all(other.prompt_token_ids is first.prompt_token_ids for other in others)
+    assert others[0].params.allowed_token_ids is first.params.allowed_token_ids
+
+
+def test_who_waits_for_what_cannot_be_read_is_found():
+    message = msgspec.msgpack.decode(Codec(FromEngine).encode(AddRequests([request(3, n=3)]))[0])
+    message["requests"][0]["params"]["top_p"] = 2
+    frames = [msgspec.msgpack.encode(message)]
+    with pytest.raises(ValueError, match="top_p is 2"):
+        Codec(ToEngine).decode(frames)
+    assert Unreadable.of(frames, "why") == Unreadable("why", [7, 8, 9], [])
+    call = [msgspec.msgpack.encode({"type": "Call", "number": 5, "name": 1})]
+    assert Unreadable.of(call, "why") == Unreadable("why", [], [5])
+    for frames in ([], [b""], [b"\xff"], [msgspec.msgpack.encode([1])], [msgspec.msgpack.encode({"type": "Call"})]):
+        assert Unreadable.of(frames, "why") == Unreadable("why", [], [])
 
 
 def test_outputs_survive_the_way():

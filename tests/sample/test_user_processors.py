@@ -120,6 +120,8 @@ def test_wrong_arguments_are_refused(tiny, llm):
     [
         ("add_row", "Faulty failed in add_row: KeyError: 'no such thing'"),
         ("apply", "Faulty failed in apply: RuntimeError: something broke"),
+        ("panic", "Panic: something broke"),
+        ("exit", "SystemExit: something broke"),
         ("shape", r"Faulty gave back a tensor \[\d+, 210\] of torch.float32 for a tensor \[\d+, 211\]"),
     ],
 )
@@ -129,6 +131,14 @@ def test_a_failure_ends_its_step_and_names_the_processor(llm, fault, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(broken.error)
     assert tokens(llm.generate(PROMPTS[1], params({"target_token": 9}), use_tqdm=False)) == [[9] * NUM_TOKENS]
+
+
+def test_a_failure_after_the_end_is_nobodys(llm, caplog):
+    for _ in range(2):
+        asked = [params({"fault": "remove_row"}), params({"target_token": 9})]
+        outputs = llm.generate(PROMPTS[:2], asked, use_tqdm=False)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+    assert "Faulty failed in remove_row: KeyError: 'no such row'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,10 @@ class Counting:
                 self.next[row] = int(token_ids[place]) + 1
 
 
+class Panic(BaseException):
+    """What a Rust library raises."""
+
+
 class Faulty(RowProcessor):
     def add_row(self, new: NewRow) -> None:
         fault = (new.params.extra_args or {}).get("fault")
@@ -91,10 +95,22 @@ class Faulty(RowProcessor):
 
     def apply(self, logits, batch: SampleBatch):
         for place in self.places(batch):
-            if self.rows[batch.row_list[place]] == "shape":
+            fault = self.rows[batch.row_list[place]]
+            if fault == "shape":
                 return logits[:, :-1]
-            raise RuntimeError("something broke")
+            if fault == "panic":
+                raise Panic("something broke")
+            if fault == "exit":
+                raise SystemExit("something broke")
+            if fault == "apply":
+                raise RuntimeError("something broke")
         return logits
+
+    def remove_row(self, row: int) -> None:
+        if self.rows.get(row) == "remove_row":
+            del self.rows[row]
+            raise KeyError("no such row")
+        super().remove_row(row)
 
 
 class NoConstructor(RowProcessor):

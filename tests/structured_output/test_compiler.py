@@ -1,10 +1,13 @@
 """Grammars are compiled once, within limits of memory and time."""
 
+import threading
 from dataclasses import dataclass
 
 import pytest
 
+from quire.messages.requests import ErrorKind
 from quire.messages.structured import MAX_DEPTH, MAX_REGEX, MAX_TEXT, StructuredOutputsParams
+from quire.structured_output.base import GrammarBusyError
 from quire.structured_output.compiler import GrammarCache, GrammarCompiler
 from quire.structured_output.registry import BackendRegistry
 
@@ -51,7 +54,7 @@ def test_equal_grammars_are_compiled_once() -> None:
     assert compiler.request(schema.key("auto"), schema, "a") is None
     assert compiler.request(same.key("auto"), same, "b") is None
     [job] = collect(compiler)
-    assert job.waiters == ["a", "b"] and len(calls) == 1 and not compiler.pending
+    assert list(job.waiters) == ["a", "b"] and len(calls) == 1 and not compiler.pending
     assert compiler.request(same.key("auto"), same, "c") is job.compiled
 
 
@@ -63,7 +66,8 @@ def test_whatever_a_library_raises_is_the_requests_error() -> None:
     spec = StructuredOutputsParams(regex="a")
     compiler.request(spec.key("auto"), spec, "a")
     [job] = collect(compiler)
-    assert job.error == "the grammar library failed: MemoryError: too much"
+    assert job.error.message == "the grammar library failed: MemoryError: too much"
+    assert job.error.kind == ErrorKind.OUT_OF_MEMORY
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +107,84 @@ for _ in range(MAX_DEPTH + 1):
 def test_limits(wanted: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^structured_outputs: .*{message}"):
         StructuredOutputsParams(**wanted)
+
+
+class Slow:
+    """Compiles nothing before its gate opens."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun, self.calls = threading.Event(), threading.Semaphore(0), []
+
+    def __call__(self, spec: StructuredOutputsParams) -> Fake:
+        self.calls.append(spec.regex)
+        self.begun.release()
+        self.gate.wait(60)
+        return Fake(1)
+
+
+def ask(compiler: GrammarCompiler, regex: str, request_id: str) -> None:
+    spec = StructuredOutputsParams(regex=regex)
+    assert compiler.request(spec.key("auto"), spec, request_id) is None
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+    slow = Slow()
+    compiler = GrammarCompiler(slow, seconds=60, cache_bytes=1000, num_threads=1)
+    ask(compiler, "first", "a")
+    assert slow.begun.acquire(timeout=60)
+    for request_id in ("b", "c"):
+        ask(compiler, "left", request_id)
+    ask(compiler, "last", "d")
+    for request_id in ("b", "a", "c", "unknown"):
+        compiler.forget(request_id)
+    slow.gate.set()
+    ended = []
+    while compiler.pending:
+        compiler.wait(5)
+        ended += compiler.collect()
+    assert slow.calls == ["first", "last"]  # the first had begun: it ends in the cache
+    assert [list(job.waiters) for job in ended] == [[], ["d"]]
+    assert compiler.request(ended[0].key, ended[0].spec, "e") is not None
+
+
+def test_the_queue_has_a_limit() -> None:
+    slow = Slow()
+    compiler = GrammarCompiler(slow, seconds=60, cache_bytes=1000, num_threads=1, max_queue=2)
+    ask(compiler, "running", "a")
+    assert slow.begun.acquire(timeout=60)
+    ask(compiler, "second", "b")
+    ask(compiler, "third", "c")
+    with pytest.raises(GrammarBusyError, match=r"2 grammars wait .*--structured-outputs-max-queue 2"):
+        ask(compiler, "fourth", "d")
+    ask(compiler, "third", "e")  # needs no place of its own
+    compiler.forget("b")
+    ask(compiler, "fourth", "d")
+    slow.gate.set()
+
+
+def test_a_request_does_not_wait_for_a_compiler_for_ever() -> None:
+    slow = Slow()
+    compiler = GrammarCompiler(slow, seconds=60, cache_bytes=1000, num_threads=1, queue_seconds=0.05)
+    ask(compiler, "running", "a")
+    assert slow.begun.acquire(timeout=60)
+    ask(compiler, "waiting", "b")
+    [job] = collect(compiler)
+    assert list(job.waiters) == ["b"] and job.error.kind == ErrorKind.BUSY
+    assert "0.05 seconds (--structured-outputs-queue-seconds)" in job.error.message
+    slow.gate.set()
+    [job] = collect(compiler)
+    assert list(job.waiters) == ["a"] and job.compiled is not None and slow.calls == ["running"]
+
+
+def test_while_all_compilers_are_taken_up_others_hear_that_they_are_busy() -> None:
+    slow = Slow()
+    compiler = GrammarCompiler(slow, seconds=0.05, cache_bytes=1000, num_threads=2)
+    for name in ("one", "two", "queued"):
+        ask(compiler, name, name)
+    kinds = {}
+    while len(kinds) < 3:
+        kinds |= {request_id: job.error.kind for job in collect(compiler) for request_id in job.waiters}
+    assert kinds == {"one": ErrorKind.INVALID, "two": ErrorKind.INVALID, "queued": ErrorKind.BUSY}
+    with pytest.raises(GrammarBusyError, match="taken up"):
+        ask(compiler, "late", "late")
+    slow.gate.set()

@@ -74,12 +74,14 @@ class InProcess:
         return HttpAnswer(status, headers, b"".join(parts))
 
     async def _check_engine(self) -> None:
-        from quire.engine.async_engine import EngineDeadError
+        from quire.engine.async_engine import EngineDeadError, EngineStalledError
 
         try:
             await self.engine.check_health()
         except EngineDeadError as error:
             raise Unreachable(f"the engine has died: {error}") from error
+        except EngineStalledError as error:
+            raise Unreachable(str(error)) from error
 
 
 class OverHttp:

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.engine.async_engine import EngineDeadError
+from quire.engine.async_engine import EngineDeadError, EngineStalledError
 
 logger = logging.getLogger("quire")
 
@@ -77,6 +77,10 @@ def engine_dead() -> ApiError:
     return ApiError(503, message, type=SERVER, code="engine_dead", headers=retry(5))
 
 
+def engine_stalled(error: EngineStalledError) -> ApiError:
+    return ApiError(503, str(error), type=SERVER, code="engine_stalled", headers=retry(5))
+
+
 def internal_error(request_id: str) -> ApiError:
     return ApiError(500, f"an internal error; the server's log has it under request id {request_id}", type=SERVER)
 
@@ -87,6 +91,8 @@ def as_api_error(error: Exception, scope: Scope) -> ApiError:
         return error
     if isinstance(error, EngineDeadError):
         return engine_dead()
+    if isinstance(error, EngineStalledError):
+        return engine_stalled(error)
     request_id = scope.get("quire.request_id", "")
     logger.error("request %s failed", request_id, exc_info=error)
     return internal_error(request_id)

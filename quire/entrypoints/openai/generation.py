@@ -1,6 +1,7 @@
 """Running a request's prompts through the engine, for as long as its client is there."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -12,9 +13,18 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import RequestOutput
 from quire.entrypoints.openai.body import ClientDisconnected
 from quire.entrypoints.openai.context import Job
-from quire.entrypoints.openai.errors import SERVER, ApiError, bad_request, engine_dead
+from quire.entrypoints.openai.errors import SERVER, ApiError, bad_request, engine_dead, overloaded
+from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import FIELDS
+
+logger = logging.getLogger("quire")
+
+PUBLIC_CAUSES = {
+    ErrorKind.OUT_OF_MEMORY: "out of memory",
+    ErrorKind.NOT_A_NUMBER: "the model's scores are not numbers, or allow no token",
+}
+BUSY_SECONDS = 5  # after which a client may try again
 
 T = TypeVar("T")
 Batch = Sequence[tuple[int, RequestOutput]]  # which prompt, and its news
@@ -49,7 +59,9 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
             async for output in stream:
                 await queue.put((place, output))
             await queue.put((place, None))
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic of a Rust library: whoever waits for the queue must hear of it
             await queue.put((place, error))
         finally:
             await _close(stream)
@@ -115,11 +127,17 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def check_outputs(batch: Batch) -> None:
-    """The engine failed a request: its cause is meant for the client."""
+    """The engine failed a request. What was wrong with it, or that there was no room for it, is for the client; any
+    other cause is for the log."""
     for _, output in batch:
         if any(choice.finish_reason == "error" for choice in output.outputs):
-            field = (output.error or "").partition(":")[0]
-            if field in FIELDS:  # its grammar cannot be compiled
-                raise bad_request(output.error or "", field)
-            cause = f": {output.error}" if output.error else ""
-            raise ApiError(500, f"the engine failed this request{cause}", type=SERVER, code="engine_error")
+            message, kind = output.error or "", output.error_kind
+            if kind == ErrorKind.INVALID:
+                field = message.partition(":")[0]
+                raise bad_request(message, field if field in FIELDS else None)
+            if kind == ErrorKind.BUSY:
+                raise overloaded(message, BUSY_SECONDS)
+            logger.error("the engine failed request %s: %s", output.request_id, message)
+            cause = PUBLIC_CAUSES.get(kind, "an internal error") if kind is not None else "an internal error"
+            where = f"the server's log has more under request id {output.request_id}"
+            raise ApiError(500, f"the engine failed this request: {cause}; {where}", type=SERVER, code="engine_error")

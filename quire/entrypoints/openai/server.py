@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from quire.config.server import ServerConfig
-from quire.engine.async_engine import EngineDeadError
+from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.entrypoints.http.connection import connection_factory
 from quire.entrypoints.openai.context import ServerContext
 
@@ -110,6 +110,8 @@ class Server(uvicorn.Server):
                 await self.context.engine.check_health()
             except EngineDeadError as error:
                 self.fail(str(error))
+            except EngineStalledError:
+                pass  # it may recover; until then /health says so
         return await super().on_tick(counter)
 
     def fail(self, engine_cause: str | None) -> None:

@@ -56,6 +56,30 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, count: str) -> 
         assert server.wait() == 128 + signal.SIGTERM
 
 
+@COUNTS
+def test_a_stopped_engine_is_unhealthy_until_it_goes_on(tmp_path: Path, count: str) -> None:
+    flags = ("--api-server-count", count, "--engine-heartbeat-timeout", "1", "--engine-call-timeout", "1")
+    with serving(tmp_path, *FLAGS, *flags, "--enable-admin") as server:
+        assert server.get("/health").status_code == 200
+        os.kill(server.engine, signal.SIGSTOP)
+        try:
+            while (answer := server.get("/health")).status_code == 200:
+                pass
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_stalled"
+            assert "no sign of life" in answer.json()["error"]["message"]
+            assert server.post("/reset_prefix_cache").status_code == 503
+        finally:
+            os.kill(server.engine, signal.SIGCONT)
+        while server.get("/health").status_code != 200:
+            assert server.process.poll() is None
+        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        while answer.status_code == 503:  # of another process, which has not heard yet
+            answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert answer.status_code == 200
+        server.process.terminate()
+        assert server.wait() == 0
+
+
 def test_the_death_of_an_api_process_ends_the_server(tmp_path: Path) -> None:
     flags = ("--api-server-count", "2", "--rate-limit-requests", "6", "--api-key", "a", "--api-key", "b")
     with serving(tmp_path, *FLAGS, *flags) as server:

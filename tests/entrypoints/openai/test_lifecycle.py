@@ -9,7 +9,9 @@ import openai
 import pytest
 
 from quire.config.server import ServerConfig
+from quire.engine.async_engine import EngineStalledError
 from quire.entrypoints.openai.server import bind
+from quire.messages.requests import ErrorKind, FinishReason, RequestError
 from tests.entrypoints.openai.processes import resident
 from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
 
@@ -66,21 +68,57 @@ def test_requests_to_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "gone" not in answer.text
 
 
-def test_a_failed_request_says_why(slow: Running) -> None:
-    from quire.messages.requests import FinishReason
-
+def test_a_failed_request_says_why_as_far_as_that_is_public(slow: Running, caplog: pytest.LogCaptureFixture) -> None:
     engine = slow.engine
     processed = engine.output_processor.process
 
     def failing(outputs: Any) -> Any:
         outputs.finish[:] = FinishReason.ERROR
-        outputs.errors = {i: "the device ran out of memory" for i in range(len(outputs.index))}
+        error = RequestError(ErrorKind.OUT_OF_MEMORY, "OutOfMemoryError: of a secret device")
+        outputs.errors = dict.fromkeys(range(len(outputs.index)), error)
         return processed(outputs)
 
     engine.output_processor.process = failing  # type: ignore[method-assign]
     for stream in (False, True):
-        with pytest.raises(openai.InternalServerError, match="ran out of memory"):
+        with pytest.raises(openai.InternalServerError, match=r"out of memory; .* request id cmpl-") as error:
             slow.client().completions.create(**ENDLESS, stream=stream)
+        assert "secret" not in str(error.value)
+    assert "of a secret device" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_there_is_no_room_for(slow: Running, stream: bool) -> None:
+    processed = slow.engine.output_processor.process
+
+    def busy(outputs: Any) -> Any:
+        outputs.finish[:] = FinishReason.ERROR
+        outputs.errors = {0: RequestError(ErrorKind.BUSY, "structured_outputs: all compilers are busy")}
+        return processed(outputs)
+
+    slow.engine.output_processor.process = busy  # type: ignore[method-assign]
+    answer = slow.post("/v1/completions", ENDLESS | {"stream": stream})
+    assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
+    assert "all compilers are busy" in answer.json()["error"]["message"]
+
+
+def test_a_stalled_engine_is_said_to_be_and_the_server_goes_on() -> None:
+    with running(stub_engine(0.01)) as server:
+        healthy = server.engine.check_health
+        seen = []
+
+        async def stalled() -> None:
+            seen.append(1)
+            raise EngineStalledError("no sign of life (--engine-heartbeat-timeout)")
+
+        server.in_loop(lambda: setattr(server.engine, "check_health", stalled))
+        for path in ("/health", "/ready", "/ping"):
+            answer = server.get(path)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_stalled"
+            assert "--engine-heartbeat-timeout" in answer.text
+        assert server.post("/v1/completions", ENDLESS).status_code == 503
+        server.wait_until(lambda: len(seen) > 6)  # the server's own looks too
+        server.in_loop(lambda: setattr(server.engine, "check_health", healthy))
+        assert server.get("/health").status_code == 200 and not server.server.should_exit
 
 
 def test_a_request_that_fails_in_the_middle_of_its_stream(slow: Running) -> None:

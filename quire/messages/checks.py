@@ -1,0 +1,105 @@
+"""Checks of values that users send. Each raises a ValueError that names the field, the value and what is allowed; what
+passes can be sent to another process."""
+
+import math
+from typing import Any
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_INT = 2**63 - 1
+MAX_PLAIN_DEPTH = 32  # of nested lists and mappings
+MAX_PLAIN_VALUES = 1 << 16
+MAX_PLAIN_CHARACTERS = 1 << 20  # of all texts in it together
+SHOWN_CHARACTERS = 200  # of a value in an error
+
+
+def shown(value: Any) -> str:
+    """A value as an error names it: a long one is cut, and one whose text cannot be made is described."""
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (list, tuple, dict, set)) and len(value) > SHOWN_CHARACTERS:
+        return f"a {type(value).__name__} of {len(value)} entries"
+    if isinstance(value, (str, bytes)) and len(value) > SHOWN_CHARACTERS:
+        value = value[:SHOWN_CHARACTERS]
+        return f"{value!r}..."
+    try:
+        text = repr(value)
+    except Exception:  # of an int with more digits than Python writes, somewhere within
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def check(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {shown(value)}; it must be {allowed}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    check(isinstance(value, bool), name, value, "true or false")
+
+
+def check_int(name: str, value: Any, low: int, high: int, allowed: str | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    check(ok, name, value, allowed or f"a whole number between {low} and {high}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (abs(value) <= MAX_INT if isinstance(value, int) else math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}")
+
+
+def check_count(name: str, values: Any, most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"{name} has {len(values)} entries; at most {most} are allowed")
+
+
+def check_tokens(name: str, values: Any, most: int) -> None:
+    check(isinstance(values, list), name, values, "a list of token ids")
+    check_count(name, values, most)
+    for token in values:
+        check_int(name, token, 0, MAX_TOKEN_ID, "token ids of 0 or more")
+
+
+def check_text(name: str, text: Any, longest: int) -> None:
+    check(isinstance(text, str), name, text, "a text")
+    if len(text) > longest:
+        raise ValueError(f"{name} has a text of {len(text)} characters; at most {longest} are allowed")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} is not valid Unicode: it holds half of a surrogate pair") from None
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Numbers, texts, lists and mappings of such, as JSON has them, of bounded size."""
+    level, num_values, num_characters = [value], 0, 0
+    for _ in range(MAX_PLAIN_DEPTH + 1):
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                below += part.keys()
+                below += part.values()
+                if not all(isinstance(key, str) for key in part):
+                    raise ValueError(f"{name} has a mapping whose keys are not all texts; they must be")
+            elif isinstance(part, (list, tuple)):
+                below += part
+            elif isinstance(part, str):
+                check_text(name, part, MAX_PLAIN_CHARACTERS)
+                num_characters += len(part)
+            elif isinstance(part, int):
+                check(abs(part) <= MAX_INT, name, part, "without whole numbers of more than 64 bits")
+            elif part is not None and not isinstance(part, float):
+                raise ValueError(
+                    f"{name} has a {type(part).__name__}; it may hold texts, numbers, true, false, None, lists and "
+                    "mappings"
+                )
+        num_values += len(below)
+        if num_values > MAX_PLAIN_VALUES:
+            raise ValueError(f"{name} has more than {MAX_PLAIN_VALUES} values in it")
+        if num_characters > MAX_PLAIN_CHARACTERS:
+            raise ValueError(f"{name} has more than {MAX_PLAIN_CHARACTERS} characters in it")
+        if not below:
+            return
+        level = below
+    raise ValueError(f"{name} is nested more than {MAX_PLAIN_DEPTH} levels deep")
