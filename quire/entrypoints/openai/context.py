@@ -110,7 +110,7 @@ class ServerContext:
         key: bytes | None = scope.get("quire.key")
         if not self.isolated or key is None:
             return given
-        return f"key {key.hex()} {given or ''}"
+        return hashlib.sha256(key + (given or "").encode()).hexdigest()
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. A request without a model means the one there is."""
