@@ -139,8 +139,6 @@ class EngineProcess:
                 self.core.finish_requests(request_ids)
             case Call(number, name):
                 self._out.put((self._addresses[sender], self._answer(number, name)))
-            case Watch(client):
-                self._watching[client] = self._addresses[sender]
             case Unreadable():
                 self._refuse(sender, message)
             case Hello(address, client):
@@ -252,10 +250,18 @@ class EngineProcess:
             sender, *frames = socket.recv_multipart()
             try:
                 message = codec.decode(frames)
-            except ValueError as error:
+            except Exception as error:  # this thread must go on: everybody's requests come through it
                 logger.warning("refused: %s", error)
                 message = Unreadable.of(frames, str(error))
-            self._in.put((sender, message))
+            if isinstance(message, Watch):
+                self._watch(sender, message.client)  # the engine's thread may be busy for longer than it is waited for
+            else:
+                self._in.put((sender, message))
+
+    def _watch(self, sender: bytes, client: int) -> None:
+        address = self._addresses.get(sender)
+        if address is not None:
+            self._watching[client] = address
 
     def _send(self) -> None:
         context = zmq.Context()  # not the other thread's, whose socket never closes: this one can be waited for

@@ -19,14 +19,14 @@ class WaitingQueue:
         return len(self._members)
 
     def push(self, request: Request) -> None:
-        if len(self._heap) > 64 + 2 * len(self._members):
-            self._heap = [entry for entry in self._heap if entry[1] in self._members]
-            heapq.heapify(self._heap)
         self._members.add(request)
         heapq.heappush(self._heap, (request.key, request))
 
     def remove(self, request: Request) -> None:
         self._members.discard(request)
+        if len(self._heap) > 64 + 2 * len(self._members):
+            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            heapq.heapify(self._heap)
 
     def peek(self) -> Request | None:
         while self._heap:

@@ -63,7 +63,7 @@ def check_tokens(name: str, values: Any, most: int) -> None:
 def check_text(name: str, text: Any, longest: int) -> None:
     check(isinstance(text, str), name, text, "a text")
     if len(text) > longest:
-        raise ValueError(f"{name} has a text of {len(text)} characters; at most {longest} are allowed")
+        raise ValueError(f"{name} has {len(text)} characters; at most {longest} are allowed")
     if not text.isascii():
         try:
             text.encode()

@@ -218,6 +218,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             for text in texts:
                 if not isinstance(text, str) or not text:
                     raise ValueError(f"{name} has {shown(text)}; its entries must be texts that are not empty")
+                if len(text) > longest:
+                    raise ValueError(f"{name} has an entry of {len(text)} characters; at most {longest} are allowed")
                 check_text(name, text, longest)
         if self.stop and not self.detokenize:
             raise ValueError("stop strings are found in the text: they need detokenize=True")

@@ -118,6 +118,13 @@ def test_heartbeats_tell_how_long_a_step_has_lasted(engine: Engine) -> None:
         pass
 
 
+def test_who_begins_to_listen_during_a_long_step_hears_of_it(engine: Engine) -> None:
+    engine.add("long", 1)
+    engine.wire.send(Watch(0))
+    while not engine.receive(Heartbeat).step_seconds:
+        pass
+
+
 def test_nobody_who_does_not_listen_gets_heartbeats(engine: Engine) -> None:
     engine.wire.send(Call(1, "nothing"))
     assert engine.receive(Result).error == "unknown call 'nothing'"
@@ -158,7 +165,7 @@ def test_outputs_that_cannot_be_sent_end_their_requests(engine: Engine) -> None:
 def test_what_arrives_after_a_goodbye_is_ignored(engine: Engine) -> None:
     """A supervisor says it for a front end that died, whose own messages may come later."""
     engine.process._handle(b"gone", Call(1, "reset_prefix_cache"))
-    engine.process._handle(b"gone", Watch(1))
+    engine.process._watch(b"gone", 1)
     engine.process._handle(b"gone", AddRequests([]))
     assert not engine.process._watching
 

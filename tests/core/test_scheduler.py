@@ -94,6 +94,31 @@ def test_a_preempted_request_waits_for_its_plans_in_flight():
     assert_expected(engine, {"new": range(20, 30)}, 12)
 
 
+class Unlisted(dict):
+    """Requests that may be looked up, not gone through: there may be very many."""
+
+    def values(self):
+        raise AssertionError("went through all requests")
+
+    __iter__ = items = values
+
+
+def test_a_step_does_not_go_through_waiting_requests():
+    engine = FakeEngine(num_blocks=8)
+    engine.add("running", range(16), max_tokens=12)
+    for i in range(200):
+        engine.add(str(i), range(100, 120))  # needs more blocks than are left
+    engine.scheduler.requests = Unlisted(engine.scheduler.requests)
+    for _ in range(5):
+        engine.step()
+    assert len(engine.scheduler.running) == 1
+    for i in range(200):
+        engine.abort(str(i))
+    assert len(engine.scheduler.waiting._heap) <= 64  # those that have left go too
+    while "running" in engine.scheduler.requests:
+        engine.step()
+
+
 @DEPTHS
 def test_requests_end_at_their_limits(depth):
     engine = FakeEngine(depth=depth, max_model_len=20)

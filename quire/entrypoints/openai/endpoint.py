@@ -177,7 +177,9 @@ class GenerationEndpoint(ABC, Generic[R]):
             last = answer.end()
         except ClientDisconnected:
             return
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic of a Rust library
             if not started:
                 raise
             last = as_api_error(error, scope).event() + DONE

@@ -85,7 +85,7 @@ def internal_error(request_id: str) -> ApiError:
     return ApiError(500, f"an internal error; the server's log has it under request id {request_id}", type=SERVER)
 
 
-def as_api_error(error: Exception, scope: Scope) -> ApiError:
+def as_api_error(error: BaseException, scope: Scope) -> ApiError:
     """What a client may know of an error; the rest goes to the log."""
     if isinstance(error, ApiError):
         return error

@@ -1,5 +1,6 @@
 """Small ASGI layers around the endpoints, each of which can be understood alone."""
 
+import asyncio
 import hashlib
 import hmac
 import importlib
@@ -100,7 +101,9 @@ class Errors:
             await self.app(scope, receive, send_noting)
         except ClientDisconnected:
             pass
-        except Exception as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic of a Rust library
             answer = as_api_error(error, scope)
             if not started:
                 await answer.response()(scope, receive, send)

@@ -121,6 +121,28 @@ def test_a_stalled_engine_is_said_to_be_and_the_server_goes_on() -> None:
         assert server.get("/health").status_code == 200 and not server.server.should_exit
 
 
+class Panic(BaseException):
+    """What a Rust library raises."""
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_panic_is_one_requests_failure(slow: Running, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+    """In the tokenizer, for one prompt of several or for the only one."""
+
+    def panic(*_: Any, **__: Any) -> Any:
+        raise Panic("of a library")
+
+    other = slow.client().completions.create(**ENDLESS, stream=True)
+    next(other)
+    monkeypatch.setattr(slow.engine.input_processor, "process", panic)
+    for prompt in ([1], [[1], [2]]):
+        answer = slow.post("/v1/completions", ENDLESS | {"prompt": prompt, "stream": streamed})
+        assert answer.status_code == 500 and "an internal error" in answer.json()["error"]["message"]
+        assert "of a library" not in answer.text
+    assert next(other).choices
+    other.close()
+
+
 def test_a_request_that_fails_in_the_middle_of_its_stream(slow: Running) -> None:
     stream = slow.client().completions.create(**ENDLESS, stream=True)
     next(stream)
