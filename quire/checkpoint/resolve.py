@@ -92,10 +92,11 @@ def _from_hub(
     from quire.checkpoint import hub
 
     if gguf is not None:
-        file = hub.download_gguf(repo, gguf, revision, download_dir)
-        return replace(_from_gguf(file, name, load_format), revision=revision)
+        folder, file = hub.download_gguf(repo, gguf, revision, download_dir)
+        return replace(_from_gguf(file, name, load_format), revision=hub.commit_of(folder, revision))
     patterns = {"dummy": hub.TOKENIZER_PATTERNS, "pt": hub.PT_PATTERNS}.get(load_format, hub.MODEL_PATTERNS)
     folder = hub.download(repo, (*patterns, "*.py") if remote_code else patterns, revision, download_dir)
+    revision = hub.commit_of(folder, revision)
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
         # Asked for only now: most repositories hold the same weights in both formats.
         folder = hub.download(repo, hub.PT_PATTERNS, revision, download_dir)

@@ -4,9 +4,7 @@ import atexit
 import logging
 import multiprocessing
 import multiprocessing.util  # its handler at exit waits for child processes: it must be registered before ours
-import shutil
 import signal
-import tempfile
 import weakref
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +15,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.core.engine_process import engine_process_main
 from quire.engine.async_engine import EngineDeadError
+from quire.engine.socket_folder import SocketFolder
 from quire.messages.protocol import Codec, Dead, FromEngine, Goodbye, Hello, Ready, Shutdown
 
 # A fresh interpreter for every process: a fork would take along threads' locks and whatever else its parent holds.
@@ -27,21 +26,21 @@ class EngineHost:
     """An engine process, started here, and the folder with the sockets through which front ends find it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        # Of this user alone. Sockets without a file would be open to every user of the machine.
-        self.folder = Path(tempfile.mkdtemp(prefix="quire-"))
+        self._sockets = SocketFolder()
+        self.folder = self._sockets.path
         self.process = SPAWN.Process(
             target=engine_process_main,
             args=(config, engine_address(self.folder), logging.getLogger("quire").getEffectiveLevel()),
             name="quire-engine",
         )
-        self._abandon = weakref.finalize(self, _abandon, self.process, self.folder)
+        self._abandon = weakref.finalize(self, _abandon, self.process, self._sockets)
         self._abandon.atexit = False
         atexit.register(self._abandon)
         self.process.start()
 
     def all_connected(self) -> None:
         """A connected socket needs its file no longer, so none can be left behind, however this process ends."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._sockets.remove()
 
     def check_alive(self) -> None:
         if not self.process.is_alive():
@@ -143,8 +142,8 @@ def how_it_ended(process: BaseProcess) -> str:
     return f"ended with exit code {code}"
 
 
-def _abandon(process: BaseProcess, folder: Path) -> None:
+def _abandon(process: BaseProcess, sockets: SocketFolder) -> None:
     if process.is_alive():
         process.kill()
         process.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    sockets.remove()

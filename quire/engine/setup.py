@@ -52,6 +52,7 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         logger.info("sampling defaults: %s (from %s)", values, source)
     model = dataclasses.replace(
         asked,
+        revision=checkpoint.revision,  # a commit: the engine's process must not find a branch that has moved
         hf_overrides=overrides,
         hf_config=hf_config,
         eos_token_ids=load_eos_token_ids(checkpoint, hf_config),

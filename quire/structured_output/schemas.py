@@ -5,6 +5,7 @@ known to keep; all else is refused, so that `auto` looks further and a user who 
 """
 
 import json
+from decimal import Decimal
 from typing import Any
 
 from quire.structured_output.regexes import pattern_outside_xgrammar
@@ -34,7 +35,8 @@ OF_TYPE: dict[str, set[str]] = {
 }
 REGULAR = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf"}
 REGULAR |= {"minItems", "maxItems", "minLength", "maxLength"}
-XGRAMMAR_FORMATS = {"uuid", "ipv6"}  # its others let more pass
+XGRAMMAR_FORMATS = ("uuid", "ipv6")  # its others let more pass
+MAX_MULTIPLE = 10_000  # digits of a number without its point; llguidance compiles multiples of 2**24 for minutes
 
 
 def outside_xgrammar(schema: Any) -> str | None:
@@ -67,11 +69,12 @@ def outside_xgrammar(schema: Any) -> str | None:
 
 
 def _outside_of_parts(schema: dict[str, Any]) -> str | None:
-    properties = schema.get("properties") or {}
+    named = schema.get("properties")
+    properties = named if isinstance(named, dict) else {}
     additional = schema.get("additionalProperties", False)
     if additional is not False and properties:
         return "additionalProperties beside properties is not supported"
-    if not set(_values(schema.get("required"))) <= set(properties):
+    if any(not isinstance(name, str) or name not in properties for name in _values(schema.get("required"))):
         return "required names outside properties are not supported"
     if len(schema.keys() & {"pattern", "format"}) and schema.keys() & {"minLength", "maxLength"}:
         return "a pattern or format beside a length is not supported"
@@ -123,6 +126,8 @@ def outside_guidance(schema: Any) -> str | None:
     if isinstance(schema, dict):
         if "x-guidance" in schema:
             return "x-guidance is not allowed in a schema"
+        if _digits(schema.get("multipleOf")) > MAX_MULTIPLE:
+            return f"multipleOf {schema['multipleOf']} is not supported: more than {MAX_MULTIPLE} takes too long"
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if schema.get("minProperties", 0) not in (0, 1) and not closed:
             return "minProperties beside names that are open is not supported: one could come twice"
@@ -130,6 +135,14 @@ def outside_guidance(schema: Any) -> str | None:
     if isinstance(schema, list):
         return next((reason for part in schema if (reason := outside_guidance(part))), None)
     return None
+
+
+def _digits(number: Any) -> int:
+    """A number without its sign and point. Powers of ten cost nothing, so they count as 1."""
+    if type(number) not in (int, float):
+        return 0
+    digits = "".join(map(str, Decimal(str(number)).as_tuple().digits))
+    return 1 if digits.strip("0") == "1" else int(digits[:20])
 
 
 def open_names(schema: Any) -> bool:

@@ -1,12 +1,21 @@
 """`quire bench soak` on the real server for a few seconds, and what it would have found."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.bench.processes import Process
+from quire.bench.serve_client import Target
 from quire.bench.soak import Memory, leftovers
+from quire.bench.soak_probe import PROMPTS, Probe
+from quire.bench.soak_server import WallClock
 from quire.entrypoints.cli.main import main
 
 
@@ -48,3 +57,48 @@ def test_growth_is_that_of_the_peaks_after_the_warm_up() -> None:
     (found,) = memory.judged(0.2)
     assert found["growth_mb_per_minute"] == pytest.approx(2.0)
     assert (found["first_mb"], found["last_mb"]) == (100, 318)
+
+
+@pytest.mark.slow
+def test_a_short_chaos_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--minutes", "0.4", "--chaos-interval", "3", "--chaos-seed", "3", "--concurrency", "4"]
+    code = main(["bench", "soak", "--chaos", *flags, "--num-gpu-blocks-override", "256", "--json"])
+    details = json.loads(capsys.readouterr().out)["details"]
+    assert code == 0, details
+    assert sum(details["chaos"].values()) > 0 and details["starts"] > 1
+    assert details["probes"]["right"] > 0 and details["outcomes"]["completed"] > 0
+
+
+def answer(text: str, token_ids: list[int]) -> bytes:
+    return json.dumps({"choices": [{"text": text, "token_ids": token_ids}]}).encode()
+
+
+def test_an_answer_of_another_request_is_seen() -> None:
+    probe = Probe(Target("http://127.0.0.1:1"))
+    probe.known = [[10 * i + j for j in range(16)] for i in range(len(PROMPTS))]
+    mine, other = probe.known[:2]
+    assert probe.judged(0, 200, answer(PROMPTS[0] + " yes", mine)) == "right"
+    assert probe.judged(0, 200, answer(PROMPTS[1] + " yes", mine)) == "mixed up"
+    assert probe.judged(0, 200, answer(PROMPTS[0] + " yes", other)) == "mixed up"
+    assert probe.judged(0, 200, answer(PROMPTS[0] + " yes", [*mine[:15], 99])) == "drifted"
+    assert probe.judged(0, 503, b"") == "ended"
+    probe.sent, probe.outcomes = 3, Counter({"right": 1, "mixed up": 1})
+    assert probe.problems() == ["1 probes: mixed up", "3 probes were sent, 2 accounted for"]
+
+
+def test_only_the_server_sees_another_wall_clock(tmp_path: Path) -> None:
+    clock = WallClock(tmp_path)
+    if not clock.available:
+        pytest.skip("there is no C compiler")
+
+    def read() -> float:
+        code = "import time; print(time.time(), time.time_ns() / 1e9)"
+        out = subprocess.run([sys.executable, "-c", code], env=os.environ | clock.environment(), capture_output=True)
+        assert out.returncode == 0, out.stderr
+        one, other = map(float, out.stdout.split())
+        assert abs(one - other) < 60
+        return one
+
+    assert abs(read() - time.time()) < 60
+    clock.step(86_400)
+    assert abs(read() - 86_400 - time.time()) < 60

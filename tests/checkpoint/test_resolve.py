@@ -1,11 +1,14 @@
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from quire.checkpoint import resolve_model
+from quire.config import EngineConfig
+from quire.engine.setup import resolve_config
 
 
 def model_folder(folder: Path, *files: str) -> str:
@@ -154,6 +157,50 @@ def test_hub_model_without_safetensors_is_asked_for_its_bin(tmp_path, monkeypatc
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve_model("org/name").format == "pt"
     assert len(asked) == 2
+
+
+class MovingHub:
+    """A repository whose branch gets a new commit after every download."""
+
+    def __init__(self, cache: Path, *files: str) -> None:
+        self.cache = cache
+        self.files = files
+        self.asked: list[str | None] = []
+
+    def snapshot_download(
+        self, repo: str, *, revision: str | None, allow_patterns: list[str], **options: object
+    ) -> str:
+        self.asked.append(revision)
+        commit = revision if revision and len(revision) == 40 else f"{len(self.asked):040x}"
+        folder = self.cache / "snapshots" / commit
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self.files:
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (folder / name).write_text(json.dumps({"vocab_size": 8, "commit": commit}))
+        return str(folder)
+
+
+def test_both_downloads_of_a_fallback_are_of_one_commit(tmp_path, monkeypatch):
+    hub = MovingHub(tmp_path, "config.json", "pytorch_model.bin")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    found = resolve_model("org/name", revision="main")
+    assert hub.asked == ["main", f"{1:040x}"]
+    assert found.revision == found.path.name == f"{1:040x}"
+    assert found.files == (found.path / "pytorch_model.bin",)
+
+
+def test_the_commit_of_one_gguf_is_known(tmp_path, monkeypatch):
+    hub = MovingHub(tmp_path, "name-Q4_K_M.gguf")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    assert resolve_model("org/name:Q4_K_M").revision == f"{1:040x}"
+
+
+def test_later_processes_load_the_commit_that_was_configured(tmp_path, monkeypatch):
+    hub = MovingHub(tmp_path, "config.json", "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    config, checkpoint = resolve_config(EngineConfig.from_kwargs(model="org/name"))
+    assert resolve_config(config)[1].path == checkpoint.path
+    assert hub.asked == [None, f"{1:040x}"]
 
 
 def test_one_gguf_of_a_hub_repository(tmp_path, monkeypatch):

@@ -1,0 +1,37 @@
+"""No start leaves its sockets behind for longer than until the next start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.engine.socket_folder import SocketFolder
+
+KILLED = "import os; from quire.engine.socket_folder import SocketFolder; SocketFolder(); os.kill(os.getpid(), 9)"
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(parent: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED]).returncode == -9
+    (left,) = parent.iterdir()
+    one = SocketFolder()
+    assert not left.exists() and list(parent.iterdir()) == [one.path]
+    one.remove()
+    assert not list(parent.iterdir())
+
+
+def test_a_folder_in_use_is_not_removed(parent: Path) -> None:
+    first = SocketFolder()
+    (first.path / "socket").touch()
+    second = SocketFolder()
+    assert (first.path / "socket").exists() and second.path != first.path
+    first.remove()
+    first.remove()
+    second.remove()

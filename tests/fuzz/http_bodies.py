@@ -1,0 +1,217 @@
+"""Bodies on all routes of a real server: valid fields with something broken among them.
+
+An input is a line "METHOD PATH" (with " -" behind it: without an API key), then the body.
+"""
+
+import hashlib
+import http.client
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any, Self
+
+from tests.fuzz.mutate import NASTY, Raw, dumps, mutated_bytes, mutated_text, mutated_value
+from tests.fuzz.server import MODEL, FuzzedServer
+from tests.structured_output.cases import SCHEMAS
+
+USER = {"role": "user", "content": "say ab"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"x": {}}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [USER],
+    [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "ab"}, USER],
+    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ],
+]
+# What the schema alone does not say. Fields without an entry get a value of their type.
+VALUES: dict[str, list[Any]] = {
+    "model": [MODEL],
+    "prompt": ["ab", ["ab", "true"], [5, 6, 7], [[5, 6], [7]]],
+    "messages": CONVERSATIONS,
+    "tools": [[TOOL]],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "look"}}],
+    "n": [1, 2],
+    "best_of": [1, 2],
+    "temperature": [0, 0.7, 2],
+    "seed": [7],
+    "stop": ["x", ["a", "b"]],
+    "max_tokens": [4],
+    "max_completion_tokens": [4],
+    "min_tokens": [0, 2],
+    "logit_bias": [{"5": 2.0, "6": -100}],
+    "stop_token_ids": [[5], []],
+    "allowed_token_ids": [[5, 6, 7]],
+    "bad_words": [["a"]],
+    "logprobs": [True, 1, 5],
+    "top_logprobs": [2],
+    "prompt_logprobs": [1],
+    "truncate_prompt_tokens": [3],
+    "repetition_detection": [{"max_pattern_size": 3, "min_count": 2}],
+    "priority": [1],
+    "response_format": [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMAS["object"]}},
+    ],
+    "structured_outputs": [{"regex": "[ab]{1,4}"}, {"choice": ["a", "b"]}, {"json": SCHEMAS["integer"]}],
+    "guided_json": [SCHEMAS["enum"], json.dumps(SCHEMAS["boolean"])],
+    "guided_regex": ["a|b"],
+    "guided_choice": [["a", "b"]],
+    "guided_grammar": ['root ::= "a" | "b"'],
+    "guided_decoding_backend": ["auto", "guidance", "xgrammar", "outlines"],
+    "use_beam_search": [True],
+    "tokens": [[5, 6]],
+    "request_ids": [["none"]],
+    "chat_template": ["{{ messages }}", "/etc/passwd"],
+    "chat_template_kwargs": [{"a": 1}],
+    "documents": [[{"title": "a", "text": "b"}]],
+}
+ALWAYS = ("prompt", "messages", "tokens", "request_ids", "max_tokens")
+PATHS = ["/", "/v1", "/v1/", "/v1/models/%00", "/v1/models/../..", "/v1/completions/", "/v1/models/" + "x" * 3000]
+# Names of Python's exceptions, and places in files of ours.
+INTERNAL = re.compile(
+    r"Traceback|\b(Type|Value|Key|Attribute|Index|Runtime|Overflow|Recursion|Assertion)Error\b|\.py\b"
+)
+METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "QUERY"]
+
+
+class HttpTarget:
+    name = "http"
+
+    def __init__(self) -> None:
+        self.server = FuzzedServer()
+        self.schemas: dict[str, dict[str, Any]] = {}
+        self.bodies: dict[str, dict[str, Any]] = {}  # fields by path
+        self.routes: list[tuple[str, str]] = []
+
+    def __enter__(self) -> Self:
+        self.server.start()
+        document = json.loads(self.server.ask("GET", "/openapi.json")[2])
+        self.schemas = document["components"]["schemas"]
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                self.routes.append((method.upper(), path.replace("{name}", MODEL)))
+                if "requestBody" in operation:
+                    schema = self._schema(operation["requestBody"]["content"]["application/json"]["schema"])
+                    self.bodies[path] = schema["properties"]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if exc[0] is None:
+                self.server.ensure()
+                self.server.assert_at_rest()
+                self.server.assert_was_healthy()
+        finally:
+            self.server.stop()
+
+    @property
+    def note(self) -> str:
+        return self.server.note
+
+    def cases(self, rng: random.Random) -> Iterator[bytes]:
+        while True:
+            yield self._case(rng)
+
+    def _case(self, rng: random.Random) -> bytes:
+        if rng.random() < 0.04:
+            path = rng.choice([*PATHS, *(path for _, path in self.routes)])
+            suffix = rng.choice(["", "?" + "a=b&" * 500, "?%ff", " -"])
+            return f"{rng.choice(METHODS)} {path}{suffix}\n".encode() + rng.choice([b"", b"{}", b"\xff"])
+        weights = [5 if "completions" in path else 1 for path in self.bodies]
+        path = rng.choices(list(self.bodies), weights)[0]
+        body: Any = self._body(rng, self.bodies[path])
+        for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
+            body = mutated_value(rng, body) if isinstance(body, dict) else body
+        text = dumps(body)
+        if rng.random() < 0.1:
+            text = mutated_text(rng, text, [str(word) for word in NASTY if isinstance(word, str)])
+        data = text.encode("utf-8", "surrogatepass")
+        if rng.random() < 0.1:
+            data = mutated_bytes(rng, data)
+        return f"POST {path}{' -' if rng.random() < 0.02 else ''}\n".encode() + data
+
+    def _body(self, rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+        chosen = set(rng.sample(sorted(fields), min(len(fields), rng.choice([0, 1, 2, 4]))))
+        return {
+            name: rng.choice(VALUES[name]) if name in VALUES else self._sample(rng, schema)
+            for name, schema in fields.items()
+            if name in chosen or name in ALWAYS
+        }
+
+    def _schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+        reference = schema.get("$ref", "")
+        return self.schemas[reference.rpartition("/")[2]] if reference else schema
+
+    def _sample(self, rng: random.Random, schema: dict[str, Any]) -> Any:
+        """Some value of a schema's type, nearly always one that it allows."""
+        schema = self._schema(schema)
+        if "anyOf" in schema:
+            return self._sample(rng, rng.choice(schema["anyOf"]))
+        if "enum" in schema:
+            return rng.choice(schema["enum"])
+        match schema.get("type"):
+            case "integer":
+                return rng.choice([schema.get("minimum", 1), schema.get("maximum", 3)])
+            case "number":
+                return schema.get("maximum", 0.5)
+            case "boolean":
+                return rng.random() < 0.5
+            case "string":
+                return "x"
+            case "array":
+                return [self._sample(rng, schema.get("items", {}))]
+            case "object":
+                return {name: self._sample(rng, inner) for name, inner in schema.get("properties", {}).items()}
+            case _:
+                return rng.choice([word for word in NASTY if not isinstance(word, Raw)])
+
+    def check(self, data: bytes) -> None:
+        self.server.ensure()
+        line, _, body = data.partition(b"\n")
+        method, path, *without_key = line.decode().split(" ")
+        headers = {"Content-Type": "application/json", "X-Request-Id": f"fuzz-{hashlib.sha256(data).hexdigest()[:8]}"}
+        if without_key:
+            headers["Authorization"] = ""
+        try:
+            status, answered, answer = self.server.ask(method, path, body, headers)
+        except TimeoutError:
+            raise AssertionError("no answer in time") from None
+        except (OSError, http.client.HTTPException) as error:
+            self.server.assert_alive()
+            raise AssertionError(f"no answer: {error!r}") from None
+        if status >= 500 and status != 504 and not (status == 503 and "retry-after" in answered):
+            raise AssertionError(f"{status}: {answer!r}\n{self.server.log()[-1500:]}")
+        assert b"root:x:0" not in answer, "the answer holds a file of the server"
+        if status >= 400 and method != "HEAD":
+            _assert_error(answer)
+        elif answered.get("content-type", "").startswith("text/event-stream"):
+            _assert_events(answer)
+        if without_key and path not in ("/health", "/ready", "/ping") and method != "OPTIONS":
+            assert status >= 400, f"answered without a key: {status}"
+        if status >= 500:
+            self.server.assert_alive()
+
+
+def _assert_error(answer: bytes) -> None:
+    """OpenAI's shape."""
+    try:
+        error = json.loads(answer)["error"]
+        assert isinstance(error["message"], str) and isinstance(error["type"], str)
+        assert error.keys() == {"message", "type", "param", "code"}
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise AssertionError(f"not an error of OpenAI's shape: {answer[:300]!r}") from None
+    assert len(answer) < 10_000, f"an error of {len(answer)} bytes"
+    assert not INTERNAL.search(error["message"]), f"an error that shows the inside: {error['message']}"
+
+
+def _assert_events(answer: bytes) -> None:
+    assert answer.endswith(b"data: [DONE]\n\n"), f"a stream without an end: {answer[-300:]!r}"
+    for event in answer.split(b"\n\n"):
+        if event.startswith(b'data: {"error"'):
+            _assert_error(event.removeprefix(b"data: "))
+            assert json.loads(event.removeprefix(b"data: "))["error"]["code"] is not None, event

@@ -1,0 +1,28 @@
+"""Inputs that once broke something no longer do, nor do a few new ones."""
+
+import itertools
+import random
+
+import pytest
+
+from tests.fuzz.target import TARGETS, corpus_files, load_target
+
+NEW_CASES = {"http": 200, "socket": 40, "template": 60, "grammar": 40}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_corpus(name: str) -> None:
+    try:
+        target = load_target(name)
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"{name} cannot be imported: {error}")
+    broken = []
+    with target:
+        new = itertools.islice(target.cases(random.Random(0)), NEW_CASES.get(name, 20))
+        inputs = [(file.name, file.read_bytes()) for file in corpus_files(name)]
+        for label, data in [*inputs, *((f"new case {i}", data) for i, data in enumerate(new))]:
+            try:
+                target.check(data)
+            except AssertionError as error:
+                broken.append(f"{label}: {error}\n{data[:300]!r}")
+    assert not broken, "\n".join(broken)

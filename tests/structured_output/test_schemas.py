@@ -1,0 +1,35 @@
+"""Schemas that a library would take too long for, or that are not schemas at all, are refused before it sees them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.structured_output.base import Compiled, GrammarError
+from quire.structured_output.schemas import outside_guidance, outside_xgrammar
+
+Compile = Callable[..., Compiled]
+
+
+@pytest.mark.parametrize("multiple", [2**24, 2**31, 81_920_000, 0.16777216])
+def test_multiples_that_compile_for_minutes_are_refused(compile: Compile, multiple: float) -> None:
+    with pytest.raises(GrammarError, match="more than 10000 takes too long"):
+        compile(json={"type": "number", "multipleOf": multiple}, backend="guidance")
+
+
+@pytest.mark.parametrize("multiple", [4, 10_000, 10**6, 0.01, 0.0001])
+def test_others_are_not(multiple: float) -> None:
+    assert outside_guidance({"type": "number", "multipleOf": multiple}) is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": {}},
+        {"type": "string", "format": ["date"]},
+        {"type": "object", "properties": {"a": True}, "required": [[]]},
+        {"type": "object", "properties": 5, "required": ["a"]},
+    ],
+)
+def test_a_keyword_of_a_wrong_kind_is_a_reason_to_refuse(schema: dict[str, Any]) -> None:
+    assert outside_xgrammar(schema) is not None
