@@ -63,7 +63,7 @@ def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_
 
     try:
         return CONFIG_MAPPING[hf_config["model_type"]].from_dict(values)
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # it may be any, of a config that holds anything
         raise ValueError(f"transformers cannot read the model's config: {error}") from error
 
 
