@@ -1,10 +1,19 @@
 """What a checkpoint says about its model: config.json, generation defaults, and where generation ends."""
 
-import json
-from pathlib import Path
 from typing import Any
 
+from quire.checkpoint.json_file import read_json
 from quire.checkpoint.resolve import Checkpoint
+from quire.config.values import shown, whole_number
+
+KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "architectures": (list, "a list of names"),
+    "model_type": (str, "a text"),
+    "torch_dtype": ((str, dict), "a text"),
+    "dtype": ((str, dict), "a text"),
+    **dict.fromkeys(("text_config", "auto_map", "rope_scaling", "rope_parameters"), (dict, "an object")),
+    **dict.fromkeys(("quantization_config", "compression_config"), (dict, "an object")),
+}
 
 
 def load_hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -17,6 +26,7 @@ def load_hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = read_json(checkpoint.path / "config.json")
     if config is None:
         raise ValueError(f"{checkpoint.path} has no config.json; it is not a Hugging Face model folder")
+    check_kinds(config, str(checkpoint.path / "config.json"))
     return config
 
 
@@ -33,9 +43,9 @@ def load_eos_token_ids(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> tup
     Where neither config.json nor generation_config.json names one, it is the tokenizer's end of text.
     """
     ids: set[int] = set()
-    for config in (load_generation_config(checkpoint), hf_config, hf_config.get("text_config") or {}):
-        eos = config.get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else () if eos is None else (eos,))
+    generation = load_generation_config(checkpoint)
+    for config in (generation, hf_config, hf_config.get("text_config") or {}):
+        ids.update(_token_ids(config, f"{checkpoint.path}"))
     if checkpoint.is_gguf:
         from quire.checkpoint.gguf_config import gguf_eos_token_ids
         from quire.checkpoint.gguf_header import read_header
@@ -49,14 +59,18 @@ def load_eos_token_ids(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> tup
     return tuple(sorted(ids))
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is no such file."""
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, not a {type(content).__name__}")
-    return content
+def check_kinds(config: dict[str, Any], source: str) -> None:
+    """Of what is read before anyone knows which model it is."""
+    for name, (kinds, called) in KINDS.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, kinds):
+            raise ValueError(f"{source}: {name} is {shown(value)}; it must be {called}")
+    named = config.get("architectures") or []
+    if not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{source}: architectures is {shown(named)}; it must be a list of names")
+
+
+def _token_ids(config: dict[str, Any], source: str) -> list[int]:
+    given = config.get("eos_token_id")
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    return [whole_number(f"{source}: eos_token_id", token, minimum=0) for token in listed]

@@ -3,11 +3,14 @@
 import math
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from quire.checkpoint.gguf_families import FAMILY_KEYS
 from quire.checkpoint.gguf_header import GGUFHeader
 from quire.checkpoint.gguf_names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
+from quire.config.values import whole_number
 
 # GGUF architecture -> (Hugging Face class, model_type). Mistral is "llama" in GGUF: the computation is the same.
 ARCHITECTURES = {
@@ -35,6 +38,8 @@ ARCHITECTURES = {
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>")
 CONTROL, USER_DEFINED = 3, 4
 
+MAX_ROPE_FACTORS = 4096  # a pair of a head's elements has one
+
 # Llama 3.1 and later all bend rope this way; GGUF keeps only the resulting factors, see _llama3_rope_scaling.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
@@ -52,22 +57,38 @@ def require_supported(header: GGUFHeader) -> None:
 def gguf_to_hf_config(header: GGUFHeader) -> dict[str, Any]:
     """An equivalent of the model's config.json."""
     require_supported(header)
+    with _naming(header):
+        return _config(header)
+
+
+@contextmanager
+def _naming(header: GGUFHeader) -> Iterator[None]:
+    """Metadata may be of any type; what comes of a wrong one is an error that names the file."""
+    try:
+        yield
+    except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        raise ValueError(f"{header.path} has metadata of a wrong type ({error}); convert the model again") from error
+    except ValueError as error:
+        raise error if str(header.path) in str(error) else ValueError(f"{header.path}: {error}") from error
+
+
+def _config(header: GGUFHeader) -> dict[str, Any]:
     architecture, model_type = ARCHITECTURES[header.architecture]
     heads = query_heads(header)
-    hidden_size = int(_required(header, "embedding_length"))
+    hidden_size = _required_size(header, "embedding_length")
     values = header.values
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": int(_required(header, "feed_forward_length")),
-        "num_hidden_layers": int(_required(header, "block_count")),
+        "intermediate_size": _required_size(header, "feed_forward_length"),
+        "num_hidden_layers": _required_size(header, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads(header),
         "head_dim": int(_optional(header, "attention.key_length") or hidden_size // heads),
         "vocab_size": _vocab_size(header),
-        "max_position_embeddings": int(_required(header, "context_length")),
+        "max_position_embeddings": _required_size(header, "context_length"),
         # Stored as float32: rounding to 7 digits gives back the 1e-05 or 500000.0 that was written.
         "rms_norm_eps": float(f"{_norm_eps(header):.7g}"),
         "rope_theta": float(f"{_optional(header, 'rope.freq_base') or 10000.0:.7g}"),
@@ -90,13 +111,14 @@ def gguf_to_hf_config(header: GGUFHeader) -> dict[str, Any]:
 def gguf_eos_token_ids(header: GGUFHeader) -> set[int]:
     """The declared ends of text and turn, and every end-of-turn token the vocabulary marks as one."""
     values = header.values
-    declared = (values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    ids = {int(token) for token in declared if token is not None}
-    types = values.get("tokenizer.ggml.token_type") or ()
-    names = frozenset(END_OF_TURN)
-    for token_id, (token, kind) in enumerate(zip(values.get("tokenizer.ggml.tokens") or (), types, strict=False)):
-        if kind in (CONTROL, USER_DEFINED) and token in names:
-            ids.add(token_id)
+    with _naming(header):
+        declared = (values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+        ids = {whole_number("the id of an end token", token, minimum=0) for token in declared if token is not None}
+        types = values.get("tokenizer.ggml.token_type") or ()
+        names = frozenset(END_OF_TURN)
+        for token_id, (token, kind) in enumerate(zip(values.get("tokenizer.ggml.tokens") or (), types, strict=False)):
+            if kind in (CONTROL, USER_DEFINED) and token in names:
+                ids.add(token_id)
     return ids
 
 
@@ -134,6 +156,10 @@ def _required(header: GGUFHeader, key: str) -> Any:
     if value is None:
         raise ValueError(f"{header.path} lacks the metadata {header.architecture}.{key}; convert the model again")
     return value
+
+
+def _required_size(header: GGUFHeader, key: str) -> int:
+    return whole_number(f"{header.path}: {header.architecture}.{key}", _required(header, key))
 
 
 def _vocab_size(header: GGUFHeader) -> int:
@@ -191,6 +217,8 @@ def _numbers(header: GGUFHeader, name: str) -> list[float]:
     info = header.tensors[name]
     if info.type.name != "F32":
         raise ValueError(f"{header.path}: {name} has type {info.type.name}; only F32 is supported")
+    if info.nbytes > 4 * MAX_ROPE_FACTORS:
+        raise ValueError(f"{header.path}: {name} has {info.nbytes // 4} factors; at most {MAX_ROPE_FACTORS} are read")
     with header.path.open("rb") as file:
         file.seek(info.offset)
         return array("f", file.read(info.nbytes)).tolist()

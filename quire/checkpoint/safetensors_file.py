@@ -4,17 +4,22 @@ The header is read by hand (eight bytes of length, then JSON): counting and chec
 damaged file is an error that names it.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.checkpoint.json_file import parse_object
+from quire.config.values import shown, whole_number
+
 if TYPE_CHECKING:
     import torch
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+MAX_TENSORS = 1_000_000  # of a file
+MAX_DIMS = 8
+MAX_ELEMENTS = 2**48
 
 # Format dtype -> (torch dtype, bytes per element).
 DTYPES = {
@@ -103,31 +108,50 @@ def read_entries(file: Path) -> list[TensorEntry]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise _corrupt(file, "its header is longer than the file")
         header = stream.read(length)
+    # Before lists and objects are made of every bracket: each takes fifty times its bytes.
+    if max(header.count(b"{"), header.count(b"[") // 2) > MAX_TENSORS + 2:
+        raise _corrupt(file, f"it lists more than {MAX_TENSORS} tensors")
     try:
-        listed = json.loads(header)
+        listed = parse_object(header, "its header", _without_duplicates)
         listed.pop("__metadata__", None)
         entries = [_entry(name, fields, 8 + length) for name, fields in listed.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(file, f"its header is malformed: {error!r}") from error
+    except ValueError as error:
+        raise _corrupt(file, f"its header is malformed: {error}") from error
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    end = 8 + length
     for entry in entries:
         if entry.dtype not in DTYPES:
             raise ValueError(f"{file}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(DTYPES)}")
         if entry.stop > size:
             raise _corrupt(file, f"tensor {entry.name} ends at byte {entry.stop}, the file at {size}")
-        if (
-            entry.start < 8 + length
-            or min(entry.shape, default=0) < 0
-            or entry.stop - entry.start != prod(entry.shape) * DTYPES[entry.dtype][1]
-        ):
+        if entry.start < end:
+            raise _corrupt(file, f"tensor {entry.name} begins at byte {entry.start}, within another")
+        if entry.stop - entry.start != prod(entry.shape) * DTYPES[entry.dtype][1]:
             raise _corrupt(file, f"tensor {entry.name} has the wrong number of bytes for its shape")
-    return sorted(entries, key=lambda entry: entry.start)
+        end = entry.stop
+    return entries
 
 
-def _entry(name: str, fields: dict[str, Any], data_start: int) -> TensorEntry:
-    start, stop = fields["data_offsets"]
-    return TensorEntry(
-        name, str(fields["dtype"]), tuple(map(int, fields["shape"])), data_start + start, data_start + stop
-    )
+def _entry(name: str, fields: Any, data_start: int) -> TensorEntry:
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise ValueError(f"tensor {shown(name)} is {shown(fields)}")
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+        raise ValueError(f"tensor {shown(name)} has the shape {shown(shape)}; it must be a list of at most {MAX_DIMS}")
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise ValueError(f"tensor {shown(name)} has the offsets {shown(offsets)}; they must be two")
+    sizes = tuple(whole_number(f"a size of tensor {shown(name)}", size, 0, MAX_ELEMENTS) for size in shape)
+    start, stop = (whole_number(f"an offset of tensor {shown(name)}", at, 0, 2**63) for at in offsets)
+    if stop < start:
+        raise ValueError(f"tensor {shown(name)} ends before it begins")
+    return TensorEntry(name, str(fields["dtype"]), sizes, data_start + start, data_start + stop)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name is there twice")
+    return made
 
 
 def _corrupt(file: Path, what: str) -> ValueError:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.checkpoint.config import read_json
+from quire.checkpoint.json_file import read_json
+from quire.config.values import whole_number
 
 
 def tokenizer_eos_id(folder: Path) -> int | None:
@@ -14,8 +15,12 @@ def tokenizer_eos_id(folder: Path) -> int | None:
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str):
         return None
-    # One after the other, since the last ones are large.
-    return next((ids[token] for ids in _vocabularies(folder, config) if token in ids), None)
+    try:
+        # One after the other, since the last ones are large.
+        found = next((ids[token] for ids in _vocabularies(folder, config) if token in ids), None)
+        return None if found is None else whole_number(f"the id of {token!r}", found, minimum=0)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"{folder} has tokenizer files that are malformed: {error!r}") from error
 
 
 def _vocabularies(folder: Path, config: dict[str, Any]) -> Iterator[dict[str, int]]:

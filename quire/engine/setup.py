@@ -4,9 +4,10 @@ import dataclasses
 import logging
 from typing import Any
 
-from quire.checkpoint.config import load_eos_token_ids, load_hf_config
+from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
+from quire.config.values import INT32_MAX, finite_number, shown, whole_number
 from quire.engine.generation_defaults import default_sampling
 from quire.engine.overrides import overridden
 from quire.sample.user_processors import processor_classes
@@ -23,6 +24,7 @@ LENGTH_NAMES = (
     "n_ctx",
 )
 DEFAULT_LENGTH = 2048
+MAX_FACTOR = 1e6
 
 
 def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
@@ -40,6 +42,7 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
     if asked.hf_config:
         return config, checkpoint  # by the process that started this one
     hf_config, overrides = overridden(load_hf_config(checkpoint), asked.hf_overrides)
+    check_kinds(hf_config, "the model's config")  # again, after --hf-overrides
     longest = longest_sequence(hf_config)
     if asked.max_model_len is not None and asked.max_model_len > longest:
         raise ValueError(
@@ -65,9 +68,9 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
 
 def vocab_size(hf_config: dict[str, Any]) -> int:
     size = text_part(hf_config).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
+    if type(size) is not int or not 1 <= size <= INT32_MAX:
         raise ValueError(
-            f"the model's config has vocab_size {size!r}; it must be a whole number (--hf-overrides sets it)"
+            f"the model's config has vocab_size {shown(size)}; it must be a whole number (--hf-overrides sets it)"
         )
     return size
 
@@ -75,14 +78,19 @@ def vocab_size(hf_config: dict[str, Any]) -> int:
 def longest_sequence(hf_config: dict[str, Any]) -> int:
     """max_position_embeddings, stretched where the rope scaling is made for more than that."""
     config = text_part(hf_config)
-    positions = int(next((config[name] for name in LENGTH_NAMES if config.get(name)), DEFAULT_LENGTH))
+    name = next((name for name in LENGTH_NAMES if config.get(name)), None)
+    positions = DEFAULT_LENGTH if name is None else whole_number(name, config[name])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
-    factor = float(rope.get("factor") or 1.0)
+    factor = finite_number("factor of the rope parameters", rope.get("factor") or 1.0, above=0.0, maximum=MAX_FACTOR)
     if kind in ("linear", "dynamic") and not str(config.get("model_type")).startswith("gemma3"):
-        return int(positions * factor)  # Gemma 3 says the stretched length itself
+        return whole_number(
+            "the longest sequence, by the rope parameters,", int(positions * factor)
+        )  # Gemma 3 says the stretched length itself
     if kind == "yarn":
-        return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
+        original = "original_max_position_embeddings"
+        stretched = int(whole_number(original, rope.get(original) or positions) * factor)
+        return max(positions, whole_number("the longest sequence, by the rope parameters,", stretched, minimum=0))
     return positions
 
 

@@ -32,6 +32,13 @@ class Attention(nn.Module):
         sinks: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
+        if min(num_heads, num_kv_heads, head_size) < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"attention has {num_heads} heads of {head_size} over {num_kv_heads} KV heads, which must divide them"
+            )
+        for each in (slopes, sinks):
+            if each is not None and (each.dtype, each.shape) != (torch.float32, (num_heads,)):
+                raise ValueError(f"slopes and sinks are float32 [{num_heads}], not {each.dtype} {list(each.shape)}")
         self.layer_index = layer_index
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -52,8 +59,6 @@ class Attention(nn.Module):
     @cached_property
     def scoring(self) -> Scoring:
         # Holds the parameter itself, so that it sees whatever is loaded into it.
-        for each in (self.slopes, self.sinks):
-            assert each is None or (each.dtype, each.shape) == (torch.float32, (self.num_heads,))
         softcap = float(self.softcap) if self.softcap is not None else None
         return Scoring(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
 

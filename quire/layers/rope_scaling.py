@@ -10,6 +10,10 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
+from quire.config.values import finite_number, shown
+
+MAX_NUMBER = 1e6  # of any factor
+
 
 @dataclass(frozen=True)
 class RopeSource:
@@ -18,13 +22,15 @@ class RopeSource:
     given: dict[str, Any]
     max_positions: int  # max_position_embeddings
     original_positions: int  # of pretraining
+    rotary_dim: int
     max_model_len: int | None = None  # the longest sequence that will be asked for; None: max_positions
 
     def number(self, name: str) -> float:
+        """Above 0, since everything here is a factor."""
         value = self.given.get(name)
-        if not isinstance(value, int | float):
-            raise ValueError(f"rope parameters of type {self.given.get('rope_type')!r} need a number {name}: {value!r}")
-        return float(value)
+        if value is None:
+            raise ValueError(f"rope parameters of type {self.given.get('rope_type')!r} need a number {name}")
+        return finite_number(f"{name} of the rope parameters", value, above=1 / MAX_NUMBER, maximum=MAX_NUMBER)
 
     def number_or(self, name: str, default: float) -> float:
         return default if self.given.get(name) is None else self.number(name)
@@ -97,6 +103,8 @@ class DynamicNTK:
 
     @classmethod
     def read(cls, source: RopeSource) -> Self:
+        if source.rotary_dim <= 2:
+            raise ValueError(f"rope parameters of type 'dynamic' need more than {source.rotary_dim} rotary dimensions")
         return cls(source.number("factor"), source.max_positions)
 
     def table_length(self, max_positions: int) -> int:
@@ -126,20 +134,20 @@ class Yarn:
     @classmethod
     def read(cls, source: RopeSource) -> Self:
         factor, given = source.extension, source.given
-        attention_factor = given.get("attention_factor")
-        if attention_factor is None:
-            mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-            if mscale and all_dim:
-                attention_factor = _magnitude(factor, mscale) / _magnitude(factor, all_dim)
-            else:
-                attention_factor = _magnitude(factor)
+        if given.get("attention_factor") is not None:
+            attention_factor = source.number("attention_factor")
+        elif given.get("mscale") and given.get("mscale_all_dim"):
+            magnitudes = [_magnitude(factor, source.number(name)) for name in ("mscale", "mscale_all_dim")]
+            attention_factor = magnitudes[0] / magnitudes[1]
+        else:
+            attention_factor = _magnitude(factor)
         return cls(
             factor,
             source.original_positions,
-            float(attention_factor),
+            attention_factor,
             # Zero means the default, as in transformers.
-            beta_fast=source.number_or("beta_fast", 32.0) or 32.0,
-            beta_slow=source.number_or("beta_slow", 1.0) or 1.0,
+            beta_fast=source.number("beta_fast") if given.get("beta_fast") else 32.0,
+            beta_slow=source.number("beta_slow") if given.get("beta_slow") else 1.0,
             truncate=bool(given.get("truncate", True)),
         )
 
@@ -178,6 +186,8 @@ class Llama3:
     @classmethod
     def read(cls, source: RopeSource) -> Self:
         low, high = source.number("low_freq_factor"), source.number("high_freq_factor")
+        if low >= high:
+            raise ValueError(f"low_freq_factor is {low:g} and high_freq_factor {high:g}; the second must be greater")
         return cls(source.number("factor"), low, high, source.original_positions)
 
     def table_length(self, max_positions: int) -> int:
@@ -205,25 +215,30 @@ class LongRope:
         # max_model_len up to the original length all sequences equal transformers', else those beyond it do.
         longest = source.max_model_len or source.max_positions
         name = "long_factor" if longest > source.original_positions else "short_factor"
-        factors = source.given.get(name)
-        if not isinstance(factors, list | tuple):
-            raise ValueError(f"rope parameters of type 'longrope' need a list {name}: {factors!r}")
-        attention_factor, extension = source.given.get("attention_factor"), source.extension
+        factors, attention_factor = _factors(source, name), source.given.get("attention_factor")
         if attention_factor is None:
+            extension = source.extension
             logs = math.log(extension) / math.log(source.original_positions) if extension > 1 else 0.0
-            attention_factor = math.sqrt(1 + logs)
-        return cls(tuple(map(float, factors)), float(attention_factor))
+            return cls(factors, math.sqrt(1 + logs))
+        return cls(factors, source.number("attention_factor"))
 
     def table_length(self, max_positions: int) -> int:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        plain = plain_frequencies(theta, dim)
-        if len(self.factors) != len(plain):
-            raise ValueError(
-                f"the config's longrope has {len(self.factors)} factors; {dim} rotary dimensions need {len(plain)}"
-            )
-        return plain / torch.tensor(self.factors, dtype=torch.float32)
+        return plain_frequencies(theta, dim) / torch.tensor(self.factors, dtype=torch.float32)
+
+
+def _factors(source: RopeSource, name: str) -> tuple[float, ...]:
+    factors, pairs = source.given.get(name), -(-source.rotary_dim // 2)
+    if not isinstance(factors, list | tuple):
+        raise ValueError(f"rope parameters of type 'longrope' need a list {name}: {shown(factors)}")
+    if len(factors) != pairs:
+        raise ValueError(
+            f"the config's longrope {name} has {len(factors)} factors; {source.rotary_dim} rotary dimensions need "
+            f"{pairs}"
+        )
+    return tuple(finite_number(name, factor, above=1 / MAX_NUMBER, maximum=MAX_NUMBER) for factor in factors)
 
 
 ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
@@ -238,7 +253,7 @@ ALIASES = {"su": "longrope"}  # the name in Phi-3's first configs
 
 
 def read_scaling(rope_type: str, source: RopeSource) -> RopeScaling:
-    scaling = ROPE_SCALINGS.get(ALIASES.get(rope_type, rope_type))
+    scaling = ROPE_SCALINGS.get(ALIASES.get(rope_type, rope_type)) if isinstance(rope_type, str) else None
     if scaling is None:
-        raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_SCALINGS)}")
+        raise ValueError(f"rope type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_SCALINGS)}")
     return scaling.read(source)

@@ -7,10 +7,14 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles
+from quire.config.values import finite_number, shown, whole_number
 from quire.layers.rope_scaling import RopeScaling, RopeSource, read_scaling
 
 # Rows of the table computed at a time: float32 temporaries stay small beside a table of a million positions.
 TABLE_STEP = 16384
+# A table of so many is gigabytes; the longest contexts there are have ten million.
+MAX_POSITIONS = 2**24
+MAX_THETA = 1e15
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,34 @@ class RopeParameters:
         `max_model_len` in `hf` is no key of any config: models/loader.py adds it where the user set a limit.
         """
         given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        given = given.get(layer_type, given)
+        given = given.get(layer_type, given) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            raise ValueError(f"rope_parameters or rope_scaling is {shown(given)}; it must be an object")
         rope_type = given.get("rope_type") or given.get("type") or "default"
-        theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-        rotary_dim = int(head_dim * (given.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0))
-        max_positions = int(hf.get("max_position_embeddings") or 2048)
+        theta = given.get("rope_theta") or hf.get("rope_theta") or 10000.0
+        part = given.get("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0
+        rotary_dim = int(head_dim * finite_number("partial_rotary_factor", part, above=0.0, maximum=1.0))
+        if rotary_dim < 1:
+            raise ValueError(f"partial_rotary_factor is {part}, which leaves nothing to rotate of a head of {head_dim}")
+        name = "max_position_embeddings"
+        max_positions = whole_number(name, hf.get(name) or 2048, maximum=MAX_POSITIONS)
         name = "original_max_position_embeddings"  # Phi-3 has it beside the rope parameters, where it wins
-        original = int(hf.get(name) or given.get(name) or max_positions)
-        source = RopeSource(given | {"rope_type": rope_type}, max_positions, original, hf.get("max_model_len"))
+        original = whole_number(name, hf.get(name) or given.get(name) or max_positions, 2, MAX_POSITIONS)
+        source = RopeSource(
+            given | {"rope_type": rope_type}, max_positions, original, rotary_dim, hf.get("max_model_len")
+        )
         scaling = read_scaling(rope_type, source)
-        return cls(theta, rotary_dim, scaling.table_length(max_positions), scaling)
+        length = whole_number(
+            "max_position_embeddings, stretched by its rope parameters,",
+            scaling.table_length(max_positions),
+            maximum=MAX_POSITIONS,
+        )
+        return cls(finite_number("rope_theta", theta, above=1.0, maximum=MAX_THETA), rotary_dim, length, scaling)
+
+    @property
+    def table_width(self) -> int:
+        """An odd number of dimensions is rounded up to pairs, as in transformers."""
+        return self.rotary_dim + self.rotary_dim % 2
 
     def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """positions float32 [N] -> float32 [N, rotary_dim]: the cosines of all pairs, then the sines."""
@@ -55,9 +77,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, parameters: RopeParameters, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         positions = torch.arange(parameters.max_positions, dtype=torch.float32, device=device)
-        # An odd number of dimensions is rounded up to pairs, as in transformers.
-        width = parameters.rotary_dim + parameters.rotary_dim % 2
-        cache = torch.empty(parameters.max_positions, width, dtype=dtype, device=device)
+        cache = torch.empty(parameters.max_positions, parameters.table_width, dtype=dtype, device=device)
         for rows, part in zip(cache.split(TABLE_STEP), positions.split(TABLE_STEP), strict=True):
             rows.copy_(parameters.cos_sin(part))
         self.register_buffer("cache", cache, persistent=False)

@@ -14,6 +14,7 @@ from quire.layers.attention import Attention
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.layers.rotary import RotaryEmbedding
+from quire.models.config_checks import check_keys
 from quire.models.decoder_config import DecoderConfig
 from quire.models.decoder_layers import MLP, Build, DecoderLayer, FeedForward
 from quire.models.weight_map import Rule, WeightMap
@@ -75,6 +76,17 @@ class DecoderModel(nn.Module):
         """The family's reading of its Hugging Face config."""
         return DecoderConfig.from_hf(hf)
 
+    @classmethod
+    def read_config(cls, hf: dict[str, Any]) -> DecoderConfig:
+        """As `configure`, of a config that may hold anything: what is wrong with it is a ValueError."""
+        try:
+            check_keys(hf)
+            return cls.configure(hf)
+        except KeyError as error:
+            raise ValueError(f"the model's config lacks {error.args[0]}") from error
+        except (TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"the model's config has a value of a wrong type: {error}") from error
+
     def family_weights(self) -> WeightMap:
         """Where rules depend on the configuration."""
         return self.weights
@@ -97,12 +109,7 @@ class DecoderModel(nn.Module):
         """Parameters are left uninitialised; models/fill.py fills them."""
         super().__init__()
         self.hf = hf
-        try:
-            self.config = c = self.configure(hf)
-        except KeyError as error:
-            raise ValueError(f"the model's config lacks {error.args[0]}") from error
-        except TypeError as error:
-            raise ValueError(f"the model's config has a value of a wrong type: {error}") from error
+        self.config = c = self.read_config(hf)
         build = Build(c, dtype, device, tp, quantization)
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
         self.embed_tokens = VocabEmbedding(*vocab, quantization.vocab_method(), c.embed_scale)

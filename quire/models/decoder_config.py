@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from quire.kernels.activation import ACTIVATIONS, SILU
 from quire.layers.rotary import RopeParameters
+from quire.models.config_checks import check_decoder, check_keys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -70,6 +71,9 @@ class DecoderConfig:
     gated: bool = True
     mlp_bias: bool = False
 
+    def __post_init__(self) -> None:
+        check_decoder(self)
+
     @classmethod
     def from_hf(
         cls,
@@ -82,13 +86,14 @@ class DecoderConfig:
         """`windows`, `ropes` and `differences` are what the family declares, `head_dim` what it has where the config is
         silent."""
         require(hf, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        check_keys(hf)
         heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
         head_dim = hf.get("head_dim") or head_dim or hf["hidden_size"] // heads
         windows = windows if windows is not None else (None,) * layers
-        if len(windows) != layers:
-            raise ValueError(f"layer_types names {len(windows)} layers, num_hidden_layers is {layers}")
         if ropes is None:
-            ropes = tuple(RopeParameters.from_hf(hf, head_dim, SLIDING if w else FULL) for w in windows)
+            kinds = [SLIDING if window else FULL for window in windows]
+            made = {kind: RopeParameters.from_hf(hf, head_dim, kind) for kind in set(kinds)}
+            ropes = tuple(made[kind] for kind in kinds)
         read = {
             "vocab_size": hf["vocab_size"],
             "hidden_size": hf["hidden_size"],

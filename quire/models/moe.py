@@ -6,10 +6,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from quire.config.values import whole_number
 from quire.kernels.moe_table import BUCKETS
 from quire.kernels.skinny_linear import Norm as FusedNorm
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ColumnParallelLinear
+from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
 from quire.models.decoder_layers import MLP, Build, FeedForward
@@ -43,6 +45,12 @@ class Experts:
         if not count:
             raise ValueError("the model's config lacks num_experts")
         require(hf, "num_experts_per_tok", intermediate_size)
+        whole_number("num_experts", count, maximum=MAX_EXPERTS)
+        whole_number(intermediate_size, hf[intermediate_size], maximum=MAX_WIDTH)
+        if whole_number("num_experts_per_tok", hf["num_experts_per_tok"]) > count:
+            raise ValueError(
+                f"num_experts_per_tok is {hf['num_experts_per_tok']}; there are {count} experts (num_experts)"
+            )
         if (hf.get("hidden_act") or "silu") not in ("silu", "swish"):
             raise ValueError(f"activation {hf['hidden_act']!r} of experts is not supported; supported: silu")
         return cls(count, hf["num_experts_per_tok"], hf[intermediate_size], **differences)

@@ -20,6 +20,7 @@ from quire.checkpoint.safetensors_file import DTYPES, open_safetensors
 from quire.kernels.packed_linear import panel_layout
 from quire.layers.load_slot import all_load_slots
 from quire.models.decoder import DecoderModel
+from quire.platforms.private_files import PrivateFolder, path_of
 from quire.quantization.base import HasPanels
 
 logger = logging.getLogger("quire")
@@ -41,17 +42,17 @@ class PackedCache:
 
     @property
     def exists(self) -> bool:
-        return os.path.exists(self.file)  # Path's own raises where it may not look
+        return os.path.lexists(self.file)  # Path's own raises where it may not look
 
     def map_into(self, model: DecoderModel) -> bool:
         """Whether every weight now is the file's; otherwise the model may be half filled."""
         try:
-            if self.file.stat().st_uid not in (os.getuid(), 0):
-                raise ValueError("it is another user's")
-            read_ahead((self.file,))
-            stored = {tensor.name: tensor.tensor() for tensor in open_safetensors((self.file,))}
-            size = sum(tensor.nbytes for tensor in stored.values())
-            _fill(model, stored)
+            with PrivateFolder(self.file.parent) as folder:
+                fd = folder.open(self.file.name)
+            if fd is None:
+                return False
+            with os.fdopen(fd):
+                size = self._map_into(model, path_of(fd))
         except (OSError, ValueError) as error:
             reason = str(error).removesuffix("; download it again")
             logger.warning("the packed weights of %s are of no use and are made anew: %s", self.file, reason)
@@ -60,11 +61,22 @@ class PackedCache:
         logger.info("weights mapped from the packed cache (%s)", self.file)
         return True
 
+    def _map_into(self, model: DecoderModel, opened: Path) -> int:
+        """Bytes of the file that was checked, whatever its name means by now."""
+        try:
+            read_ahead((opened,))
+            stored = {tensor.name: tensor.tensor() for tensor in open_safetensors((opened,))}
+            size = sum(tensor.nbytes for tensor in stored.values())
+            _fill(model, stored)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(opened), self.file.name)) from error
+        return size
+
     def write(self, model: DecoderModel) -> None:
         """All at once, or, with a warning, not at all."""
         folder, unfinished = self.file.parent, None
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            PrivateFolder(folder).close()
             for left in folder.glob(".*.unfinished"):  # by a process that was killed
                 if time.time() - left.stat().st_mtime > OLD:
                     left.unlink(missing_ok=True)

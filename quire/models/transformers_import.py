@@ -1,10 +1,15 @@
 """transformers, imported only when a model needs it, and what it knows of a model before any weight is read."""
 
 import json
+import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.resolve import Checkpoint
+from quire.platforms.private_files import process_folder, require_private_tree
+
+logger = logging.getLogger("quire")
 
 INSTALL = "pip install 'transformers>=5.0'"
 
@@ -49,6 +54,7 @@ def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_
     transformers = import_transformers()
     values = _with_floats(hf_config)
     if trust_remote_code and hf_config.get("auto_map"):
+        _secure_code_cache()
         config = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=True)
         stored = _with_floats(json.loads((checkpoint.path / "config.json").read_bytes()))
         config.update({name: value for name, value in values.items() if value != stored.get(name)})
@@ -57,8 +63,19 @@ def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_
 
     try:
         return CONFIG_MAPPING[hf_config["model_type"]].from_dict(values)
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # it may be any, of a config that holds anything
         raise ValueError(f"transformers cannot read the model's config: {error}") from error
+
+
+def _secure_code_cache() -> None:
+    """transformers imports a model's code from copies in a folder, where nobody else may have put other code."""
+    from transformers import dynamic_module_utils
+
+    try:
+        require_private_tree(Path(dynamic_module_utils.HF_MODULES_CACHE))
+    except OSError as error:
+        dynamic_module_utils.HF_MODULES_CACHE = str(process_folder())
+        logger.warning("transformers' cache of models' code is not used: %s", error)
 
 
 def _with_floats(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,17 +11,17 @@
 int quire_linear_kind(void);
 int quire_amx_start(void);
 int64_t quire_quantized_panel_bytes(int, int64_t);
-void quire_pack_linear(const bf16 *, bf16 *, int64_t, int64_t);
-void quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
-void quire_quantize_weight(int, const void *, uint8_t *, int64_t, int64_t, int);
-void quire_pack_quantized(int, const uint8_t *, uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t);
-void quire_quantized_lookup(int, const uint8_t *, const int64_t *, void *, int64_t, int64_t, int);
-void quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int,
+int quire_pack_linear(const bf16 *, bf16 *, int64_t, int64_t);
+int quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
+int quire_quantize_weight(int, const void *, uint8_t *, int64_t, int64_t, int);
+int quire_pack_quantized(int, const uint8_t *, uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t);
+int quire_quantized_lookup(int, const uint8_t *, const int64_t *, void *, int64_t, int64_t, int64_t, int);
+int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int,
                             int);
-void quire_rms_norm(const void *, void *, const float *, void *, int64_t, int64_t, float, int);
-void quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
-void quire_argmax(const void *, int64_t *, int64_t, int64_t, int);
-void quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
+int quire_rms_norm(const void *, void *, const float *, void *, int64_t, int64_t, float, int);
+int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
+int quire_argmax(const void *, int64_t *, int64_t, int64_t, int);
+int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                      const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                      float, float, const float *, const float *, int, int);
 
@@ -69,7 +69,7 @@ static void check_quantized(int format, int block_bytes, int64_t m, int64_t n, i
     quire_pack_quantized(format, blocks, packed, n, k, k / 32 * block_bytes, 0, 0);
     int64_t segment[4] = {(int64_t)packed, format, n, 0}, ids[64];
     for (int64_t i = 0; i < n; i++) ids[i] = i;
-    quire_quantized_lookup(format, packed, ids, numbers, n, k, 0);
+    quire_quantized_lookup(format, packed, ids, numbers, n, n, k, 0);
     quire_quantized_linear(x, segment, 1, NULL, out, m, n, k, 0, 0);
     int right = 1;
     for (int64_t i = 0; i < n * k; i++) right &= near(numbers[i], weight[i], 0.08);

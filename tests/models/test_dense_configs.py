@@ -201,5 +201,5 @@ def test_a_missing_key_is_named():
     hf = {key: value for key, value in COMMON.items() if key != "num_hidden_layers"}
     with pytest.raises(ValueError, match="the model's config lacks num_hidden_layers"):
         model_class({"architectures": ["MistralForCausalLM"]})(hf, torch.float32, CPU)
-    with pytest.raises(ValueError, match="the model's config has a value of a wrong type"):
+    with pytest.raises(ValueError, match="num_hidden_layers is '4'; it must be a whole number"):
         model_class({"architectures": ["LlamaForCausalLM"]})(COMMON | {"num_hidden_layers": "4"}, torch.float32, CPU)

@@ -283,3 +283,19 @@ def test_the_flag():
     add_engine_flags(parser)
     asked = engine_kwargs(parser.parse(["--packed-weights-cache", "somewhere"]))
     assert EngineConfig.from_kwargs(**asked).load.packed_weights_cache == "somewhere"
+
+
+def test_a_file_that_others_can_write_to_is_not_mapped(tiny, folder, caplog):
+    load(tiny, folder)
+    (file,) = files(folder)
+    file.chmod(0o666)
+    assert load(tiny, folder).mapped_bytes == 0
+    assert "others can write to" in lines(caplog, "made anew")[0]
+    assert load(tiny, folder).mapped_bytes > 0  # it was replaced
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tiny, folder, caplog):
+    load(tiny, folder)
+    folder.chmod(0o777)
+    assert load(tiny, folder).mapped_bytes == 0
+    assert "others can write to" in lines(caplog, "could not be written")[0]

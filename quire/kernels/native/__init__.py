@@ -19,6 +19,7 @@ logger = logging.getLogger("quire")
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32
+NO_MEMORY = 2  # as status.h numbers it
 SILU = 0  # of the activations, as kernels.c numbers them
 
 LINEAR_KINDS = ("portable", "avx2", "avx512", "avx512-bf16", "neon")  # as linear.c numbers them
@@ -32,6 +33,14 @@ AMX_STATES = (  # as amx.c numbers them
     "gave wrong results in a trial",
 )
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_RESULTS = {  # of functions that answer something; all others answer one of status.h
+    "quire_linear_kind": ctypes.c_int,
+    "quire_amx_start": ctypes.c_int,
+    "quire_pin_threads": ctypes.c_int,
+    "quire_quantized_kind": ctypes.c_int,
+    "quire_quantized_panel_bytes": ctypes.c_int64,
+    "quire_attention_fits": ctypes.c_int,
+}
 _SIGNATURES = {
     "quire_rms_norm": "pppp ll f i",
     "quire_layer_norm": "ppppp ll f i",
@@ -49,7 +58,7 @@ _SIGNATURES = {
     "quire_quantized_panel_bytes": "i l",
     "quire_pack_quantized": "i pp lllll",
     "quire_quantize_weight": "i pp ll i",
-    "quire_quantized_lookup": "i ppp ll i",
+    "quire_quantized_lookup": "i ppp lll i",
     "quire_quantized_linear": "pp l pp lll ii",
     "quire_attention_fits": "lll",
     "quire_attention": "ppppppp lllllllll ff pp ii",
@@ -63,9 +72,16 @@ def serves(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in TYPES and library() is not None
 
 
+def _require_float32(*weights: torch.Tensor | None) -> None:
+    """C reads four bytes for each number, whatever the tensor has."""
+    for weight in weights:
+        if weight is not None and weight.dtype is not torch.float32:
+            raise ValueError(f"the weights of norms are float32, not {weight.dtype}")
+
+
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [n, d], weight [d] float32; where there is a residual it is added first, and the sum written over it."""
-    assert weight.dtype is torch.float32
+    _require_float32(weight)
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -81,7 +97,7 @@ def layer_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """As rms_norm; weight and bias [d] float32."""
-    assert weight.dtype is torch.float32 and (bias is None or bias.dtype is torch.float32)
+    _require_float32(weight, bias)
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -141,7 +157,7 @@ def rope_and_write(
     slots: torch.Tensor,  # int64
 ) -> torch.Tensor:
     """Without a table nothing is rotated. The norms' weights are float32."""
-    assert norms is None or norms[0].dtype is norms[1].dtype is torch.float32
+    _require_float32(*norms[:2] if norms else ())
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     qkv = qkv.contiguous()
     tokens = qkv.shape[0]
@@ -259,10 +275,22 @@ def native_function(name: str) -> Any:
 @functools.cache
 def bound(name: str) -> Any:
     found = library()
-    assert found is not None
+    if found is None:
+        raise RuntimeError(f"{name} is asked for, but the native kernels are not there")
     function = getattr(found, name)
     function.argtypes = [_KINDS[kind] for kind in argument_types(name)]
+    function.restype = _RESULTS.get(name, ctypes.c_int)
+    if name not in _RESULTS:
+        function.errcheck = _raise_failed
     return function
+
+
+def _raise_failed(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if status & NO_MEMORY:
+        raise MemoryError(f"{function.__name__} could not allocate memory to work in")
+    if status:
+        raise ValueError(f"{function.__name__} was called with sizes that it cannot serve")
+    return status
 
 
 def argument_types(name: str) -> str:

@@ -177,27 +177,33 @@ static Product make_product(const bf16 *x, const bf16 *packed, const bf16 *bias,
 }
 
 /* x [m, k], bias [n] or NULL -> out [m, n]. */
-void quire_linear_amx(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
-    if (m < 1 || n < 1) return;
+int quire_linear_amx(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    if (m < 0 || n < 1 || k < 1) return BAD_SIZE;
+    if (m == 0) return DONE;
     Product p = make_product(x, packed, bias, out, m, n, k, omp_get_max_threads());
     int64_t tasks = (m + p.chunk - 1) / p.chunk * p.panels;
-    int pinned = quire_pinned();
-#pragma omp parallel if (n * k > WORTH_THREADS)
+    int pinned = quire_pinned(), status = DONE;
+#pragma omp parallel if (n * k > WORTH_THREADS) reduction(| : status)
     {
         quire_stay(pinned);
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         int64_t first = tasks * thread / threads, last = tasks * (thread + 1) / threads;
-        if (first < last) multiply_part(&p, first, last, quire_scratch(p.chunk * p.steps * STEP * 2));
+        bf16 *inputs = first < last ? quire_scratch(p.chunk * p.steps * STEP * 2) : NULL;
+        if (inputs) multiply_part(&p, first, last, inputs);
+        else if (first < last) status |= NO_MEMORY;
     }
+    return status;
 }
 
-void quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
-                           int64_t k, int64_t begin, int64_t end) {
-    if (m < 1 || begin >= end) return;
+int quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
+                          int64_t k, int64_t begin, int64_t end) {
+    if (m < 1 || begin >= end) return DONE;
     Product p = make_product(x, packed, bias, out, m, n, k, 1);
     bf16 *inputs = quire_scratch(p.chunk * p.steps * STEP * 2);
+    if (!inputs) return NO_MEMORY;
     for (int64_t first = 0; first * p.chunk < m; first++)
         multiply_part(&p, first * p.panels + begin, first * p.panels + end, inputs);
+    return DONE;
 }
 
 void quire_tiles_begin(void) { tiles_begin(); }
@@ -350,12 +356,14 @@ void quire_tile_scores(const bf16 *q, const int32_t *keys, float *scores, int64_
 void quire_tile_values(const bf16 *weights, const bf16 *values, float *acc, int64_t m, int64_t d, int64_t steps) {
     (void)weights, (void)values, (void)acc, (void)m, (void)d, (void)steps;
 }
-void quire_linear_amx(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+int quire_linear_amx(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
     (void)x, (void)packed, (void)bias, (void)out, (void)m, (void)n, (void)k;
+    return BAD_SIZE;
 }
-void quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
-                           int64_t k, int64_t begin, int64_t end) {
+int quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
+                          int64_t k, int64_t begin, int64_t end) {
     (void)x, (void)packed, (void)bias, (void)out, (void)m, (void)n, (void)k, (void)begin, (void)end;
+    return BAD_SIZE;
 }
 
 #endif

@@ -324,7 +324,7 @@ static void attend(const Task *t, const Task *after) {
 }
 
 int quire_attention_fits(int64_t heads, int64_t kv_heads, int64_t d) {
-    return heads / kv_heads <= MAX_M && d <= MAX_D;
+    return heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= MAX_M && d > 0 && d <= MAX_D;
 }
 
 /* A thread takes `some` tasks at a time, and knows which follows. */
@@ -342,10 +342,11 @@ static void attend_all(const Task *tasks, int64_t count, int64_t some) {
  * in pages that all rows have, if they are worth a pass of their own: every row has one query then, there is no window,
  * and each has keys beyond them; softcap 0: none; slopes (ALiBi) and sinks [heads] or NULL; tiles: whether
  * quire_amx_start found that AMX works. */
-void quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
-                     const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
-                     int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, int64_t shared,
-                     float scale, float softcap, const float *slopes, const float *sinks, int type, int tiles) {
+int quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
+                    const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
+                    int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, int64_t shared,
+                    float scale, float softcap, const float *slopes, const float *sinks, int type, int tiles) {
+    if (n < 0 || block_size < 1 || shared < 0 || !quire_attention_fits(heads, kv_heads, d)) return BAD_SIZE;
     int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
     if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
     int64_t group = heads / kv_heads, most = MAX_M / group, count = 0;
@@ -356,13 +357,17 @@ void quire_attention(const void *q, void *out, const void *cache, const int64_t 
         int64_t queries = query_start[i + 1] - query_start[i];
         count += queries == 1 ? kv_heads / together : (queries + most - 1) / most * kv_heads;
     }
-    if (!count) return;
+    if (!count) return DONE;
     Task *tasks = malloc(sizeof(Task) * (count > n * kv_heads ? count : n * kv_heads)), common = {
         .q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d, .block_size = block_size,
         .window = window, .shared = shared, .scale = scale, .softcap = softcap, .slopes = slopes, .sinks = sinks,
         .lengths = seq_lens, .type = type, .tiles = tiles};
+    if (tasks && shared) common.parts = malloc(sizeof(float) * n * heads * (d + 2));
+    if (!tasks || (shared && !common.parts)) {
+        free(tasks);
+        return NO_MEMORY;
+    }
     if (shared) {
-        common.parts = malloc(sizeof(float) * n * heads * (d + 2));
         int64_t at_once = most > 1 ? most / 2 : 1, made = 0; /* tasks enough for all threads */
         for (int64_t first = 0; first < n; first += at_once)
             for (int64_t h = 0; h < kv_heads; h++) {
@@ -391,4 +396,5 @@ void quire_attention(const void *q, void *out, const void *cache, const int64_t 
     attend_all(tasks, made, one_each && made > shares ? made / shares : 1);
     free(common.parts);
     free(tasks);
+    return DONE;
 }

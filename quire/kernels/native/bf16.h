@@ -2,6 +2,7 @@
 
 #pragma once
 #include <stdint.h>
+#include "status.h"
 
 typedef uint16_t bf16;
 
@@ -23,13 +24,14 @@ static inline bf16 narrow(float x) {
  * past an odd k are zero. */
 enum { PANEL = 32 };
 
-/* Memory that a thread keeps from call to call: fresh memory would be mapped page by page. Aligned to 64 bytes. */
+/* Memory that a thread keeps from call to call: fresh memory would be mapped page by page. Aligned to 64 bytes; NULL where
+ * there is none. */
 void *quire_scratch(int64_t bytes);
 
 /* One thread's share of a product: x [m, k] times panels [begin, end) of a packed weight [n, k], bias [n] or NULL ->
- * those columns of out [m, n]. */
-void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+ * those columns of out [m, n]. DONE or NO_MEMORY. */
+int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
                        int64_t begin, int64_t end);
 /* The same on AMX's tiles, only where quire_amx_start says that they work. */
-void quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
-                           int64_t k, int64_t begin, int64_t end);
+int quire_linear_amx_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n,
+                          int64_t k, int64_t begin, int64_t end);

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 from quire.platforms.cpu_facts import cpu_flags
 from quire.platforms.cpu_isa import ceiling
+from quire.platforms.private_files import PrivateFolder, path_of
 
 logger = logging.getLogger("quire")
 
@@ -35,13 +37,15 @@ def library(*extra_flags: str, only: tuple[str, ...] = ()) -> ctypes.CDLL | None
     flags = (*FLAGS, *processor_flags(ceiling()), *extra_flags)
     if platform.system() != "Linux" or os.environ.get("QUIRE_NATIVE_KERNELS") == "0":
         return None
+    sources = [FOLDER / name for name in only] or sorted(FOLDER.glob("*.c"))
+    name = f"kernels-{_fingerprint((*flags, *only))}.so"
     try:
-        path = _cache_folder() / f"kernels-{_fingerprint((*flags, *only))}.so"
-        if not path.exists():
-            if compiler is None:
-                return None
-            _compile(compiler, flags, [FOLDER / name for name in only] or sorted(FOLDER.glob("*.c")), path)
-        return ctypes.CDLL(str(path))
+        with _open_cache() or nullcontext() as cache:
+            found = None if cache is None else _cached(cache, name)
+            if found is None and compiler is not None:
+                found = _compiled(compiler, flags, sources, name, cache)
+            # The descriptor stays open: the loader knows a library by its name, which would come to mean another one.
+            return None if found is None else ctypes.CDLL(str(path_of(found)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels, plain torch instead: %s", error)
         return None
@@ -57,37 +61,70 @@ def processor_flags(level: str) -> tuple[str, ...]:
     return ("-march=native",)
 
 
-def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+def _open_cache() -> PrivateFolder | None:
+    """None, and a warning, where others could plant a library of theirs, or there is no place for one."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    try:
+        if not os.path.isabs(root):
+            raise OSError(f"there is no home folder, and XDG_CACHE_HOME names none ({root!r})")
+        return PrivateFolder(Path(root) / "quire")
+    except OSError as error:
+        logger.warning("compiled kernels are not kept, every start compiles them anew: %s", error)
+        return None
 
-        def compile_one(source: Path) -> str:
-            made = f"{folder}/{source.stem}.o"
-            command = (compiler, *flags, "-c", str(source), "-o", made)
+
+def _cached(cache: PrivateFolder, name: str) -> int | None:
+    try:
+        return cache.open(name)
+    except OSError as error:
+        logger.warning("a compiled library is not used and made anew: %s", error)
+        return None
+
+
+def _compiled(
+    compiler: str, flags: tuple[str, ...], sources: list[Path], name: str, cache: PrivateFolder | None
+) -> int:
+    """A descriptor of the library, made in a folder that is gone afterwards; a copy goes into the cache."""
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        PrivateFolder(Path(folder)).close()  # whoever can rename it could put in other objects
+        product = _compile(compiler, flags, sources, folder)
+        if cache is not None:
             try:
-                _run(*command)
-            except OSError:
-                if source.name not in SECOND_TRY:
-                    raise
-                _run(*command, SECOND_TRY[source.name])
-            return made
+                cache.put(name, product)
+                kept = cache.open(name)
+                if kept is not None:
+                    return kept
+            except OSError as error:
+                logger.warning("compiled kernels could not be kept in %s: %s", cache.path, error)
+        return os.open(product, os.O_RDONLY)
 
+
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], folder: str) -> Path:
+    environment = os.environ | {"TMPDIR": folder}
+
+    def compile_one(source: Path) -> str:
+        made = f"{folder}/{source.stem}.o"
+        command = (compiler, *flags, "-c", str(source), "-o", made)
+        try:
+            _run(environment, *command)
+        except OSError:
+            if source.name not in SECOND_TRY:
+                raise
+            _run(environment, *command, SECOND_TRY[source.name])
+        return made
+
+    with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, sources))
-        product = f"{folder}/kernels.so"
-        # Without -fopenmp: its calls bind to the libgomp that torch has loaded, and to that one's threads.
-        _run(compiler, "-shared", "-o", product, *objects, "-lm")
-        os.replace(product, path)  # at once: another process may be looking for it
+    product = f"{folder}/kernels.so"
+    # Without -fopenmp: its calls bind to the libgomp that torch has loaded, and to that one's threads.
+    _run(environment, compiler, "-shared", "-o", product, *objects, "-lm")
+    return Path(product)
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+def _run(environment: dict[str, str], *command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
     if done.returncode:
         raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-500:]}")
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "quire"
 
 
 def _fingerprint(options: tuple[str, ...]) -> str:

@@ -33,19 +33,21 @@
 RMS_NORM(rms_norm_f32, float, SAME, SAME)
 RMS_NORM(rms_norm_bf16, bf16, widen, narrow)
 
-void quire_rms_norm(const void *x, void *residual, const float *weight, void *out, int64_t n, int64_t d, float eps,
-                    int type) {
+int quire_rms_norm(const void *x, void *residual, const float *weight, void *out, int64_t n, int64_t d, float eps,
+                   int type) {
+    if (n < 0 || d < 1) return BAD_SIZE;
 #ifdef HAVE_BF16_VECTORS
     if (type) {
 #pragma omp parallel for if (n * d > WORTH_THREADS)
         for (int64_t i = 0; i < n; i++)
             rms_norm_vectors((const bf16 *)x + i * d, residual ? (bf16 *)residual + i * d : 0, weight,
                              (bf16 *)out + i * d, d, eps);
-        return;
+        return DONE;
     }
 #endif
     if (type) rms_norm_bf16(x, residual, weight, out, n, d, eps);
     else rms_norm_f32(x, residual, weight, out, n, d, eps);
+    return DONE;
 }
 
 /* The same with the mean taken off, and a bias where there is one. */
@@ -71,19 +73,23 @@ void quire_rms_norm(const void *x, void *residual, const float *weight, void *ou
 LAYER_NORM(layer_norm_f32, float, SAME, SAME)
 LAYER_NORM(layer_norm_bf16, bf16, widen, narrow)
 
-void quire_layer_norm(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
-                      int64_t d, float eps, int type) {
+int quire_layer_norm(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
+                     int64_t d, float eps, int type) {
+    if (n < 0 || d < 1) return BAD_SIZE;
     if (type) layer_norm_bf16(x, residual, weight, bias, out, n, d, eps);
     else layer_norm_f32(x, residual, weight, bias, out, n, d, eps);
+    return DONE;
 }
 
 /* out [n, d] = a + b. With rows, b is a table whose rows they number. */
-void quire_add(const void *a, const void *b, const int64_t *rows, void *out, int64_t n, int64_t d, int type) {
+int quire_add(const void *a, const void *b, const int64_t *rows, void *out, int64_t n, int64_t d, int type) {
+    if (n < 0 || d < 1) return BAD_SIZE;
 #pragma omp parallel for if (n * d > WORTH_THREADS)
     for (int64_t i = 0; i < n; i++) {
         int64_t at = i * d, from = (rows ? rows[i] : i) * d;
         for (int64_t j = 0; j < d; j++) store(out, at + j, load(a, at + j, type) + load(b, from + j, type), type);
     }
+    return DONE;
 }
 
 /* As quire/kernels/activation.py numbers them. */
@@ -121,29 +127,34 @@ static inline __attribute__((always_inline)) float activated(float x, int kind) 
 ACTIVATE(activate_f32, float, SAME, SAME)
 ACTIVATE(activate_bf16, bf16, widen, narrow)
 
-void quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, int kind, int type) {
+int quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, int kind, int type) {
+    if (n < 0 || d < 1 || kind < SILU || kind > RELU) return BAD_SIZE;
 #ifdef HAVE_BF16_VECTORS
     if (type && gated && kind == SILU) {
 #pragma omp parallel for if (n * d > WORTH_THREADS)
         for (int64_t i = 0; i < n; i++)
             silu_mul_vectors((const bf16 *)x + 2 * i * d, (const bf16 *)x + (2 * i + 1) * d, (bf16 *)out + i * d, d);
-        return;
+        return DONE;
     }
 #endif
     if (type) activate_bf16(x, out, n, d, gated, kind);
     else activate_f32(x, out, n, d, gated, kind);
+    return DONE;
 }
 
 /* qkv [n, (heads + 2 * kv_heads) * d] -> q [n, heads, d] normed and rotated, keys and values in their pages.
  * norms: weights of queries, then of keys, float32, or NULL; table [positions, r]: cosines of r / 2 angles, then sines, or
  * NULL. */
-void quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_weight, const float *k_weight,
-                          float eps, const void *table, const int64_t *positions, const int64_t *slots, int64_t n,
-                          int64_t heads, int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, int type) {
+int quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_weight, const float *k_weight, float eps,
+                         const void *table, const int64_t *positions, const int64_t *slots, int64_t n, int64_t heads,
+                         int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, int type) {
+    enum { MAX_D = 1024 };
+    if (n < 0 || heads < 1 || kv_heads < 1 || d < 1 || d > MAX_D || block_size < 1) return BAD_SIZE;
+    if (table && (r < 2 || r > d || r % 2)) return BAD_SIZE;
     int64_t all = heads + 2 * kv_heads;
 #pragma omp parallel for if (n * all * d > WORTH_THREADS)
     for (int64_t i = 0; i < n; i++) {
-        float x[1024];
+        float x[MAX_D];
         for (int64_t h = 0; h < all; h++) {
             int64_t from = (i * all + h) * d;
             int is_v = h >= heads + kv_heads, is_q = h < heads;
@@ -187,6 +198,7 @@ void quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_
             }
         }
     }
+    return DONE;
 }
 
 /* x [n, d] -> the first greatest of each row, a NaN being greater than anything. */
@@ -212,8 +224,10 @@ void quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_
 ARGMAX(argmax_f32, float, SAME)
 ARGMAX(argmax_bf16, bf16, widen)
 
-void quire_argmax(const void *x, int64_t *out, int64_t n, int64_t d, int type) {
+int quire_argmax(const void *x, int64_t *out, int64_t n, int64_t d, int type) {
+    if (n < 0 || d < 1) return BAD_SIZE;
 #pragma omp parallel for if (n > 1)
     for (int64_t i = 0; i < n; i++)
         out[i] = type ? argmax_bf16((const bf16 *)x + i * d, d) : argmax_f32((const float *)x + i * d, d);
+    return DONE;
 }

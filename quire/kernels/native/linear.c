@@ -5,7 +5,6 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "bf16.h"
@@ -41,17 +40,15 @@ void *quire_scratch(int64_t bytes) {
     if (!held || *held < bytes) {
         free(held);
         held = aligned_alloc(64, (bytes + HEADER + 63) / 64 * 64);
-        if (!held) {
-            fprintf(stderr, "quire: no memory for a product's %lld bytes\n", (long long)bytes);
-            abort();
-        }
-        *held = bytes;
         pthread_setspecific(scratch_key, held);
+        if (!held) return NULL;
+        *held = bytes;
     }
     return (char *)held + HEADER;
 }
 
-void quire_pack_linear(const bf16 *weight, bf16 *packed, int64_t n, int64_t k) {
+int quire_pack_linear(const bf16 *weight, bf16 *packed, int64_t n, int64_t k) {
+    if (n < 1 || k < 1) return BAD_SIZE;
     int64_t pairs = (k + 1) / 2, panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for
     for (int64_t p = 0; p < panels; p++)
@@ -62,6 +59,7 @@ void quire_pack_linear(const bf16 *weight, bf16 *packed, int64_t n, int64_t k) {
                 to[0] = row < n ? weight[row * k + 2 * e] : 0;
                 to[1] = row < n && 2 * e + 1 < k ? weight[row * k + 2 * e + 1] : 0;
             }
+    return DONE;
 }
 
 #ifdef HAVE_BF16_DOT
@@ -124,8 +122,8 @@ static void multiply_rows(int rows, const bf16 *x, const bf16 *panel, float *bia
     }
 }
 
-void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
-                       int64_t begin, int64_t end) {
+int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                      int64_t begin, int64_t end) {
     int64_t pairs = (k + 1) / 2, group = GROUP_BYTES / (pairs * PANEL * 4);
     if (group < 1 || m <= ROWS) group = 1;
     for (int64_t first = begin; first < end; first += group) {
@@ -140,6 +138,7 @@ void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16
                               bias ? added : NULL, out + i * n + at, k, n, width);
             }
     }
+    return DONE;
 }
 
 #else
@@ -209,14 +208,15 @@ static void multiply_rows(int rows, const float *x, const bf16 *panel, float *su
         }
 }
 
-void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
-                       int64_t begin, int64_t end) {
+int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k,
+                      int64_t begin, int64_t end) {
     int64_t pairs = (k + 1) / 2;
     int64_t most = WIDENED_BYTES / (pairs * 8) / ROWS * ROWS;
     if (most < ROWS) most = ROWS;
     for (int64_t first = 0; begin < end && first < m; first += most) {
         int64_t rows = m - first < most ? m - first : most;
         float *wide = quire_scratch(rows * pairs * 8);
+        if (!wide) return NO_MEMORY;
         for (int64_t i = 0; i < rows; i++) {
             float *to = wide + i * pairs * 2;
             const bf16 *from = x + (first + i) * k;
@@ -238,17 +238,21 @@ void quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16
             }
         }
     }
+    return DONE;
 }
 #endif
 
 /* x [m, k], packed as above, bias [n] or NULL -> out [m, n]. */
-void quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+int quire_linear(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 *out, int64_t m, int64_t n, int64_t k) {
+    if (m < 0 || n < 1 || k < 1) return BAD_SIZE;
     int64_t panels = (n + PANEL - 1) / PANEL;
-    int pinned = quire_pinned();
-#pragma omp parallel if (n * k > WORTH_THREADS)
+    int pinned = quire_pinned(), status = DONE;
+#pragma omp parallel if (n * k > WORTH_THREADS) reduction(| : status)
     {
         quire_stay(pinned);
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        quire_linear_part(x, packed, bias, out, m, n, k, panels * thread / threads, panels * (thread + 1) / threads);
+        status |= quire_linear_part(x, packed, bias, out, m, n, k, panels * thread / threads,
+                                    panels * (thread + 1) / threads);
     }
+    return status;
 }

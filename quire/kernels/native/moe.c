@@ -12,8 +12,9 @@ enum { SILU, SWIGLUOAI };
 
 /* logits [n, num_experts] -> the top_k largest of each row, of equal ones the lower first, and the softmax over all or
  * over those. NaN counts as the least: whatever a row holds, its experts exist. */
-void quire_route(const void *logits, float *weights, int32_t *experts, int64_t n, int64_t num_experts, int64_t top_k,
-                 int of_chosen, int type) {
+int quire_route(const void *logits, float *weights, int32_t *experts, int64_t n, int64_t num_experts, int64_t top_k,
+                int of_chosen, int type) {
+    if (n < 0 || top_k < 1 || top_k > num_experts || num_experts > INT32_MAX) return BAD_SIZE;
 #pragma omp parallel for if (n * num_experts * top_k > WORTH_THREADS)
     for (int64_t row = 0; row < n; row++) {
         float *w = weights + row * top_k, total = 0;
@@ -40,6 +41,7 @@ void quire_route(const void *logits, float *weights, int32_t *experts, int64_t n
         }
         for (int64_t j = 0; j < top_k; j++) w[j] /= total;
     }
+    return DONE;
 }
 
 typedef struct {
@@ -49,7 +51,8 @@ typedef struct {
 
 /* x [pairs, k] by the weights of each pair's expert -> out [pairs, n], this thread's share: whole panels, as many of
  * them as make up its part of the cost. */
-static void multiply(const Weights *w, const bf16 *x, bf16 *out, const int32_t *start, int64_t num_experts, int amx) {
+static int multiply(const Weights *w, const bf16 *x, bf16 *out, const int32_t *start, int64_t num_experts, int amx) {
+    int status = DONE;
     int64_t panels = (w->n + PANEL - 1) / PANEL, size = panels * ((w->k + 1) / 2) * PANEL * 2, total = 0, seen = 0;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     for (int64_t e = 0; e < num_experts; e++)
@@ -62,10 +65,11 @@ static void multiply(const Weights *w, const bf16 *x, bf16 *out, const int32_t *
         seen += panels * each;
         if (end > panels) end = panels;
         if (begin >= end) continue;
-        (amx ? quire_linear_amx_part : quire_linear_part)(x + start[e] * w->k, w->packed + e * size,
-                                                          w->bias ? w->bias + e * w->n : NULL, out + start[e] * w->n,
-                                                          rows, w->n, w->k, begin, end);
+        status |= (amx ? quire_linear_amx_part : quire_linear_part)(
+            x + start[e] * w->k, w->packed + e * size, w->bias ? w->bias + e * w->n : NULL, out + start[e] * w->n, rows,
+            w->n, w->k, begin, end);
     }
+    return status;
 }
 
 /* [2 * d], gate before up -> [d] */
@@ -89,31 +93,34 @@ static void activate(const bf16 *gate, bf16 *out, int64_t d, int activation) {
  * weights, experts [n, top_k] -> out [n, h].
  * Room for n * top_k pairs: numbers [experts + 1 + 2 * pairs], rows [pairs, h], halves [pairs, 2 * d],
  * inner [pairs, d]. */
-void quire_moe(const bf16 *x, const bf16 *gate_up, const bf16 *down, const bf16 *gate_up_bias, const bf16 *down_bias,
-               const float *weights, const int32_t *experts, int32_t *numbers, bf16 *rows, bf16 *halves, bf16 *inner,
-               bf16 *out, int64_t n, int64_t top_k, int64_t num_experts, int64_t h, int64_t d, int activation,
-               int amx) {
+int quire_moe(const bf16 *x, const bf16 *gate_up, const bf16 *down, const bf16 *gate_up_bias, const bf16 *down_bias,
+              const float *weights, const int32_t *experts, int32_t *numbers, bf16 *rows, bf16 *halves, bf16 *inner,
+              bf16 *out, int64_t n, int64_t top_k, int64_t num_experts, int64_t h, int64_t d, int activation, int amx) {
+    if (n < 0 || top_k < 1 || top_k > num_experts || h < 1 || d < 1 || n > INT32_MAX / top_k) return BAD_SIZE;
     int64_t pairs = n * top_k, blocks = (h + COLUMNS - 1) / COLUMNS;
     int32_t *start = numbers, *order = start + num_experts + 1, *place = order + pairs;
     memset(start, 0, (num_experts + 1) * sizeof *start);
-    for (int64_t p = 0; p < pairs; p++) start[experts[p] + 1]++;
+    for (int64_t p = 0; p < pairs; p++) {
+        if (experts[p] < 0 || experts[p] >= num_experts) return BAD_SIZE;
+        start[experts[p] + 1]++;
+    }
     for (int64_t e = 0; e < num_experts; e++) start[e + 1] += start[e];
     for (int64_t p = 0; p < pairs; p++) order[place[p] = start[experts[p]]++] = (int32_t)p;
     for (int64_t e = num_experts; e > 0; e--) start[e] = start[e - 1];
     start[0] = 0;
 
     Weights first = {gate_up, gate_up_bias, 2 * d, h}, second = {down, down_bias, h, d};
-    int pinned = quire_pinned();
-#pragma omp parallel if (pairs * h * d > WORTH_THREADS)
+    int pinned = quire_pinned(), status = DONE;
+#pragma omp parallel if (pairs * h * d > WORTH_THREADS) reduction(| : status)
     {
         quire_stay(pinned);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < pairs; i++) memcpy(rows + i * h, x + order[i] / top_k * h, h * sizeof *x);
-        multiply(&first, rows, halves, start, num_experts, amx);
+        status |= multiply(&first, rows, halves, start, num_experts, amx);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < pairs; i++) activate(halves + i * 2 * d, inner + i * d, d, activation);
-        multiply(&second, inner, rows, start, num_experts, amx);
+        status |= multiply(&second, inner, rows, start, num_experts, amx);
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < n * blocks; task++) {
@@ -128,4 +135,5 @@ void quire_moe(const bf16 *x, const bf16 *gate_up, const bf16 *down, const bf16 
             for (int64_t c = 0; c < width; c++) out[row * h + from + c] = narrow(sums[c]);
         }
     }
+    return status;
 }

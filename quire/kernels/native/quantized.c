@@ -176,7 +176,7 @@ static void unpack(int format, Reader reader, Group *to, int64_t groups) {
 /* 0: plain C, 1: AVX2, 2: AVX-512 with VNNI. */
 int quire_quantized_kind(void) { return KIND_OF_DOT; }
 
-/* Memory that a thread keeps between calls. */
+/* Memory that a thread keeps between calls; NULL where there is none. */
 static void *keep(int which, size_t size) {
     static _Thread_local struct {
         void *memory;
@@ -186,20 +186,27 @@ static void *keep(int which, size_t size) {
         free(kept[which].memory);
         kept[which].size = 0;
         kept[which].memory = aligned_alloc(64, (size + 63) / 64 * 64);
-        if (!kept[which].memory) abort();
-        kept[which].size = size;
+        if (kept[which].memory) kept[which].size = size;
     }
     return kept[which].memory;
 }
 
-/* Rows `ids` of a packed weight, as floats. */
-void quire_quantized_lookup(int format, const uint8_t *packed, const int64_t *ids, void *out, int64_t count, int64_t k,
-                            int type) {
+/* Rows `ids` of a packed weight [n, k], as floats. */
+int quire_quantized_lookup(int format, const uint8_t *packed, const int64_t *ids, void *out, int64_t count, int64_t n,
+                           int64_t k, int type) {
+    if (count < 0 || !format_takes(format, k)) return BAD_SIZE;
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= n) return BAD_SIZE;
     Format f = FORMATS[format];
     int64_t groups = k / GROUP;
-#pragma omp parallel for if (count > 16)
+    int status = DONE;
+#pragma omp parallel for if (count > 16) reduction(| : status)
     for (int64_t i = 0; i < count; i++) {
         Group *all = keep(0, sizeof(Group) * groups);
+        if (!all) {
+            status |= NO_MEMORY;
+            continue;
+        }
         unpack(format, read_vector(format, packed, ids[i] / WIDTH, k), all, groups);
         int lane = (int)(ids[i] % WIDTH);
         for (int64_t g = 0; g < groups; g++)
@@ -212,6 +219,7 @@ void quire_quantized_lookup(int format, const uint8_t *packed, const int64_t *id
                 else ((float *)out)[to] = value;
             }
     }
+    return status;
 }
 
 /* The product */
@@ -408,8 +416,8 @@ static void multiply_few(int format, int rows, Reader reader, int64_t groups, In
 }
 
 /* Vector `at` of a weight and, where they belong together, the one after it. */
-static void multiply_vectors(const Segment *s, int64_t at, const void *bias, void *out, Inputs x, int64_t rows, int64_t n,
-                             int64_t k, int type) {
+static int multiply_vectors(const Segment *s, int64_t at, const void *bias, void *out, Inputs x, int64_t rows, int64_t n,
+                            int64_t k, int type) {
     const Format f = FORMATS[s->format];
     int64_t groups = k / GROUP, left = s->outputs - at * WIDTH, to = s->offset + at * WIDTH;
     int vectors = VECTORS > 1 && left > WIDTH ? 2 : 1, width[2], format = (int)s->format;
@@ -428,9 +436,10 @@ static void multiply_vectors(const Segment *s, int64_t at, const void *bias, voi
                 multiply_few(format, some, reader, groups, block_of(x, r, groups), y);
                 for (int i = 0; i < some; i++) write_row(y[i][0], out, (r + i) * n + to + p * WIDTH, width[p], type);
             }
-        return;
+        return DONE;
     }
     Group *w = keep(0, sizeof(Group) * groups * VECTORS);
+    if (!w) return NO_MEMORY;
     for (int p = 0; p < vectors; p++)
         unpack(format, read_vector(format, s->packed, at + p, k), w + p * groups, groups);
     /* What comes next is asked for meanwhile, all of it or, of few rows, more: unpacking would wait for memory each time. */
@@ -448,6 +457,7 @@ static void multiply_vectors(const Segment *s, int64_t at, const void *bias, voi
         for (int i = 0; i < some; i++)
             for (int p = 0; p < vectors; p++) write_row(y[i][p], out, (r + i) * n + to + p * WIDTH, width[p], type);
     }
+    return DONE;
 }
 
 /* Vectors are dealt out VECTORS at a time. */
@@ -456,15 +466,17 @@ static inline int64_t deals(const Segment *s) { return (s->outputs + WIDTH * VEC
 /* Rows whose int8 form stays in the second-level cache while all panels pass. */
 #define INPUT_BYTES (512 * 1024)
 
-static void multiply_rounded(const void *x, const Segment *segments, int64_t count, const void *bias, void *out,
-                             int64_t m, int64_t n, int64_t k, int type) {
+static int multiply_rounded(const void *x, const Segment *segments, int64_t count, const void *bias, void *out,
+                            int64_t m, int64_t n, int64_t k, int type) {
     int64_t groups = k / GROUP, total = 0;
+    int status = DONE;
     for (int64_t s = 0; s < count; s++) total += deals(segments + s);
     int64_t most = INPUT_BYTES / k / ROWS * ROWS;
     if (most < ROWS) most = ROWS;
     if (most > m) most = m;
     int64_t numbers = most * groups;
     char *memory = keep(1, (size_t)(numbers * (GROUP + 8 + 8 * count)));
+    if (!memory) return NO_MEMORY;
     Inputs all = {.q = (int32_t *)memory, .scale = (float *)(memory + numbers * GROUP)};
     all.total = all.scale + numbers;
     all.start = (int32_t *)(all.total + numbers);
@@ -474,7 +486,7 @@ static void multiply_rounded(const void *x, const Segment *segments, int64_t cou
         if (!many)
             for (int64_t r = 0; r < rows; r++) quantize_row(x, begin, r, rows, k, type, segments, count, all, numbers);
         char *target = (char *)out + begin * n * (type ? 2 : 4);
-#pragma omp parallel if (n * k > WORTH_THREADS)
+#pragma omp parallel if (n * k > WORTH_THREADS) reduction(| : status)
         {
             quire_stay(pinned);
             if (many) {
@@ -489,10 +501,11 @@ static void multiply_rounded(const void *x, const Segment *segments, int64_t cou
                 while (deal >= deals(s)) deal -= deals(s++);
                 Inputs x = all;
                 x.start += (s - segments) * numbers * 2;
-                multiply_vectors(s, deal * VECTORS, bias, target, x, rows, n, k, type);
+                status |= multiply_vectors(s, deal * VECTORS, bias, target, x, rows, n, k, type);
             }
         }
     }
+    return status;
 }
 
 /* Many rows on AMX: a weight's panels become bf16, some at a time, and stay near while all rows pass. */
@@ -537,17 +550,18 @@ static void widen_vector(int format, const uint8_t *packed, int64_t vector, int6
 }
 
 /* For bf16, with inputs that are not rounded. The outputs of every segment are whole panels. */
-void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
-                                int64_t m, int64_t n, int64_t k) {
+int quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
+                               int64_t m, int64_t n, int64_t k) {
     int64_t panels = n / PANEL;
-    int pinned = quire_pinned();
-#pragma omp parallel if (n * k > WORTH_THREADS)
+    int pinned = quire_pinned(), status = DONE;
+#pragma omp parallel if (n * k > WORTH_THREADS) reduction(| : status)
     {
         quire_stay(pinned);
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
         int64_t at = panels * thread / threads, last = panels * (thread + 1) / threads;
         bf16 *wide = keep(0, (size_t)(PANELS_AT_ONCE * k * PANEL * 2));
-        while (at < last) {
+        if (!wide) status |= NO_MEMORY;
+        while (wide && at < last) {
             const Segment *s = segments;
             while (s + 1 < segments + count && at * PANEL >= s[1].offset) s++;
             int64_t end = (s->offset + s->outputs) / PANEL, some = PANELS_AT_ONCE;
@@ -555,10 +569,11 @@ void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t 
             if (some > end - at) some = end - at;
             for (int64_t i = 0; i < some * 2; i++)
                 widen_vector((int)s->format, s->packed, at * 2 - s->offset / LANES + i, k, wide + i / 2 * k * PANEL);
-            quire_linear_amx_part(x, wide, bias ? bias + at * PANEL : 0, out + at * PANEL, m, n, k, 0, some);
+            status |= quire_linear_amx_part(x, wide, bias ? bias + at * PANEL : 0, out + at * PANEL, m, n, k, 0, some);
             at += some;
         }
     }
+    return status;
 }
 
 static int worth_tiles(const Segment *segments, int64_t count, int64_t m) {
@@ -568,14 +583,24 @@ static int worth_tiles(const Segment *segments, int64_t count, int64_t m) {
 }
 #else
 static int worth_tiles(const Segment *segments, int64_t count, int64_t m) { return 0; }
-void quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
-                                int64_t m, int64_t n, int64_t k) {}
+int quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
+                               int64_t m, int64_t n, int64_t k) {
+    return BAD_SIZE;
+}
 #endif
 
 /* x [m, k], bias [n] or NULL -> out [m, n]; tiles: whether quire_amx_start found that AMX works. */
-void quire_quantized_linear(const void *x, const Segment *segments, int64_t count, const void *bias, void *out, int64_t m,
-                            int64_t n, int64_t k, int type, int tiles) {
+int quire_quantized_linear(const void *x, const Segment *segments, int64_t count, const void *bias, void *out, int64_t m,
+                           int64_t n, int64_t k, int type, int tiles) {
+    int64_t end = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Segment *s = segments + i;
+        if (!format_takes(s->format, k) || s->outputs < 1 || s->offset != end) return BAD_SIZE;
+        end += s->outputs;
+    }
+    if (m < 0 || n < 1 || end != n) return BAD_SIZE;
+    if (m == 0) return DONE;
     if (tiles && type == 1 && worth_tiles(segments, count, m))
-        quire_quantized_linear_amx(x, segments, count, bias, out, m, n, k);
-    else multiply_rounded(x, segments, count, bias, out, m, n, k, type);
+        return quire_quantized_linear_amx(x, segments, count, bias, out, m, n, k);
+    return multiply_rounded(x, segments, count, bias, out, m, n, k, type);
 }

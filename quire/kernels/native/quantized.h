@@ -36,6 +36,11 @@ static const Format FORMATS[] = {
     [Q5_K] = {5, 0, AFFINE, 1, 256, 176},   [Q6_K] = {6, 32, HALVES, 1, 256, 210},
 };
 
+/* Whether there are inputs of whole blocks. */
+static inline int format_takes(int64_t format, int64_t k) {
+    return format >= Q4_0 && format <= Q6_K && k > 0 && k % FORMATS[format].elements == 0;
+}
+
 static inline int64_t quant_bytes(int bits) { return bits * GROUP * LANES / 8; }
 
 static inline int64_t scale_bytes(int kind, int k_format) {

@@ -63,8 +63,7 @@ def pack(type_name: str, blocks: torch.Tensor, inputs: int, rows: range | None =
     """
     kind = FORMATS[type_name]
     rows = rows or range(len(blocks))
-    assert inputs % kind.elements == 0 and blocks.shape[1] * kind.elements >= inputs * kind.nbytes
-    assert blocks.stride(1) == 1 and rows.step == 1 and rows.stop <= len(blocks)
+    _require_blocks(type_name, blocks, inputs, rows, rotary_half)
     panel = native_function("quire_quantized_panel_bytes")(kind.index, inputs)
     data = torch.empty(-(-len(rows) // LANES), panel, dtype=torch.uint8)
     if len(rows) % LANES:
@@ -75,11 +74,23 @@ def pack(type_name: str, blocks: torch.Tensor, inputs: int, rows: range | None =
     return Packed(kind, data, len(rows), inputs)
 
 
+def _require_blocks(type_name: str, blocks: torch.Tensor, inputs: int, rows: range, rotary_half: int) -> None:
+    """C reads where these say."""
+    kind = FORMATS[type_name]
+    held = blocks.shape[1] // kind.nbytes * kind.elements
+    if inputs < 1 or inputs % kind.elements or held < inputs or blocks.stride(1) != 1:
+        raise ValueError(f"rows of {inputs} inputs are not what {type_name} blocks of {held} hold")
+    if rows.step != 1 or rows.start < 0 or rows.stop > len(blocks):
+        raise ValueError(f"rows {rows.start} to {rows.stop} are asked for of {len(blocks)}")
+    if rotary_half < 0 or (rotary_half and len(blocks) % (2 * rotary_half)):
+        raise ValueError(f"{len(blocks)} rows are not whole heads of {2 * rotary_half}")
+
+
 def quantize(type_name: str, weight: torch.Tensor) -> Packed:
     """From a weight [outputs, inputs] in float32 or bf16 to Q8_0 or Q4_1."""
-    assert type_name in ("Q8_0", "Q4_1") and weight.is_contiguous()
     kind = FORMATS[type_name]
     outputs, inputs = weight.shape
+    weight = weight.contiguous()
     blocks = torch.empty(outputs, inputs // kind.elements * kind.nbytes, dtype=torch.uint8)
     native_function("quire_quantize_weight")(
         kind.index, weight.data_ptr(), blocks.data_ptr(), outputs, inputs, TYPES[weight.dtype]
@@ -125,7 +136,7 @@ def lookup(ids: torch.Tensor, weight: Packed, dtype: torch.dtype) -> torch.Tenso
     ids = ids.to(torch.int64).contiguous()
     out = torch.empty(len(ids), weight.inputs, dtype=dtype)
     native_function("quire_quantized_lookup")(
-        weight.format.index, weight.data.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), weight.inputs,
-        TYPES[dtype],
+        weight.format.index, weight.data.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), weight.outputs,
+        weight.inputs, TYPES[dtype],
     )  # fmt: skip
     return out

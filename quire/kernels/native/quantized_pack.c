@@ -3,7 +3,10 @@
 
 #include "quantized.h"
 
-int64_t quire_quantized_panel_bytes(int format, int64_t k) { return panel_bytes_of(format, k); }
+/* 0: there is no such format, or k is not a multiple of its blocks. */
+int64_t quire_quantized_panel_bytes(int format, int64_t k) {
+    return format_takes(format, k) ? panel_bytes_of(format, k) : 0;
+}
 
 /* The q of a group of 32, and its scales: d and m (m unused where symmetric); K formats give 6-bit ones. */
 typedef struct {
@@ -99,8 +102,9 @@ static void put_k_block(int format, const uint8_t *block, uint8_t *shared, int l
 
 /* Rows first .. first + n of a file's weight, `stride` bytes apart, into zeroed panels. half > 0: the file has rotary pairs
  * next to each other, heads of 2 * half rows; here all first ones of a head come before all second ones. */
-void quire_pack_quantized(int format, const uint8_t *blocks, uint8_t *packed, int64_t n, int64_t k, int64_t stride,
-                          int64_t first, int64_t half) {
+int quire_pack_quantized(int format, const uint8_t *blocks, uint8_t *packed, int64_t n, int64_t k, int64_t stride,
+                         int64_t first, int64_t half) {
+    if (n < 0 || first < 0 || half < 0 || !format_takes(format, k)) return BAD_SIZE;
     Format f = FORMATS[format];
     int64_t panel_bytes = panel_bytes_of(format, k), per_panel = k / f.elements;
     int64_t step = panel_bytes / per_panel;
@@ -119,10 +123,12 @@ void quire_pack_quantized(int format, const uint8_t *blocks, uint8_t *packed, in
                 else put_group(format, rows[lane] + b * f.bytes, panel + b * step, lane);
             }
     }
+    return DONE;
 }
 
 /* weight [n, k] -> blocks of Q8_0 or Q4_1. The scales are rounded first, so that q fits what is stored. */
-void quire_quantize_weight(int format, const void *weight, uint8_t *blocks, int64_t n, int64_t k, int type) {
+int quire_quantize_weight(int format, const void *weight, uint8_t *blocks, int64_t n, int64_t k, int type) {
+    if ((format != Q8_0 && format != Q4_1) || n < 0 || !format_takes(format, k)) return BAD_SIZE;
     for (int64_t g = 0; g < n * k / GROUP; g++) {
         uint8_t *to = blocks + g * FORMATS[format].bytes;
         float w[GROUP], low = INFINITY, high = -INFINITY;
@@ -144,5 +150,6 @@ void quire_quantize_weight(int format, const void *weight, uint8_t *blocks, int6
         for (int i = 0; i < GROUP; i++) q[i] = (uint8_t)lrintf(fminf(fmaxf((w[i] - start) * inverse, 0), 15));
         for (int i = 0; i < GROUP / 2; i++) to[4 + i] = (uint8_t)(q[i] | q[i + 16] << 4);
     }
+    return DONE;
 }
 

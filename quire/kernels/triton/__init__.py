@@ -3,3 +3,7 @@
 Each module is the GPU half of the module of the same name in `quire/kernels/`, which holds the plain torch twin and
 picks between them.
 """
+
+from quire.kernels.triton.cache_folder import secure_cache
+
+secure_cache()

@@ -1,0 +1,33 @@
+"""Numbers from files and requests: of the right kind and within bounds, or a ValueError that names them."""
+
+import math
+import sys
+from typing import Any
+
+INT32_MAX = 2**31 - 1
+MAX_SHOWN = 60  # characters of a wrong value in an error
+
+
+def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = INT32_MAX) -> int:
+    """JSON's true and 4096.0 are none."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from {minimum} to {maximum}")
+    return value
+
+
+def finite_number(name: str, value: Any, above: float = -math.inf, maximum: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {shown(value)}; it must be a number")
+    if not above < value <= min(maximum, sys.float_info.max):
+        bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at most {maximum:g}"] * (maximum < math.inf)
+        raise ValueError(f"{name} is {shown(value)}; it must be a finite number{' ' * bool(bounds)}{', '.join(bounds)}")
+    return float(value)
+
+
+def shown(value: Any) -> str:
+    """Not the whole of it where someone put a book there."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, nested lists
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

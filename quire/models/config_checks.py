@@ -1,0 +1,115 @@
+"""What a model's config may say. Kernels take sizes as they come, so nothing is built from one that was not checked."""
+
+from typing import TYPE_CHECKING, Any
+
+from quire.config.values import finite_number, shown, whole_number
+from quire.layers.rotary import MAX_POSITIONS
+
+if TYPE_CHECKING:
+    from quire.models.decoder_config import DecoderConfig
+
+# Far above any model there is, and low enough that no product of them overflows.
+MAX_LAYERS = 1024
+MAX_HEADS = 2**16
+MAX_HEAD_DIM = 1024
+MAX_WIDTH = 2**22
+MAX_VOCAB = 2**24
+MAX_EXPERTS = 4096
+MAX_PARAMETERS = 2**44
+
+# By the names of all families; null or missing is for the family to judge.
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), MAX_LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"), MAX_HEADS),
+    "head_dim": MAX_HEAD_DIM,
+    **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "word_embed_proj_dim"), MAX_WIDTH),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), MAX_WIDTH),
+    "vocab_size": MAX_VOCAB,
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), MAX_EXPERTS),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "original_max_position_embeddings", "max_model_len"), MAX_POSITIONS
+    ),
+    **dict.fromkeys(("sliding_window_pattern", "decoder_sparse_step", "no_rope_layer_interval"), MAX_LAYERS),
+}
+COUNTS = {"max_window_layers": MAX_LAYERS, "shared_expert_intermediate_size": MAX_WIDTH}
+POSITIVE = ("query_pre_attn_scalar", "logits_scaling", "rope_theta", "rope_local_base_freq", "rotary_emb_base")
+OBJECTS = ("rope_parameters", "rope_scaling")
+LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
+
+
+def check_keys(hf: dict[str, Any]) -> None:
+    """Of a family of ours, before the family reads them."""
+    given = {name: value for name, value in hf.items() if value is not None}
+    for name in SIZES.keys() & given.keys():
+        whole_number(name, given[name], maximum=SIZES[name])
+    for name in COUNTS.keys() & given.keys():
+        whole_number(name, given[name], minimum=0, maximum=COUNTS[name])
+    for name in given.keys() & set(POSITIVE):
+        finite_number(name, given[name], above=0.0)
+    for names, kind, called in ((OBJECTS, dict, "an object"), (LISTS, list, "a list")):
+        for name in given.keys() & set(names):
+            if not isinstance(given[name], kind):
+                raise ValueError(f"{name} is {shown(given[name])}; it must be {called}")
+
+
+def check_decoder(c: "DecoderConfig") -> None:
+    """All sizes that a decoder is built with, whoever derived them."""
+    sizes = {
+        "vocab_size": (c.vocab_size, MAX_VOCAB),
+        "hidden_size": (c.hidden_size, MAX_WIDTH),
+        "intermediate_size": (c.intermediate_size, MAX_WIDTH),
+        "num_hidden_layers": (c.num_layers, MAX_LAYERS),
+        "num_attention_heads": (c.num_heads, MAX_HEADS),
+        "num_key_value_heads": (c.num_kv_heads, MAX_HEADS),
+        "head_dim": (c.head_dim, MAX_HEAD_DIM),
+    }
+    for name, (size, most) in sizes.items():
+        whole_number(name, size, maximum=most)
+    whole_number("max_position_embeddings", c.num_positions, minimum=0, maximum=MAX_POSITIONS)
+    if c.num_heads % c.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads is {c.num_heads}, which num_key_value_heads, {c.num_kv_heads}, does not divide"
+        )
+    for name, each in (("layer_types", c.windows), ("the rotary parameters", c.ropes)):
+        if len(each) != c.num_layers:
+            raise ValueError(f"{name} names {len(each)} layers, num_hidden_layers is {c.num_layers}")
+    for window in set(c.windows) - {None}:
+        whole_number("sliding_window", window)
+    for rope in set(c.ropes) - {None}:
+        if rope is not None and rope.table_width > c.head_dim:
+            raise ValueError(
+                f"{rope.table_width} elements of each head are rotated, but head_dim is {c.head_dim}; "
+                "partial_rotary_factor and head_dim must leave an even number of at most as many"
+            )
+    _check_numbers(c)
+    if (count := _parameters(c)) > MAX_PARAMETERS:
+        raise ValueError(f"the model's config asks for {count:,} parameters; at most {MAX_PARAMETERS:,} are supported")
+
+
+def _check_numbers(c: "DecoderConfig") -> None:
+    scales = {
+        "embedding_multiplier": c.embed_scale,
+        "logit_scale": c.logit_scale,
+        "residual_multiplier": c.residual_scale,
+        "attention_multiplier": c.attention_scale,
+        "alibi": c.alibi,
+    }
+    for name, scale in scales.items():
+        if scale is not None:
+            finite_number(name, scale)
+    finite_number("the epsilon of norms (rms_norm_eps, layer_norm_eps)", c.norm_eps, above=-1e-30, maximum=1e3)
+    limits = {
+        "final_logit_softcapping": c.logit_softcap,
+        "attn_logit_softcapping": c.attention_softcap,
+        "clip_qkv": c.qkv_clip,
+    }
+    for name, limit in limits.items():
+        if limit is not None:
+            finite_number(name, limit, above=0.0)
+
+
+def _parameters(c: "DecoderConfig") -> int:
+    """Experts aside."""
+    attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+    layer = attention + c.hidden_size * c.intermediate_size * (3 if c.gated else 2)
+    return c.hidden_size * (2 * c.vocab_size + c.num_positions) + c.num_layers * layer
