@@ -1,5 +1,6 @@
 """What both kinds of generation do with a request, from its body to the last byte of the answer."""
 
+import asyncio
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
