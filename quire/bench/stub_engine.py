@@ -32,6 +32,7 @@ class StubEngine:
         self.config, checkpoint = resolve_config(config or EngineConfig())
         self.model_name = checkpoint.name
         self.max_model_len = int(self.config.model.hf_config["max_position_embeddings"])
+        self.max_num_seqs = self.config.scheduler.max_num_seqs or 1024
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint)
         self.stats = SchedulerStats()
         self.rule = rule

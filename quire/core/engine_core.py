@@ -28,6 +28,7 @@ class EngineCore:
         self.depth = config.scheduler.depth
         assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
         step_tokens = config.scheduler.max_num_batched_tokens
+        self.max_num_seqs = config.scheduler.max_num_seqs
         # A window is given up by confirmed tokens: plans in flight need room beyond what one step writes.
         span = max(step_tokens, self.depth + 2)
         layout = self._lay_out_cache(config)

@@ -89,7 +89,9 @@ class EngineProcess:
         """The exit code."""
         try:
             self.core = self._make_core()
-            self._ready = Ready(self.core.max_model_len, self.core.summary, self.core.num_blocks)
+            self._ready = Ready(
+                self.core.max_model_len, self.core.summary, self.core.num_blocks, self.core.max_num_seqs
+            )
             while not self._stopping:
                 self._take_in(block=not self.core.has_unfinished())
                 self._step_began = time.monotonic()

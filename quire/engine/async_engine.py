@@ -24,6 +24,7 @@ class AsyncEngine(Protocol):
     config: EngineConfig
     model_name: str
     max_model_len: int
+    max_num_seqs: int  # that run at a time; others wait
     tokenizer: Tokenizer | None
     stats: SchedulerStats
 

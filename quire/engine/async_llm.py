@@ -44,6 +44,7 @@ class AsyncLLM:
             self._connection.close(timeout=0)
             raise
         self.max_model_len = ready.max_model_len
+        self.max_num_seqs = ready.max_num_seqs
         self._num_blocks = ready.num_blocks
         client = self._connection.client or 0
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client)

@@ -55,7 +55,7 @@ class LLMEngine:
         except BaseException:
             executor.shutdown()
             raise
-        return InprocClient(core), Ready(core.max_model_len, core.summary, core.num_blocks)
+        return InprocClient(core), Ready(core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs)
 
     def _start_process(self) -> tuple[SyncMPClient, Ready]:
         client = SyncMPClient(self.config)

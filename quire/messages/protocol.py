@@ -64,6 +64,7 @@ class Ready(msgspec.Struct, tag=True):
     max_model_len: int
     summary: list[str]  # for the start-up lines
     num_blocks: int = 0  # of the KV cache
+    max_num_seqs: int = 0  # that can run at a time
 
 
 class Heartbeat(msgspec.Struct, tag=True):

@@ -135,8 +135,9 @@ def test_many_requests_come_back_in_order(server: Running, tmp_path: Path) -> No
 def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "LONGEST_PAUSE", 0.02)
     source = write(tmp_path, *(request(f"r{i}", prompt="one", max_tokens=2) for i in range(12)))
-    # A request that waits is refused while others run, so some are sent several times.
-    with running(stub_engine(0.005), ServerConfig(max_waiting_requests=0)) as server:
+    engine = stub_engine(0.005)
+    engine.max_num_seqs = 1  # and none may wait, so most requests are sent several times
+    with running(engine, ServerConfig(max_waiting_requests=0)) as server:
         argv = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--url", server.url]
         monkeypatch.setattr(batch_runner, "ATTEMPTS", 1000)
         assert main(argv) == 0

@@ -129,15 +129,14 @@ class ServerContext:
         limit = self.config.max_waiting_requests
         if limit is None:
             return
-        places = self.engine_config.scheduler.max_num_seqs
-        if places is not None and num_sequences > places + limit:
+        places = self.engine.max_num_seqs
+        if num_sequences > places + limit:
             most = f"{places} can run and {limit} may wait (--max-num-seqs, --max-waiting-requests)"
             raise bad_request(f"prompts times n are {num_sequences} sequences; {most}", "n", "too_many_sequences")
         self.note_load()
         unfinished = self.peers.num_unfinished
-        waiting, free = self.engine.stats.num_waiting, num_sequences
-        if places is not None:
-            waiting, free = max(waiting, unfinished - places), max(0, places - unfinished)
+        waiting = max(self.engine.stats.num_waiting, unfinished - places)
+        free = max(0, places - unfinished)
         if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
             raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
 

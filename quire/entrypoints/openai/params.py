@@ -101,6 +101,10 @@ class ParamsBuilder:
             )
         if given.get("n", 1) > self.config.max_n:
             raise bad_request(f"n is {given['n']}; at most {self.config.max_n} choices are allowed (--max-n)", "n")
+        allowed = len(given.get("allowed_token_ids", ()))
+        if self.vocab_size and allowed > self.vocab_size:
+            message = f"allowed_token_ids has {allowed} entries; the model's vocabulary has {self.vocab_size}"
+            raise bad_request(message, "allowed_token_ids")
         if self.vocab_size and given.get("top_k", 0) > self.vocab_size:
             given["top_k"] = 0  # more than there are: all
         if request.stream_options is not None and not request.stream:

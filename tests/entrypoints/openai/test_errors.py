@@ -146,7 +146,7 @@ def test_an_error_inside_is_not_shown(server: Running, caplog: pytest.LogCapture
 
 def test_waiting_has_a_limit() -> None:
     engine = stub_engine(0.01)
-    engine.config.scheduler.max_num_seqs = 1
+    engine.max_num_seqs = 1
     body = {"model": MODEL, "prompt": [1], "max_tokens": 1}
     with running(engine, ServerConfig(max_waiting_requests=0)) as server:
         assert server.post("/v1/completions", body).status_code == 200

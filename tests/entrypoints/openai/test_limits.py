@@ -122,6 +122,7 @@ def test_tokenizing_stops_at_the_first_prompt_that_is_too_long(
         ("/v1/completions", {"prompt": [[1]] * 70_000}, "--max-request-objects"),
         ("/v1/completions", {"prompt": [1] * (1 << 20)}, "--max-request-values"),
         ("/v1/completions", {"prompt": [1], "allowed_token_ids": [5] * (1 << 20)}, "--max-request-values"),
+        ("/v1/completions", {"prompt": [1], "allowed_token_ids": [5] * 60_000}, "vocabulary has 49152"),
         ("/v1/completions", {"prompt": [1], "metadata": [[]] * 70_000}, "--max-request-objects"),
         ("/v1/completions", {"prompt": [1], **{f"x{i}": 1 for i in range(600)}}, "--max-request-fields"),
         ("/v1/completions", {"prompt": [1], **{f"x{i}": 1 for i in range(60_000)}}, "--max-request-fields"),
@@ -187,7 +188,7 @@ def test_bodies_that_arrive_have_a_limit_in_all() -> None:
 
 def test_sequences_count_in_admission() -> None:
     engine = stub_engine(0.01)
-    engine.config.scheduler.max_num_seqs = 4
+    engine.max_num_seqs = 4
     many = {"prompt": [[1]] * 3, "n": 2, "max_tokens": 1}
     with running(engine, ServerConfig(max_waiting_requests=2)) as server:
         assert server.post("/v1/completions", many).status_code == 200  # 4 run, 2 wait
