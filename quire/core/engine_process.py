@@ -56,7 +56,7 @@ from quire.messages.requests import (
 logger = logging.getLogger("quire")
 
 PR_SET_PDEATHSIG = 1
-TAKE_IN_SECONDS = 0.02  # of messages between two steps, while there is something to run
+TAKE_IN_SECONDS = 0.02  # for messages between two steps, if the last step was no longer than that
 STATS_SECONDS = 0.25  # how old the numbers may be in a front end that has no part in what runs
 
 Incoming = tuple[bytes, Any]  # who says what
@@ -72,6 +72,7 @@ class EngineProcess:
         self._clients: dict[int, str] = {}  # client number of an index -> where it listens
         self._watching: dict[int, str] = {}  # those of them that want heartbeats
         self._heartbeat_seconds = heartbeat_seconds
+        self._take_in_seconds = TAKE_IN_SECONDS
         self._step_began: float | None = None  # None while the loop waits for work
         self._told: dict[int, SchedulerStats] = {}  # client -> the last numbers it got
         self._stats_due = 0.0
@@ -94,8 +95,9 @@ class EngineProcess:
             )
             while not self._stopping:
                 self._take_in(block=not self.core.has_unfinished())
-                self._step_began = time.monotonic()
+                began = self._step_began = time.monotonic()
                 outputs = self.core.step()
+                self._take_in_seconds = max(TAKE_IN_SECONDS, time.monotonic() - began)
                 if outputs is not None and (len(outputs.index) or outputs.prompt_logprobs):
                     self._pass_on(outputs)
                 self._spread_stats()
@@ -113,8 +115,9 @@ class EngineProcess:
         return 0
 
     def _take_in(self, block: bool) -> None:
-        """What has arrived; if there is nothing to do, wait for something. Steps go on beside a flood of messages."""
-        until = time.monotonic() + TAKE_IN_SECONDS
+        """What has arrived; if there is nothing to do, wait for something. Beside a flood of messages, steps have half
+        of the time."""
+        until = time.monotonic() + self._take_in_seconds
         while not self._stopping:
             if block:
                 self._step_began = None
@@ -124,7 +127,7 @@ class EngineProcess:
                 return
             if block:
                 self._step_began = time.monotonic()
-                until = self._step_began + TAKE_IN_SECONDS
+                until = self._step_began + self._take_in_seconds
             self._handle(sender, message)
             block = block and not self.core.has_unfinished()
             if not block and time.monotonic() > until:

@@ -172,6 +172,7 @@ def test_what_arrives_after_a_goodbye_is_ignored(engine: Engine) -> None:
 
 def test_steps_go_on_beside_a_flood_of_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.core.engine_process.TAKE_IN_SECONDS", 0.0)
+    monkeypatch.setattr(engine.process, "_take_in_seconds", 0.0)
     engine.core.may_step.set()
     handled_at: list[int] = []
     add = engine.core.add_request
@@ -179,6 +180,7 @@ def test_steps_go_on_beside_a_flood_of_requests(engine: Engine, monkeypatch: pyt
     def noted(request: EngineCoreRequest) -> None:
         handled_at.append(engine.core.steps)
         add(request)
+        time.sleep(0.001)  # longer than a step of this core
 
     monkeypatch.setattr(engine.core, "add_request", noted)
     for i in range(50):
