@@ -122,9 +122,6 @@ class ParamsBuilder:
             return SamplingParams(**given, output_kind=kind)
         except ValueError as error:
             raise refused_value(error, request.__struct_fields__) from None
-        except TypeError:  # the one nested object
-            names = "max_pattern_size, min_pattern_size and min_count"
-            raise bad_request(f"repetition_detection takes {names}", "repetition_detection") from None
 
 
 def _refuse_in_chat(request: ChatRequest) -> None:
