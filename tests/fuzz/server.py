@@ -55,6 +55,7 @@ class FuzzedServer:
         command += ["--api-key", KEY, "--enable-admin", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         command += ["--chat-template", TEMPLATE, "--max-model-len", "256", "--num-gpu-blocks-override", "1100"]
         command += ["--dtype", "float32", "--cpu-threads", "1", "--no-access-log", *limits, *self.flags]
+        command += ["--structured-outputs-compile-seconds", "3"]
         with self._log.open("ab") as out:
             start = out.tell()
             self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)

@@ -33,3 +33,8 @@ def test_others_are_not(multiple: float) -> None:
 )
 def test_a_keyword_of_a_wrong_kind_is_a_reason_to_refuse(schema: dict[str, Any]) -> None:
     assert outside_xgrammar(schema) is not None
+
+
+def test_outlines_refuses_lengths_that_double_its_time_with_each_character(compile: Compile) -> None:
+    with pytest.raises(GrammarError, match="more than 12 takes too long"):
+        compile(json={"type": "array", "items": {"type": "string", "maxLength": 100_000}}, backend="outlines")
