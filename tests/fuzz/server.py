@@ -123,7 +123,7 @@ class FuzzedServer:
         lines = self.log().splitlines()
         for i, line in enumerate(lines):
             if line.startswith("Traceback (most recent call last)"):
-                named = re.search(r"\bfuzz-[0-9a-f]{8}", " ".join(lines[max(0, i - 2) : i]))
+                named = re.search(r"\brequest \S+", " ".join(lines[max(0, i - 2) : i]))
                 assert named, "a traceback names no request:\n" + "\n".join(lines[max(0, i - 3) : i + 30])
 
     def assert_was_healthy(self) -> None:
