@@ -9,11 +9,13 @@ import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import GrammarError, first_line
+from quire.structured_output.regexes import expanded_length
 from quire.structured_output.schemas import outside_regular
 from quire.structured_output.vocabulary import Vocabulary
 
 MAX_ROLLBACK = 32  # tokens a drafter may have to take back
 BYTES_PER_TRANSITION = 16
+MAX_EXPANDED = 5000  # of a regular expression whose repeats are written out; it takes gigabytes for a million
 MAX_LENGTH = 12  # of a JSON string with a length: its compile takes twice as long for each further character
 
 
@@ -32,6 +34,8 @@ class OutlinesBackend:
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.kind not in ("json", "regex", "choice"):
             return f"it has no {spec.kind}"
+        if expanded_length(spec.regex or spec.whitespace_pattern or "") > MAX_EXPANDED:
+            return f"repeats that make it longer than {MAX_EXPANDED} when written out are not supported"
         if spec.kind != "json":
             return None
         schema = json.loads(spec.json)
