@@ -7,9 +7,11 @@ import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import GrammarError, first_line
+from quire.structured_output.regexes import expanded_length
 from quire.structured_output.vocabulary import Vocabulary
 
 BYTES_PER_CHARACTER = 4096  # of the text; states are made on the way
+MAX_EXPANDED = 2000  # of a regular expression whose repeats are written out: it makes all states in Python
 
 
 class EnforcerBackend:
@@ -34,6 +36,8 @@ class EnforcerBackend:
         if spec.kind in ("json", "json_object"):
             # It lets 6e-206 pass as an integer, two items as at least three, and a comma before a closing brace.
             return "its JSON does not always keep to the schema; use another backend"
+        if expanded_length(spec.regex or "") > MAX_EXPANDED:
+            return f"repeats that make it longer than {MAX_EXPANDED} when written out are not supported"
         return None if spec.kind in ("regex", "choice") else f"it has no {spec.kind}"
 
     def compile(self, spec: StructuredOutputsParams) -> "EnforcerCompiled":

@@ -9,11 +9,14 @@ import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import GrammarError, first_line
+from quire.structured_output.regexes import expanded_length
 from quire.structured_output.schemas import outside_regular
 from quire.structured_output.vocabulary import Vocabulary
 
 MAX_ROLLBACK = 32  # tokens a drafter may have to take back
 BYTES_PER_TRANSITION = 16
+MAX_EXPANDED = 5000  # of a regular expression whose repeats are written out; it takes gigabytes for a million
+MAX_LENGTH = 12  # of a JSON string with a length: its compile takes twice as long for each further character
 
 
 class OutlinesBackend:
@@ -31,7 +34,12 @@ class OutlinesBackend:
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.kind not in ("json", "regex", "choice"):
             return f"it has no {spec.kind}"
-        return outside_regular(json.loads(spec.json)) if spec.kind == "json" else None
+        if expanded_length(spec.regex or spec.whitespace_pattern or "") > MAX_EXPANDED:
+            return f"repeats that make it longer than {MAX_EXPANDED} when written out are not supported"
+        if spec.kind != "json":
+            return None
+        schema = json.loads(spec.json)
+        return outside_regular(schema) or _long_strings(schema)
 
     def compile(self, spec: StructuredOutputsParams) -> "OutlinesCompiled":
         try:
@@ -48,6 +56,15 @@ class OutlinesBackend:
             return "|".join(re.escape(word) for word in dict.fromkeys(spec.choice))
         space = "" if spec.disable_any_whitespace else spec.whitespace_pattern
         return str(self._lib.json_schema.build_regex_from_schema(spec.json, space))
+
+
+def _long_strings(schema: Any) -> str | None:
+    if isinstance(schema, dict):
+        for name in ("minLength", "maxLength"):
+            if isinstance(schema.get(name), int) and schema[name] > MAX_LENGTH:
+                return f"a {name} of {schema[name]} is not supported: more than {MAX_LENGTH} takes too long"
+    parts = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    return next((reason for part in parts if (reason := _long_strings(part))), None)
 
 
 class OutlinesCompiled:

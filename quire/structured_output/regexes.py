@@ -6,6 +6,9 @@ An output matches from its beginning to its end, so anchors there say nothing, a
 import re
 
 PLAIN_ESCAPES = set("dwsnrt")
+REPEAT = re.compile(r"\{(\d+)(?:,(\d+)?)?\}")
+# An escape, a class, or a character that means itself.
+ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()*+?|\\]", re.DOTALL)
 
 
 def without_anchors(regex: str) -> str:
@@ -73,3 +76,27 @@ def _dots_as_classes(regex: str) -> str:
         parts.append(r"[^\n]" if char == "." and not in_class else char)
         i += 1
     return "".join(parts)
+
+
+def expanded_length(regex: str) -> int:
+    """About how long a regular expression is with its counted repeats written out, which automata do."""
+    open_groups, last, i = [0], 0, 0
+    while i < len(regex):
+        repeat = REPEAT.match(regex, i)
+        if repeat is not None:
+            most = max(int(number[:9]) for number in repeat.groups("0"))
+            open_groups[-1] += last * (most - 1) if most else 0
+            last *= max(most, 1)
+            i = repeat.end()
+            continue
+        atom = ATOM.match(regex, i)
+        i = atom.end() if atom is not None else i + 1
+        if atom is None and regex[i - 1] == "(":
+            open_groups.append(0)
+        elif atom is None and regex[i - 1] == ")" and len(open_groups) > 1:
+            last = open_groups.pop()
+            open_groups[-1] += last
+        elif atom is not None:
+            last = 1
+            open_groups[-1] += 1
+    return sum(open_groups)

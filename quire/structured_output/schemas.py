@@ -113,7 +113,7 @@ def _unlisted(schema: Any) -> str | None:
         return "an array without items is not supported"
     if any(json.dumps(name, ensure_ascii=False) != f'"{name}"' for name in schema.get("properties") or ()):
         return "a property name that needs an escape is not supported"
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
+    values = _values(schema["enum"]) if "enum" in schema else [schema["const"]] if "const" in schema else []
     if any(isinstance(value, (dict, list)) for value in values):
         return "an object or a list as a value is not supported"
     parts = [*_values(schema.get("properties")), *_values(schema.get("anyOf"))]

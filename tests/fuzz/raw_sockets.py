@@ -62,7 +62,7 @@ SEEDS = [
     b"\xff" * 1000,
     b"EHLO fuzz\r\nQUIT\r\n",
 ]
-WAYS = ["whole", "whole", "whole", "drop", "slow"]
+WAYS = ["whole", "whole", "whole", "drop", "slow", "hold"]
 SLOW_PIECES = 20
 # Beyond the limits that the server was started with; a busy machine needs some room.
 CLOSE_SECONDS = 15.0

@@ -55,6 +55,7 @@ class FuzzedServer:
         command += ["--api-key", KEY, "--enable-admin", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         command += ["--chat-template", TEMPLATE, "--max-model-len", "256", "--num-gpu-blocks-override", "1100"]
         command += ["--dtype", "float32", "--cpu-threads", "1", "--no-access-log", *limits, *self.flags]
+        command += ["--structured-outputs-compile-seconds", "3"]
         with self._log.open("ab") as out:
             start = out.tell()
             self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
@@ -122,7 +123,7 @@ class FuzzedServer:
         lines = self.log().splitlines()
         for i, line in enumerate(lines):
             if line.startswith("Traceback (most recent call last)"):
-                named = re.search(r"\bfuzz-[0-9a-f]{8}", " ".join(lines[max(0, i - 2) : i]))
+                named = re.search(r"\brequest \S+", " ".join(lines[max(0, i - 2) : i]))
                 assert named, "a traceback names no request:\n" + "\n".join(lines[max(0, i - 3) : i + 30])
 
     def assert_was_healthy(self) -> None:

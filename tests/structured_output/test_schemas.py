@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quire.structured_output.base import Compiled, GrammarError
+from quire.structured_output.regexes import expanded_length
 from quire.structured_output.schemas import outside_guidance, outside_xgrammar
 
 Compile = Callable[..., Compiled]
@@ -33,3 +34,36 @@ def test_others_are_not(multiple: float) -> None:
 )
 def test_a_keyword_of_a_wrong_kind_is_a_reason_to_refuse(schema: dict[str, Any]) -> None:
     assert outside_xgrammar(schema) is not None
+
+
+def test_outlines_refuses_lengths_that_double_its_time_with_each_character(compile: Compile) -> None:
+    with pytest.raises(GrammarError, match="more than 12 takes too long"):
+        compile(json={"type": "array", "items": {"type": "string", "maxLength": 100_000}}, backend="outlines")
+
+
+@pytest.mark.parametrize(
+    ("regex", "length"),
+    [
+        ("abc", 3),
+        ("a{3}b", 4),
+        ("(ab){2,5}", 10),
+        ("((a{0,10}){0,10}){0,10}", 1000),
+        (r"[a-z\]{9}]{2}\{5}", 5),
+        ("[]{5}]x{3,}", 4),
+        ("(((a{2}", 2),
+        ("a{0}*", 1),
+    ],
+)
+def test_repeats_count_as_often_as_they_may_come(regex: str, length: int) -> None:
+    assert expanded_length(regex) == length
+
+
+@pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
+def test_repeats_of_repeats_are_refused_where_all_states_are_made(compile: Compile, backend: str) -> None:
+    with pytest.raises(GrammarError, match="when written out are not supported"):
+        compile(regex="((a{0,10000}){0,1000}){0,1000}", backend=backend)
+
+
+def test_an_enum_that_is_none(compile: Compile) -> None:
+    with pytest.raises(GrammarError):
+        compile(json={"enum": 5}, backend="outlines")

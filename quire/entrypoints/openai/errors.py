@@ -14,6 +14,7 @@ logger = logging.getLogger("quire")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+MAX_MESSAGE = 2000  # characters: what a client sent and is told again may be far longer
 
 
 class ApiError(Exception):
@@ -31,7 +32,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         self.type = type
         self.param = param
         self.code = code

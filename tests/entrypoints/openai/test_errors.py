@@ -160,3 +160,8 @@ def test_json_of_errors_is_compact_and_utf8(server: Running) -> None:
     answer = server.post("/v1/completions", {"model": "größe", "prompt": "a"})
     assert answer.headers["content-type"] == "application/json"
     assert "größe" in json.loads(answer.content)["error"]["message"]
+
+
+def test_an_error_does_not_repeat_all_that_was_sent(server: Running) -> None:
+    answer = server.post("/v1/completions", {"prompt": "a", "model": "m" * 20_000})
+    assert answer.status_code == 404 and len(error_of(answer)["message"]) < 2100
