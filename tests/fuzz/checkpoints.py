@@ -193,6 +193,15 @@ def config_seeds() -> list[dict[str, Any]]:
         "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0},
     }.items():  # fmt: skip
         seeds.append(seeds[0] | {"rope_scaling": {"rope_type": kind, "factor": 2.0} | llama | more})
+    scheme = {"type": "float", "num_bits": 8, "symmetric": True}
+    groups = {"targets": ["Linear"], "weights": scheme | {"strategy": "channel"}}
+    groups["input_activations"] = scheme | {"strategy": "token", "dynamic": True}
+    for quantization in (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16], "ignored_layers": ["x"]},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["re:lm_.*"],
+         "config_groups": {"group_0": groups}},
+    ):  # fmt: skip
+        seeds.append(seeds[0] | {"quantization_config": quantization})
     return seeds
 
 
