@@ -12,6 +12,7 @@ from quire.config.values import finite_number, whole_number
 from quire.kernels import native
 from quire.kernels.native import quantized
 from quire.layers.attention import Attention
+from quire.models import transformers_import
 from quire.models.loader import load_model
 from quire.models.registry import model_class
 from quire.quantization.fp8_config import parse_fp8_config
@@ -228,3 +229,15 @@ def test_a_config_that_transformers_cannot_build(tmp_path):
     config = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 64, "n_head": 0}
     with pytest.raises(ValueError, match="transformers"):
         load_model(Checkpoint("x", "dummy", tmp_path, ()), config, torch.float32, "cpu")
+
+
+def test_code_of_models_is_not_imported_from_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
+    from transformers import dynamic_module_utils
+
+    for mode, is_safe in ((0o700, True), (0o777, False)):
+        (tmp_path / "modules").mkdir(exist_ok=True)
+        (tmp_path / "modules").chmod(mode)
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+        transformers_import._secure_code_cache()
+        assert (str(tmp_path / "modules") == dynamic_module_utils.HF_MODULES_CACHE) == is_safe
+        assert ("cache of models' code is not used" in caplog.text) != is_safe
