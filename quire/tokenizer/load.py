@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.config import read_json
 from quire.checkpoint.resolve import HUB_ID, Checkpoint
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import TRIAL, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
-
-TRIAL = "Hello, world 12 é 😀\n\tdef f(x): ..."
 
 
 def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Tokenizer:
