@@ -52,7 +52,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
             f"{file} is refused: it is damaged, or a pickle that asks for more than tensors, which could run code "
             f"({_reason(error)}). Use the model's safetensors, or convert the file where you trust it."
         ) from error
-    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{file} is corrupt or truncated ({_reason(error)}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not the tensors of a model by name")

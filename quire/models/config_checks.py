@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from quire.config.values import finite_number, shown, whole_number
-from quire.layers.rotary import MAX_POSITIONS
+from quire.layers.rotary import MAX_POSITIONS, MAX_THETA
 
 if TYPE_CHECKING:
     from quire.models.decoder_config import DecoderConfig
@@ -16,6 +16,7 @@ MAX_WIDTH = 2**22
 MAX_VOCAB = 2**24
 MAX_EXPERTS = 4096
 MAX_PARAMETERS = 2**44
+MAX_SCALE = 1e9
 
 # By the names of all families; null or missing is for the family to judge.
 SIZES = {
@@ -45,7 +46,7 @@ def check_keys(hf: dict[str, Any]) -> None:
     for name in COUNTS.keys() & given.keys():
         whole_number(name, given[name], minimum=0, maximum=COUNTS[name])
     for name in given.keys() & set(POSITIVE):
-        finite_number(name, given[name], above=0.0)
+        finite_number(name, given[name], above=0.0, maximum=MAX_THETA)
     for names, kind, called in ((OBJECTS, dict, "an object"), (LISTS, list, "a list")):
         for name in given.keys() & set(names):
             if not isinstance(given[name], kind):
@@ -82,7 +83,7 @@ def check_decoder(c: "DecoderConfig") -> None:
                 "partial_rotary_factor and head_dim must leave an even number of at most as many"
             )
     _check_numbers(c)
-    if (count := _parameters(c)) > MAX_PARAMETERS:
+    if (count := count_parameters(c)) > MAX_PARAMETERS:
         raise ValueError(f"the model's config asks for {count:,} parameters; at most {MAX_PARAMETERS:,} are supported")
 
 
@@ -96,7 +97,7 @@ def _check_numbers(c: "DecoderConfig") -> None:
     }
     for name, scale in scales.items():
         if scale is not None:
-            finite_number(name, scale)
+            finite_number(name, scale, above=-MAX_SCALE, maximum=MAX_SCALE)
     finite_number("the epsilon of norms (rms_norm_eps, layer_norm_eps)", c.norm_eps, above=-1e-30, maximum=1e3)
     limits = {
         "final_logit_softcapping": c.logit_softcap,
@@ -105,10 +106,10 @@ def _check_numbers(c: "DecoderConfig") -> None:
     }
     for name, limit in limits.items():
         if limit is not None:
-            finite_number(name, limit, above=0.0)
+            finite_number(name, limit, above=0.0, maximum=MAX_SCALE)
 
 
-def _parameters(c: "DecoderConfig") -> int:
+def count_parameters(c: "DecoderConfig") -> int:
     """Experts aside."""
     attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
     layer = attention + c.hidden_size * c.intermediate_size * (3 if c.gated else 2)

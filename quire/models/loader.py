@@ -81,7 +81,12 @@ def load_model(
         hf_config |= {"max_model_len": max_model_len}
 
     def build() -> "DecoderModel":
-        return model_class(hf_config)(hf_config, dtype, device, tp, quantized)
+        try:
+            return model_class(hf_config)(hf_config, dtype, device, tp, quantized)
+        except RuntimeError as error:
+            if device.type != "cpu" or "allocate" not in str(error):
+                raise
+            raise ValueError(f"the model's config asks for more memory than there is: {error}") from error
 
     with large_buffers_mapped():
         model = build()

@@ -72,6 +72,12 @@ def load_transformers_model(
         model.requires_grad_(False).eval()
         freeze_rope(model, longest)
         return TransformersModel(model, config.get_text_config().vocab_size)
+    except (TypeError, AttributeError, ArithmeticError, IndexError, AssertionError) as error:
+        raise ValueError(f"{through}, which fails with its config: {error!r}") from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f"{through}, which fails with its config or weights: {error}") from error
     except (Unsupported, KeyError) as error:
         # Some older models have a table of attention classes instead of the interface.
         if isinstance(error, KeyError) and error.args != (SERVING,):

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.values import whole_number
+
 FP8_METHODS = ("fp8", "compressed-tensors")
 ONLINE = ("fp8", "fp8_per_tensor")  # what can be done to an unquantized checkpoint
 
@@ -19,6 +21,16 @@ class Fp8Config:
     scale_name: str = "weight_scale"
     skipped: tuple[str, ...] = ("lm_head",)  # names of layers that are not quantized, or re: and a pattern
     skip_by_part: bool = False  # a name also skips every layer whose name contains it
+
+    def __post_init__(self) -> None:
+        if self.block is not None:
+            for size in self.block:
+                whole_number("a size of blocks of weights (quantization_config)", size)
+            if len(self.block) != 2:
+                raise _unsupported(f"blocks of {len(self.block)} dimensions", "[rows, columns]")
+        for skipped in self.skipped:
+            if skipped.startswith("re:"):
+                re.compile(skipped[3:])
 
     def quantizes(self, module: str, names: tuple[str, ...]) -> bool:
         """Whether the layer fused of `names` of `module` is quantized; all of them must be, or none."""
@@ -42,9 +54,11 @@ class Fp8Config:
 
 def parse_fp8_config(stored: dict[str, Any]) -> Fp8Config:
     """A quantization_config of method fp8 or compressed-tensors."""
-    if stored.get("quant_method") == "fp8":
-        return _parse_fp8(stored)
-    return _parse_compressed_tensors(stored)
+    parse = _parse_fp8 if stored.get("quant_method") == "fp8" else _parse_compressed_tensors
+    try:
+        return parse(stored)
+    except (TypeError, AttributeError, LookupError, re.error) as error:
+        raise ValueError(f"the checkpoint's quantization_config is malformed: {error}") from error
 
 
 def _parse_fp8(stored: dict[str, Any]) -> Fp8Config:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.checkpoint.gguf_header import GGUFHeader
 from quire.tokenizer.pretokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer, build_pre_tokenizer
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import TRIAL, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,6 +20,19 @@ Merges = list[tuple[str, str]]
 
 def build_gguf_tokenizer(header: GGUFHeader) -> Tokenizer:
     """Byte-level BPE ("gpt2") or SentencePiece BPE ("llama"), with the file's special tokens and chat template."""
+    try:
+        made = _build(header)
+        made.backend.encode(TRIAL)  # some mistakes show only then
+        return made
+    except (ValueError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and what is no Exception where it panics
+        raise ValueError(
+            f"{header.path} has a vocabulary that makes no tokenizer ({error}); convert it again"
+        ) from error
+
+
+def _build(header: GGUFHeader) -> Tokenizer:
     values = header.values
     tokens: list[str] = values.get("tokenizer.ggml.tokens") or []
     if not tokens:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.config import read_json
 from quire.checkpoint.resolve import HUB_ID, Checkpoint
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import TRIAL, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -19,7 +19,11 @@ def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Token
         from quire.tokenizer.gguf import build_gguf_tokenizer
 
         return build_gguf_tokenizer(read_header(path))
-    return _load_folder(path.parent, path) if path.is_file() else _load_folder(path, path / "tokenizer.json")
+    folder, file = (path.parent, path) if path.is_file() else (path, path / "tokenizer.json")
+    try:
+        return _load_folder(folder, file)
+    except (TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{folder} has tokenizer files that are malformed: {error!r}") from error
 
 
 def _find(override: str) -> Path:
@@ -48,7 +52,10 @@ def _load_folder(folder: Path, file: Path) -> Tokenizer:
 
     try:
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
+        backend.decode(backend.encode(TRIAL).ids)  # some mistakes show only then
+    except BaseException as error:  # the library raises plain Exception, and what is no Exception where it panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
 
     named = (read_json(folder / "special_tokens_map.json") or {}) | config
@@ -95,4 +102,6 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):  # several named templates
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default") or next(iter(by_name.values()), None)
+    if not isinstance(template, str | None):
+        raise ValueError(f"{folder}: chat_template is a {type(template).__name__}; it must be a text")
     return template

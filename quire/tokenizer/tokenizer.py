@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from quire.tokenizer.fallback import SlowBackend
 
 
+TRIAL = "Hello, world 12 é 😀\n\tdef f(x): ..."  # what every vocabulary must take when it is loaded
+
+
 class TokenPieces(dict[int, bytes]):
     """Token id -> the bytes it adds to the text, filled on first use; unknown and `skipped` ids add nothing."""
 

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from quire.checkpoint.resolve import Checkpoint
 from quire.config.values import finite_number, whole_number
 from quire.kernels import native
 from quire.kernels.native import quantized
 from quire.layers.attention import Attention
+from quire.models import transformers_import
+from quire.models.loader import load_model
 from quire.models.registry import model_class
+from quire.quantization.fp8_config import parse_fp8_config
 from tests.models.references import LLAMA3_ROPE, LONGROPE, SMALL, YARN_ROPE
 
 needs_c = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -193,3 +197,47 @@ except MemoryError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "quire_quantized_linear could not allocate memory" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "fp8", "weight_block_size": [0, 16]},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "fp8", "weight_block_size": ["128", 128]},
+        {"quant_method": "fp8", "ignored_layers": [7]},
+        {"quant_method": "fp8", "ignored_layers": ["re:("]},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": ["x"]},
+    ],
+)
+def test_quantization_configs(stored):
+    with pytest.raises(ValueError, match="quantization_config"):
+        parse_fp8_config(stored)
+
+
+def test_a_model_that_is_larger_than_memory(tmp_path, monkeypatch):
+    def none_left(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8796093022208 bytes")
+
+    monkeypatch.setattr(model_class({"architectures": ["LlamaForCausalLM"]}), "__init__", none_left)
+    config = SMALL | {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ValueError, match=r"asks for more memory than there is: .*8796093022208"):
+        load_model(Checkpoint("x", "dummy", tmp_path, ()), config, torch.float32, "cpu")
+
+
+def test_a_config_that_transformers_cannot_build(tmp_path):
+    config = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 64, "n_head": 0}
+    with pytest.raises(ValueError, match="transformers"):
+        load_model(Checkpoint("x", "dummy", tmp_path, ()), config, torch.float32, "cpu")
+
+
+def test_code_of_models_is_not_imported_from_a_folder_that_others_can_write_to(tmp_path, monkeypatch, caplog):
+    from transformers import dynamic_module_utils
+
+    for mode, is_safe in ((0o700, True), (0o777, False)):
+        (tmp_path / "modules").mkdir(exist_ok=True)
+        (tmp_path / "modules").chmod(mode)
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+        transformers_import._secure_code_cache()
+        assert (str(tmp_path / "modules") == dynamic_module_utils.HF_MODULES_CACHE) == is_safe
+        assert ("cache of models' code is not used" in caplog.text) != is_safe
