@@ -92,12 +92,11 @@ def _check_numbers(c: "DecoderConfig") -> None:
         "embedding_multiplier": c.embed_scale,
         "logit_scale": c.logit_scale,
         "residual_multiplier": c.residual_scale,
-        "attention_multiplier": c.attention_scale,
+        "attention_multiplier": 1.0 if c.attention_scale is None else c.attention_scale,
         "alibi": c.alibi,
     }
     for name, scale in scales.items():
-        if scale is not None:
-            finite_number(name, scale, above=-MAX_SCALE, maximum=MAX_SCALE)
+        finite_number(name, scale, above=-MAX_SCALE, maximum=MAX_SCALE)
     finite_number("the epsilon of norms (rms_norm_eps, layer_norm_eps)", c.norm_eps, above=-1e-30, maximum=1e3)
     limits = {
         "final_logit_softcapping": c.logit_softcap,

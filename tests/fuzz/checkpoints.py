@@ -86,7 +86,7 @@ class GgufTarget(InChild):
 
     def _mutated(self, rng: random.Random, data: bytes) -> bytes:
         """Numbers of all widths at any place; most of a header is numbers."""
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 or len(data) < 64:
             return mutated_bytes(rng, data)
         code = rng.choice("BHIQ")
         number = struct.pack(f"<{code}", rng.choice(NASTY_NUMBERS) % 2 ** (8 * struct.calcsize(code)))

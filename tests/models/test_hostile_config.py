@@ -87,6 +87,7 @@ def test_what_is_derived_from_them_is_checked(changes, message):
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0"),
         ("Gemma2ForCausalLM", {"layer_types": [["full"]]}, "wrong type"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0"),
+        ("GraniteForCausalLM", {"embedding_multiplier": None}, "embedding_multiplier is None"),
         ("GraniteForCausalLM", {"embedding_multiplier": float("inf")}, "embedding_multiplier is inf"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": 3}, "no_rope_layers is 3; it must be a list"),
         ("Qwen2ForCausalLM", {"layer_types": "full_attention"}, "layer_types is 'full_attention'; it must be a list"),

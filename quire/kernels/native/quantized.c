@@ -203,10 +203,8 @@ int quire_quantized_lookup(int format, const uint8_t *packed, const int64_t *ids
 #pragma omp parallel for if (count > 16) reduction(| : status)
     for (int64_t i = 0; i < count; i++) {
         Group *all = keep(0, sizeof(Group) * groups);
-        if (!all) {
-            status |= NO_MEMORY;
-            continue;
-        }
+        if (!all) status |= NO_MEMORY;
+        if (!all) continue;
         unpack(format, read_vector(format, packed, ids[i] / WIDTH, k), all, groups);
         int lane = (int)(ids[i] % WIDTH);
         for (int64_t g = 0; g < groups; g++)
@@ -584,20 +582,15 @@ static int worth_tiles(const Segment *segments, int64_t count, int64_t m) {
 #else
 static int worth_tiles(const Segment *segments, int64_t count, int64_t m) { return 0; }
 int quire_quantized_linear_amx(const bf16 *x, const Segment *segments, int64_t count, const bf16 *bias, bf16 *out,
-                               int64_t m, int64_t n, int64_t k) {
-    return BAD_SIZE;
-}
+                               int64_t m, int64_t n, int64_t k) { return BAD_SIZE; }
 #endif
 
 /* x [m, k], bias [n] or NULL -> out [m, n]; tiles: whether quire_amx_start found that AMX works. */
 int quire_quantized_linear(const void *x, const Segment *segments, int64_t count, const void *bias, void *out, int64_t m,
                            int64_t n, int64_t k, int type, int tiles) {
     int64_t end = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const Segment *s = segments + i;
+    for (const Segment *s = segments; s < segments + count; end += s->outputs, s++)
         if (!format_takes(s->format, k) || s->outputs < 1 || s->offset != end) return BAD_SIZE;
-        end += s->outputs;
-    }
     if (m < 0 || n < 1 || end != n) return BAD_SIZE;
     if (m == 0) return DONE;
     if (tiles && type == 1 && worth_tiles(segments, count, m))
