@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from quire.config.fields import flag, option, options, validate
 from quire.config.flags import _add_flag
+
+logger = logging.getLogger("quire")
 
 API_KEY_VARIABLE = "QUIRE_API_KEY"
 
@@ -41,7 +44,9 @@ class ServerConfig:
 
     max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
     max_request_bytes_in_all: int = option(1 << 30, "most bytes of bodies that are being read", minimum=1)
-    max_request_values: int = option(1 << 20, "most numbers, texts, lists and objects in a body", minimum=1)
+    max_request_values: int | None = option(
+        None, "most numbers, texts, lists and objects in a body; default: 262144, or twice max_model_len", minimum=1
+    )
     max_request_objects: int = option(1 << 16, "most lists and objects in a body", minimum=1)
     max_request_fields: int = option(512, "most fields of a body", minimum=1)
     max_prompt_chars: int | None = option(
@@ -55,6 +60,9 @@ class ServerConfig:
     request_timeout: float | None = option(None, "seconds after which a request is ended with an error", minimum=0.001)
     max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
     max_n: int = option(128, "most choices per prompt (n)", minimum=1)
+    max_logprob_entries: int = option(
+        1 << 20, "most logprobs in one answer: tokens times (logprobs + 1), of all choices", minimum=1
+    )
     max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
 
@@ -139,7 +147,10 @@ def load_api_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple
     if any(not key.strip() for key in keys):
         raise ValueError("--api-key is empty; leave it out for a server without keys")
     if config.api_key_file is not None:
-        lines = [line.strip() for line in Path(config.api_key_file).expanduser().read_text("utf-8").splitlines()]
+        file = Path(config.api_key_file).expanduser()
+        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+        if file.stat().st_mode & 0o077:
+            logger.warning("%s can be read by other users of this machine; chmod 600 it", config.api_key_file)
         in_file = [line for line in lines if line and not line.startswith("#")]
         if not in_file:
             raise ValueError(f"{config.api_key_file} holds no key; write one per line (--api-key-file)")

@@ -16,7 +16,7 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.setup import resolve_config
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
@@ -207,18 +207,19 @@ class AsyncLLM:
             self._health.heard(message.step_seconds if isinstance(message, Heartbeat) else None)
             if isinstance(message, Heartbeat):
                 continue
+            entries = self.output_processor.prompt_entries(message.outputs) if isinstance(message, Outputs) else []
             try:
-                loop.call_soon_threadsafe(self._take, message)
+                loop.call_soon_threadsafe(self._take, message, entries)
             except RuntimeError:
                 return  # the loop is closed: nobody is left to tell
             if isinstance(message, Dead):
                 return
 
-    def _take(self, message: Any) -> None:
+    def _take(self, message: Any, prompt_entries: list[list[dict[int, Logprob]] | None]) -> None:
         match message:
             case Outputs(outputs):
                 self.stats = outputs.stats or self.stats
-                ready, ended = self.output_processor.process(outputs)
+                ready, ended = self.output_processor.process(outputs, prompt_entries)
                 for output in ready:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:

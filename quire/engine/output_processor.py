@@ -25,6 +25,8 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
+Entry = dict[int, Logprob]  # the token itself first, then the likeliest
+
 
 @dataclass(slots=True)
 class UserRequest:
@@ -41,7 +43,7 @@ class UserRequest:
     num_running: int
     completions: list[Completion | None]  # None: nothing has come for it
     num_cached: int | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[Entry | None] | None = None
     error: RequestError | None = None
 
     @property
@@ -115,7 +117,9 @@ class OutputProcessor:
         self._note_end(request, time.monotonic())
         return _output(request, [completion.output() for completion in completions])
 
-    def process(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
+    def process(
+        self, outputs: EngineCoreOutputs, prompt_entries: list[list[Entry] | None] | None = None
+    ) -> tuple[list[RequestOutput], list[str]]:
         """Take in one step. An output for each request that has news its user wants now, and the core's ids of those
         that end here: at a stop string, because of repetition, or because their text cannot be made."""
         now = time.monotonic()
@@ -124,8 +128,8 @@ class OutputProcessor:
         self.metrics.generated(len(tokens))
         ready: list[RequestOutput] = []
         ended: list[str] = []
-        for part in outputs.prompt_logprobs:
-            self._add_prompt_logprobs(part, ready, ended)
+        for i, part in enumerate(outputs.prompt_logprobs):
+            self._add_prompt_logprobs(part, prompt_entries[i] if prompt_entries else None, ready, ended)
         token_before: defaultdict[float, int] = defaultdict(int)
         for i, index in enumerate(outputs.index.tolist()):
             request = self._running.get(index)
@@ -236,30 +240,47 @@ class OutputProcessor:
             completion.logprobs.append(self._entry(ids, values, rank, completion.params.logprobs))
             completion.cumulative_logprob += float(values[0])
 
-    def _add_prompt_logprobs(self, part: PromptLogprobs, ready: list[RequestOutput], ended: list[str]) -> None:
+    def prompt_entries(self, outputs: EngineCoreOutputs) -> list[list[Entry] | None]:
+        """What `process` makes of prompts' logprobs, which takes long for long prompts: any thread may do it first."""
+        found: list[list[Entry] | None] = []
+        for part in outputs.prompt_logprobs:
+            request = self._running.get(part.owner)
+            try:
+                found.append(None if request is None else self._prompt_entries(request, part))
+            except Exception:
+                found.append(None)  # `process` will fail in the same way, and knows what to do about it
+        return found
+
+    def _prompt_entries(self, request: UserRequest, part: PromptLogprobs) -> list[Entry]:
+        asked = request.params.prompt_logprobs
+        return [
+            self._entry(part.token_ids[i], part.logprobs[i], int(part.ranks[i]), asked) for i in range(len(part.ranks))
+        ]
+
+    def _add_prompt_logprobs(
+        self, part: PromptLogprobs, entries: list[Entry] | None, ready: list[RequestOutput], ended: list[str]
+    ) -> None:
         request = self._running.get(part.owner)
         if request is None:
             return
         try:
-            self._extend_prompt_logprobs(request, part)
+            self._extend_prompt_logprobs(request, part, entries)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             self._fail(request, error, ready, ended)
 
-    def _extend_prompt_logprobs(self, request: UserRequest, part: PromptLogprobs) -> None:
+    def _extend_prompt_logprobs(self, request: UserRequest, part: PromptLogprobs, entries: list[Entry] | None) -> None:
         scores = request.prompt_logprobs
         if scores is None:
             raise ValueError("the engine sent logprobs of a prompt for a request that asked for none")
-        # After a preemption the prompt is computed again: what is known already is not taken twice.
-        for i in range(len(scores) - part.start, len(part.ranks)):
-            asked = request.params.prompt_logprobs
-            scores.append(self._entry(part.token_ids[i], part.logprobs[i], int(part.ranks[i]), asked))
+        # After a preemption the prompt is computed again: what is known already is not added twice.
+        scores += (entries or self._prompt_entries(request, part))[len(scores) - part.start :]
 
-    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, asked: int | None) -> dict[int, Logprob]:
+    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, asked: int | None) -> Entry:
         """The token itself first, then the likeliest; it may be among those."""
         stop = None if asked in (None, ALL_LOGPROBS) else 1 + (asked or 0)
-        entry: dict[int, Logprob] = {}
+        entry: Entry = {}
         for place, (token, value) in enumerate(zip(ids[:stop].tolist(), values[:stop].tolist(), strict=True)):
             if token not in entry:
                 entry[token] = Logprob(value, place or rank, self._token_text(token))

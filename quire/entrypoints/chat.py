@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import nodes
 
 from quire.engine.input_processor import ParsedPrompt
+from quire.messages.checks import shown
 from quire.tokenizer.chat_template import parse_template, render_chat
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -147,7 +148,7 @@ def _text_part(part: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} must be an object like {{'type': 'text', 'text': ...}}")
     kind = part.get("type", "text")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise ValueError(f"{where} is of type {kind!r}; only text is supported so far, images and audio come later")
+        raise ValueError(f"{where} is of type {shown(kind)}; only text is supported so far")
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{where} needs a text")
     return {"type": "text", "text": part["text"]}

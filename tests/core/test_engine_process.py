@@ -37,7 +37,7 @@ class Scheduler:
 class Core:
     """Has work from the first request on; a step lasts until it is let go."""
 
-    max_model_len, num_blocks = 16, 1
+    max_model_len, num_blocks, max_num_seqs = 16, 1, 4
 
     def __init__(self) -> None:
         self.summary = ["device", "cache"]

@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.config import EngineConfig
     from quire.entrypoints.logs import set_up_logging
 
+    set_up_logging()
     config = server_config(args)
     api_keys = load_api_keys(config, os.environ)
     engine_config = EngineConfig.from_kwargs(**engine_kwargs(args))
-    set_up_logging()
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.openai.middleware import import_middleware
     from quire.entrypoints.openai.server import bind

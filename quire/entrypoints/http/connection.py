@@ -22,6 +22,9 @@ MAX_CONNECTIONS = 8192
 WARN_SECONDS = 60.0
 MAX_PIPELINED = 16  # requests behind one that is being answered
 MAX_READ = 1 << 18  # bytes that arrive in one go
+MAX_DISCARDED = 1 << 16  # bytes of a body that come after the answer
+FREE_CHUNKS, CHUNK_BYTES = 4096, 64  # a body may have so many chunks of any size, and one more for so many bytes
+LAST_SECONDS = 1.0  # for the last bytes of a connection when the server ends
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,11 @@ class Connection(HttpToolsProtocol):
         self._in_headers = True
         self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._close_timer: asyncio.TimerHandle | None = None
         self._answering: list[RequestResponseCycle] = []  # the oldest first
+        self._num_chunks = 0  # of this body, as are the next
+        self._body_bytes = 0
+        self._discarded = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -119,6 +126,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
         self.opened.by_address[self._address] -= 1
         if not self.opened.by_address[self._address]:
             del self.opened.by_address[self._address]
@@ -152,7 +161,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes = 0
+        self._header_bytes = self._num_chunks = self._body_bytes = self._discarded = 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -178,8 +187,18 @@ class Connection(HttpToolsProtocol):
             # uvicorn stops reading until the answer before is complete, and would not see that the client has left.
             self.flow.resume_reading()
 
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        if self._num_chunks > FREE_CHUNKS + self._body_bytes // CHUNK_BYTES:
+            raise _Refused(400, f"the body comes in chunks of less than {CHUNK_BYTES} bytes; send larger ones")
+
     def on_body(self, body: bytes) -> None:
         self._silent_bytes = 0
+        self._body_bytes += len(body)
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > MAX_DISCARDED:
+                raise _Refused(413, "the request was answered before its body came")
         if len(self._answering) > 1 and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
             raise _Refused(503, "a large request was sent ahead of the answer to the one before")
         super().on_body(body)
@@ -192,9 +211,11 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._in_headers and not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._close(self.limits.write_seconds)
+        elif not self._in_headers:
             # Answered before its body has arrived. It may take a moment to see that nobody reads it.
-            self._request_timer = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+            self._request_timer = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     # Time
 
@@ -205,6 +226,21 @@ class Connection(HttpToolsProtocol):
     def _headers_late(self) -> None:
         seconds = self.limits.header_seconds
         self._refuse(_Refused(408, f"no request arrived within {seconds:g} seconds (--timeout-request-headers)"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close(self.limits.write_seconds)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._close(LAST_SECONDS)
+
+    def _close(self, seconds: float) -> None:
+        """A transport that closes waits for its client to read all that was written, without end."""
+        self.transport.close()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+        self._close_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -253,7 +289,7 @@ class Connection(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
             more = b"retry-after: 1\r\n" if refused.status == 503 else b""
             self.transport.write(STATUS_LINE[refused.status] + head + more + b"\r\n" + body)
-        self.transport.close()
+        self._close(self.timeout_keep_alive)
 
 
 def connection_factory(config: ServerConfig) -> Callable[..., Connection]:

@@ -5,6 +5,7 @@ import difflib
 import functools
 import logging
 import re
+from collections.abc import Collection
 from typing import TypeVar
 
 import msgspec
@@ -18,8 +19,10 @@ from quire.entrypoints.openai.errors import ApiError, bad_request, overloaded
 logger = logging.getLogger("quire")
 
 SCANNED_BYTES = 1 << 16  # a smaller body cannot hold enough to matter
+DEFAULT_VALUES = 1 << 18
 MAX_WARNINGS = 1000  # names come from outside, so remembering them has to end
 MAX_HINTS = 4  # in one request
+UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -32,11 +35,12 @@ class ClientDisconnected(Exception):
 class BodyReader:
     """Bodies as requests, within the limits of one body and of all that are being read."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, max_model_len: int) -> None:
         self.max_bytes = config.max_request_bytes
         self.max_total = config.max_request_bytes_in_all
         self.seconds = config.timeout_request_body
-        most = JsonCounts(config.max_request_values, config.max_request_objects, config.max_request_fields)
+        values = config.max_request_values or max(DEFAULT_VALUES, 2 * max_model_len)
+        most = JsonCounts(values, config.max_request_objects, config.max_request_fields)
         self.decoder = BodyDecoder(config.strict_fields, most)
         self._held = 0  # bytes that have arrived, of bodies that are not decoded yet
 
@@ -96,10 +100,13 @@ class BodyDecoder:
             try:
                 return msgspec.json.decode(body, type=_without_unknown(into))
             except msgspec.ValidationError as error:
-                if "unknown field" not in str(error):
+                unknown = UNKNOWN.search(str(error))
+                if unknown is None:
                     raise
-            names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
             request = msgspec.json.decode(body, type=into)
+            names: Collection[str] = (unknown[1],)  # the first of them, which has to do for a large body
+            if len(body) <= SCANNED_BYTES:
+                names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -52,6 +52,11 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
                 prompts.append(ParsedPrompt(text, ids))
         return prompts
 
+    def prompt_copies(self, request: CompletionRequest, params: SamplingParams) -> int:
+        """Every choice shows them, also within what it echoes."""
+        shown = (request.prompt_logprobs is not None) + bool(request.echo and request.logprobs is not None)
+        return params.n * shown
+
     def answer(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> Answer:
         return CompletionAnswer(id, model, self.context.fingerprint, request, logprobs)
 

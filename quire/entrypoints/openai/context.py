@@ -25,6 +25,7 @@ from quire.entrypoints.openai.http_metrics import HttpMetrics
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.peers import Peers
 from quire.entrypoints.tracing import Tracer
+from quire.messages.checks import shown
 from quire.tokenizer.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters; tokenizing them would hold up every other stream
@@ -65,7 +66,7 @@ class ServerContext:
         self.engine_config = engine_config
         self.created = int(time.time())
         self.model_names = config.served_model_name or (engine.model_name,)
-        self.bodies = BodyReader(config)
+        self.bodies = BodyReader(config, engine.max_model_len)
         self.params = ParamsBuilder(config, engine.max_model_len, engine_config.model)
         self.http_metrics = HttpMetrics()
         endpoint = config.otlp_traces_endpoint
@@ -117,7 +118,7 @@ class ServerContext:
         if name is None or name == "":
             return self.model_names[0]
         if name not in self.model_names:
-            message = f"the model {name!r} does not exist; this server has {', '.join(self.model_names)}"
+            message = f"the model {shown(name)} does not exist; this server has {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
 

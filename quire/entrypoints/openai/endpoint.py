@@ -1,6 +1,7 @@
 """What both kinds of generation do with a request, from its body to the last byte of the answer."""
 
 import asyncio
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -8,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.input_processor import ParsedPrompt
@@ -22,14 +24,14 @@ from quire.entrypoints.openai.errors import (
     ApiError,
     as_api_error,
     bad_request,
-    json_response,
     refused_value,
 )
 from quire.entrypoints.openai.generation import Batch
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.protocol import GenerationRequest
-from quire.messages.sampling_params import SamplingParams
+from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
+LARGE_ANSWER = 10_000  # logprobs; writing them would hold up every other stream
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -86,6 +88,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         num_sequences = len(sources) * (params.n if search is None else search.beams.beam_width)
         await self._admit(num_sequences, scope)
         prompts, params = await context.off_loop_if(self.takes_long(request, size), tokenized)
+        large = self._check_logprobs(request, prompts, params) > LARGE_ANSWER
         for prompt in prompts:
             prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
         wanted = self._wanted_id(request, scope)
@@ -101,11 +104,12 @@ class GenerationEndpoint(ABC, Generic[R]):
                 outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:
                 if request.stream:
-                    await self._stream(outputs, answer, job, scope, receive, send)
+                    await self._stream(outputs, answer, large, job, scope, receive, send)
                 else:
                     collected = self._collect(outputs, len(prompts))
                     finals = await self._watched(collected, receive, job)
-                    await json_response(answer.whole(finals))(scope, receive, send)
+                    body = await context.off_loop_if(large, lambda: answer.body(finals))
+                    await Response(body, media_type="application/json")(scope, receive, send)
             finally:
                 charge = scope.get("quire.charge")
                 if charge is not None:
@@ -124,6 +128,26 @@ class GenerationEndpoint(ABC, Generic[R]):
         self.context.admit(num_sequences)
         if num_sequences > 1 and "quire.take" in scope:
             await scope["quire.take"](num_sequences - 1)
+
+    def _check_logprobs(self, request: R, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> int:
+        """How many the answer may hold. What a single sequence generates is not limited: it takes its time."""
+        vocab, longest = self.context.params.vocab_size, self.context.engine.max_model_len
+        per_prompt, per_output = (
+            0 if asked is None else 1 + (vocab if asked == ALL_LOGPROBS else asked)
+            for asked in (params.prompt_logprobs, params.logprobs)
+        )
+        of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * per_prompt * self.prompt_copies(request, params)
+        of_outputs = len(prompts) * params.n * min(params.max_tokens or longest, longest) * per_output
+        count = of_prompts + (of_outputs if len(prompts) * params.n > 1 else 0)
+        most = self.context.config.max_logprob_entries
+        if count > most:
+            message = f"the answer may hold {count} logprobs; at most {most} are allowed (--max-logprob-entries)"
+            raise bad_request(message, "logprobs", "too_many_logprobs")
+        return of_prompts + of_outputs
+
+    def prompt_copies(self, request: R, params: SamplingParams) -> int:
+        """How often the answer shows a prompt's logprobs."""
+        return 1
 
     async def _watched(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
         return await generation.while_connected(work, receive, job, self.context.config.request_timeout)
@@ -152,6 +176,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         self,
         outputs: AsyncGenerator[Batch, None],
         answer: Answer,
+        large: bool,
         job: Job,
         scope: Scope,
         receive: Receive,
@@ -166,10 +191,11 @@ class GenerationEndpoint(ABC, Generic[R]):
                 generation.check_outputs(batch)
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                await send({"type": "http.response.body", "body": answer.events(batch), "more_body": True})
+                data = await self.context.off_loop_if(large, lambda: answer.events(batch))
+                await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
                     generation.check_outputs(batch)
-                    data = answer.events(batch)
+                    data = await self.context.off_loop_if(large, functools.partial(answer.events, batch))
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 

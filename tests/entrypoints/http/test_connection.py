@@ -1,5 +1,6 @@
 """Connections before anybody knows who the client is: silent, endless, slow, many."""
 
+import contextlib
 import resource
 import socket
 import time
@@ -171,3 +172,38 @@ def test_a_client_that_never_reads_is_left() -> None:
         server.wait_until(lambda: bool(server.server.context.jobs))
         server.wait_until(lambda: not server.server.context.jobs)
         assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("keys", [(), ("k",)])  # with a key, the body comes after the answer
+def test_a_body_of_tiny_chunks_is_refused(keys: tuple[str, ...]) -> None:
+    with server_with(keys=keys) as server, connection(server) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                sock.sendall(b"1\r\n \r\n" * 10_000)
+
+
+def test_a_body_of_chunks_of_some_size_is_read() -> None:
+    body = f'{{"model": "{MODEL}", "prompt": [1], "max_tokens": 1, "user": "{"x" * 500_000}"}}'.encode()
+    pieces = [body[at : at + 90] for at in range(0, len(body), 90)]
+    with server_with() as server, connection(server) as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        sock.sendall(head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 200")
+
+
+def test_a_closed_connection_does_not_wait_for_its_client_to_read() -> None:
+    """What is left in the buffers is below what counts as a client that does not read."""
+    with server_with(keys=("k",), timeout_keep_alive=1, timeout_response_write=SOON) as server:
+        held = [socket.socket() for _ in range(4)]
+        host, port = server.url.removeprefix("http://").split(":")
+        for sock in held:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.settimeout(0.5)
+            sock.connect((host, int(port)))
+            with contextlib.suppress(OSError):
+                while True:
+                    sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        server.wait_until(lambda: not server.server.server_state.connections)
+        for sock in held:
+            sock.close()

@@ -245,3 +245,30 @@ def test_ids_of_requests_do_not_collide() -> None:
             for name in ("x-0", "x-1", "x"):
                 body = {"prompt": [1], "max_tokens": 1, "request_id": name}
                 assert server.post("/v1/completions", body).status_code == 200
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * 4000, "max_tokens": 1, "echo": True, "logprobs": 20, "n": 128},
+        {"prompt": [1] * 4000, "max_tokens": 1, "prompt_logprobs": 20, "n": 128},
+        {"prompt": [[1] * 4000] * 16, "max_tokens": 1, "prompt_logprobs": 20},
+        {"prompt": [1], "max_tokens": 1000, "logprobs": 20, "n": 64},
+    ],
+)
+def test_logprobs_of_an_answer_have_a_limit(server: Running, body: dict[str, Any]) -> None:
+    assert "--max-logprob-entries" in refusal(server.post("/v1/completions", body))
+
+
+def test_large_answers_are_whole(server: Running) -> None:
+    """Those that are written beside the event loop are the same as others."""
+    body = {"prompt": [[1], [2, 3]], "n": 2, "max_tokens": 300, "ignore_eos": True, "seed": 1, "temperature": 1}
+    small = server.post("/v1/completions", body).json()
+    large = server.post("/v1/completions", body | {"logprobs": 20}).json()
+    for choice in large["choices"]:
+        assert len(choice.pop("logprobs")["top_logprobs"]) == 300
+    assert [choice | {"logprobs": None} for choice in large["choices"]] == small["choices"]
+    assert large.keys() == small.keys() and large["usage"] == small["usage"]

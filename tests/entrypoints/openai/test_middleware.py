@@ -39,6 +39,15 @@ def test_where_keys_come_from(tmp_path: Any) -> None:
     assert load_api_keys(ServerConfig(), {}) == ()
 
 
+def test_a_key_file_that_others_can_read_is_said(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one")
+    for mode, said in ((0o600, False), (0o644, True)):
+        file.chmod(mode)
+        load_api_keys(ServerConfig(api_key_file=str(file)), {})
+        assert ("chmod 600" in caplog.text) is said
+
+
 def test_no_key_where_one_was_meant_fails_closed(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("# none\n")
     with pytest.raises(ValueError, match="holds no key"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.entrypoints.openai.errors import ApiError, bad_request
+from quire.messages.checks import shown
 
 MAX_TOOLS = 128  # OpenAI's limit too
 MAX_SCHEMA_BYTES = 256 * 1024  # of one function, and of what a grammar is made of
@@ -50,7 +51,7 @@ def _check_function(function: Mapping[str, Any], where: str) -> int:
         if not isinstance(parameters, Mapping):
             raise _wrong(f"{where}.parameters must be a JSON schema, an object")
         if parameters.get("type", "object") != "object":
-            raise _wrong(f"{where}.parameters must be the schema of an object: type is {parameters['type']!r}")
+            raise _wrong(f"{where}.parameters must be the schema of an object: type is {shown(parameters['type'])}")
         if not isinstance(parameters.get("properties", {}), Mapping):
             raise _wrong(f"{where}.parameters.properties must be an object")
     if _deeper_than(function, MAX_DEPTH):
