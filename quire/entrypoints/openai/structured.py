@@ -4,6 +4,7 @@ from typing import Any
 
 from quire.entrypoints.openai.errors import bad_request, refused_value
 from quire.entrypoints.openai.protocol import GenerationRequest
+from quire.messages.checks import shown
 from quire.messages.structured import FIELDS, StructuredOutputsParams, as_structured
 
 GUIDED = {
@@ -57,7 +58,7 @@ def _response_format(value: dict[str, Any]) -> tuple[str, Any]:
         case "structural_tag":
             return "structural_tag", _structural_tag(value)
         case other:
-            raise ValueError(f"response_format: type is {other!r}; allowed: {', '.join(FORMATS)}")
+            raise ValueError(f"response_format: type is {shown(other)}; allowed: {', '.join(FORMATS)}")
 
 
 def _structural_tag(value: dict[str, Any]) -> dict[str, Any]:
