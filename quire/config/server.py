@@ -53,7 +53,7 @@ class ServerConfig:
         None, "longest text that is tokenized; default: what max_model_len tokens can hold", minimum=1
     )
     max_messages: int = option(8192, "most messages of a conversation", minimum=1)
-    max_tools: int = option(1024, "most tools of a request", minimum=1)
+    max_tools: int = option(128, "most tools of a request", minimum=1)
     max_waiting_requests: int | None = option(
         None, "answer 503 when this many requests wait; default: queue without a limit", minimum=0
     )

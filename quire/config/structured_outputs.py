@@ -1,3 +1,5 @@
+"""How output in a given form is made."""
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,15 @@ class StructuredOutputsConfig:
     structured_outputs_compile_seconds: float = option(
         10.0, "a grammar that takes longer to compile is refused", minimum=0.01
     )
-    structured_outputs_max_queue: int = option(
-        64, "most grammars that wait for a compiler; a request that needs one more is refused as busy", minimum=1
+    structured_outputs_max_queue: int | None = option(
+        None,
+        "most grammars that wait for a compiler, one more is refused as busy; default: 64 for `quire serve`, else none",
+        minimum=1,
     )
-    structured_outputs_queue_seconds: float = option(
-        30.0, "seconds that a request waits for a compiler before it is refused as busy", minimum=0.01
+    structured_outputs_queue_seconds: float | None = option(
+        None,
+        "seconds that a request waits for a compiler before it is refused as busy; default: 30 for `quire serve`",
+        minimum=0.01,
     )
     structured_outputs_cache_bytes: int = option(1 << 28, "memory for compiled grammars", minimum=0)
 

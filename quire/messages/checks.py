@@ -1,7 +1,9 @@
 """Checks of values that users send. Each raises a ValueError that names the field, the value and what is allowed; what
 passes can be sent to another process."""
 
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -10,13 +12,16 @@ MAX_PLAIN_DEPTH = 32  # of nested lists and mappings
 MAX_PLAIN_VALUES = 1 << 16
 MAX_PLAIN_CHARACTERS = 1 << 20  # of all texts in it together
 SHOWN_CHARACTERS = 200  # of a value in an error
+SHOWN_BYTES = 1 << 14  # of a value that is written to be cut
+SHOWN_KEYS = 8
 
 
 def shown(value: Any) -> str:
     """A value as an error names it: a long one is cut, and one whose text cannot be made is described."""
     if isinstance(value, int) and abs(value) > MAX_INT:
         return f"a number of {value.bit_length()} bits"
-    if isinstance(value, (list, tuple, dict, set)) and len(value) > SHOWN_CHARACTERS:
+    is_collection = isinstance(value, (list, tuple, dict, set))
+    if is_collection and (len(value) > SHOWN_CHARACTERS or outsize(value, SHOWN_BYTES, MAX_PLAIN_DEPTH)):
         return f"a {type(value).__name__} of {len(value)} entries"
     if isinstance(value, (str, bytes)) and len(value) > SHOWN_CHARACTERS:
         value = value[:SHOWN_CHARACTERS]
@@ -26,6 +31,35 @@ def shown(value: Any) -> str:
     except Exception:  # of an int with more digits than Python writes, somewhere within
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def shown_keys(keys: Iterable[Any]) -> str:
+    """The first few, sorted."""
+    few = list(itertools.islice(keys, SHOWN_KEYS + 1))
+    names = shown(sorted(few[:SHOWN_KEYS], key=shown))
+    return f"{names} and more" if len(few) > SHOWN_KEYS else names
+
+
+def outsize(value: Any, max_bytes: int, max_depth: int) -> str | None:
+    """How a value would be too large as JSON, which is found without writing it; None if that must show."""
+    level, num_bytes = [value], 0
+    for _ in range(max_depth + 1):
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, str):
+                num_bytes += len(part)
+            elif isinstance(part, (dict, list, tuple)):
+                num_bytes += 2 * len(part)  # each value has a character, and a comma or bracket
+                if isinstance(part, dict) and num_bytes <= max_bytes:
+                    num_bytes += sum(len(key) for key in part if isinstance(key, str))
+                if num_bytes <= max_bytes:
+                    below += part.values() if isinstance(part, dict) else part
+            if num_bytes > max_bytes:
+                return f"has at least {num_bytes} bytes; at most {max_bytes} are allowed"
+        if not below:
+            return None
+        level = below
+    return f"is nested more than {max_depth} levels deep"
 
 
 def check(ok: bool, name: str, value: Any, allowed: str) -> None:
@@ -77,16 +111,22 @@ def check_plain(name: str, value: Any) -> None:
     for _ in range(MAX_PLAIN_DEPTH + 1):
         below: list[Any] = []
         for part in level:
+            if isinstance(part, (dict, list, tuple)):
+                num_values += 2 * len(part) if isinstance(part, dict) else len(part)
+                if num_values > MAX_PLAIN_VALUES:  # before anything is built of them
+                    raise ValueError(f"{name} has more than {MAX_PLAIN_VALUES} values in it")
             if isinstance(part, dict):
-                below += part.keys()
-                below += part.values()
                 if not all(isinstance(key, str) for key in part):
                     raise ValueError(f"{name} has a mapping whose keys are not all texts; they must be")
+                below += part.keys()
+                below += part.values()
             elif isinstance(part, (list, tuple)):
                 below += part
             elif isinstance(part, str):
                 check_text(name, part, MAX_PLAIN_CHARACTERS)
                 num_characters += len(part)
+                if num_characters > MAX_PLAIN_CHARACTERS:
+                    raise ValueError(f"{name} has more than {MAX_PLAIN_CHARACTERS} characters in it")
             elif isinstance(part, int):
                 check(abs(part) <= MAX_INT, name, part, "without whole numbers of more than 64 bits")
             elif part is not None and not isinstance(part, float):
@@ -94,11 +134,6 @@ def check_plain(name: str, value: Any) -> None:
                     f"{name} has a {type(part).__name__}; it may hold texts, numbers, true, false, None, lists and "
                     "mappings"
                 )
-        num_values += len(below)
-        if num_values > MAX_PLAIN_VALUES:
-            raise ValueError(f"{name} has more than {MAX_PLAIN_VALUES} values in it")
-        if num_characters > MAX_PLAIN_CHARACTERS:
-            raise ValueError(f"{name} has more than {MAX_PLAIN_CHARACTERS} characters in it")
         if not below:
             return
         level = below

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import itertools
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ MAX_COUNT = 2**31 - 1  # of tokens
 MAX_ALLOWED_TOKEN_IDS = 1 << 20  # more than any vocabulary has
 MAX_TAG_TOKENS = 256  # of the start or end of reasoning
 MAX_VISIBLE_TOKEN_IDS = 4096
+MOST_ENTRIES = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "bad_words": MAX_BAD_WORDS}
 SWITCHES = (
     "ignore_eos",
     "detokenize",
@@ -122,11 +124,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            setattr(self, name, as_list(name, getattr(self, name) or []))
+        for name, most in MOST_ENTRIES.items():
+            setattr(self, name, as_list(name, getattr(self, name) or [], most))
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = as_list("allowed_token_ids", self.allowed_token_ids)
+            self.allowed_token_ids = as_list("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         if isinstance(self.repetition_detection, dict):
+            check_count("repetition_detection", self.repetition_detection, len(RepetitionDetection.__struct_fields__))
             try:
                 self.repetition_detection = RepetitionDetection(**self.repetition_detection)
             except TypeError:
@@ -138,8 +141,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.logit_bias is not None:
             self.logit_bias = as_bias(self.logit_bias)
         if self.extra_args is not None:
-            ok = isinstance(self.extra_args, dict) and all(isinstance(name, str) for name in self.extra_args)
-            check(ok, "extra_args", self.extra_args, "a mapping of names to values")
+            check(isinstance(self.extra_args, dict), "extra_args", self.extra_args, "a mapping of names to values")
             check_plain("extra_args", self.extra_args)
         try:
             self.output_kind = RequestOutputKind(self.output_kind)
@@ -240,9 +242,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return made
 
 
-def as_list(name: str, values: Any) -> list[Any]:
+def as_list(name: str, values: Any, most: int) -> list[Any]:
+    """A copy, of no more than is allowed."""
     if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__iter__"):
         raise ValueError(f"{name} is {shown(values)}; it must be a list")
+    if not hasattr(values, "__len__"):
+        values = list(itertools.islice(values, most + 1))
+    check_count(name, values, most)
     return list(values)
 
 
@@ -250,6 +256,7 @@ def as_bias(values: Any) -> dict[int, float]:
     """JSON has no whole numbers as keys: "5" counts as 5."""
     if not isinstance(values, dict):
         raise ValueError(f"logit_bias is {shown(values)}; it must be a mapping of token ids to numbers")
+    check_count("logit_bias", values, MAX_LOGIT_BIAS)
     try:
         return {int(token) if isinstance(token, str) else token: bias for token, bias in values.items()}
     except ValueError:

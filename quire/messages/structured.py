@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from quire.messages.checks import shown
+from quire.messages.checks import outsize, shown, shown_keys
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
@@ -97,8 +97,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 self._refuse(f"{name} is not valid JSON: {error}")
         if not isinstance(value, types):
             self._refuse(f"{name} must be a JSON object, got {type(value).__name__}")
-        if _deeper_than(value, MAX_DEPTH):
-            self._refuse(f"{name} is nested more than {MAX_DEPTH} levels deep")
+        if reason := outsize(value, MAX_TEXT, MAX_DEPTH):
+            self._refuse(f"{name} {reason}")
         try:
             # The order of properties is the order in which they are generated.
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -108,10 +108,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return text
 
     def _check_choice(self, choice: Any) -> None:
+        if isinstance(choice, list) and len(choice) > MAX_CHOICES:
+            self._refuse(f"choice has {len(choice)} entries; at most {MAX_CHOICES} are allowed")
         if not isinstance(choice, list) or not choice or not all(isinstance(c, str) and c for c in choice):
             self._refuse("choice must be a list of at least one text, none of them empty")
-        if len(choice) > MAX_CHOICES:
-            self._refuse(f"choice has {len(choice)} entries; at most {MAX_CHOICES} are allowed")
         self._check_text("choice", "".join(choice), MAX_TEXT)
 
     def _check_text(self, name: str, text: Any, longest: int) -> None:
@@ -135,22 +135,7 @@ def as_structured(value: Any) -> StructuredOutputsParams | None:
     if not isinstance(value, dict):
         raise ValueError(f"structured_outputs is {shown(value)}; it must be StructuredOutputsParams or a mapping")
     allowed = [name for name in StructuredOutputsParams.__struct_fields__ if name not in ("field", "checked")]
-    unknown = value.keys() - set(allowed)
-    if unknown:
-        names = shown(sorted(unknown, key=str))
+    if any(key not in allowed for key in value):
+        names = shown_keys(key for key in value if key not in allowed)
         raise ValueError(f"structured_outputs has unknown keys {names}; allowed: {', '.join(allowed)}")
     return StructuredOutputsParams(**value)
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for part in level
-            if isinstance(part, (dict, list))
-            for child in (part.values() if isinstance(part, dict) else part)
-        ]
-        if not level:
-            return False
-    return True

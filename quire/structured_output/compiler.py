@@ -6,6 +6,7 @@ nobody waits for any more before its compile has begun is not compiled.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -74,8 +75,8 @@ class GrammarCompiler:
         seconds: float,
         cache_bytes: int,
         num_threads: int = 2,
-        max_queue: int = 64,
-        queue_seconds: float = 30.0,
+        max_queue: float = math.inf,
+        queue_seconds: float = math.inf,
     ) -> None:
         self.cache = GrammarCache(cache_bytes)
         self.num_given_up = 0  # compiles that took too long, in all

@@ -1,6 +1,7 @@
 """LM Format Enforcer: plain Python, so slow; regular expressions and choices."""
 
 import importlib
+from collections import ChainMap
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from quire.structured_output.vocabulary import Vocabulary
 
 BYTES_PER_CHARACTER = 4096  # of the text; states are made on the way
 MAX_EXPANDED = 2000  # of a regular expression whose repeats are written out: it makes all states in Python
+# A mask takes Python up to 0.2 s, which each of n sequences would take of every other request's step.
+MAX_SHARED_MASKS = 64
 
 
 class EnforcerBackend:
@@ -45,7 +48,7 @@ class EnforcerBackend:
         if missing:
             raise GrammarError(f"it cannot write {min(missing)!r}, which is no token of its own in this vocabulary")
         compiled = EnforcerCompiled(self, spec)
-        first = np.zeros((self._tokens.vocab_size + 31) // 32, np.int32)
+        first = np.zeros(self.mask_bytes // 4, np.int32)
         compiled.matcher().fill(first)  # an error shows here, not in a step
         if not first.any():
             raise GrammarError("no token of this vocabulary can begin it")
@@ -60,18 +63,33 @@ class EnforcerBackend:
         except Exception as error:  # the library raises many kinds
             raise GrammarError(first_line(error)) from None
 
-    def enforcer(self, spec: StructuredOutputsParams) -> Any:
-        return self._lib.TokenEnforcer(self._tokens, self.parser(spec))
+    def enforcer(self, parser: Any) -> Any:
+        return self._lib.TokenEnforcer(self._tokens, parser)
+
+    @property
+    def mask_bytes(self) -> int:
+        return (self._tokens.vocab_size + 31) // 32 * 4
+
+
+class Masks(ChainMap[Any, Any]):
+    """By the parser's state: those that all sequences share, as far as there is room, then this sequence's own."""
+
+    def __setitem__(self, state: Any, mask: Any) -> None:
+        own, shared = self.maps
+        (shared if len(shared) < MAX_SHARED_MASKS else own)[state] = mask
 
 
 class EnforcerCompiled:
     def __init__(self, backend: EnforcerBackend, spec: StructuredOutputsParams) -> None:
         self._backend = backend
-        self._spec = spec
-        self.num_bytes = BYTES_PER_CHARACTER * len(spec.text)
+        self._parser = backend.parser(spec)
+        self._masks: dict[Any, Any] = {}
+        self.num_bytes = BYTES_PER_CHARACTER * len(spec.text) + MAX_SHARED_MASKS * backend.mask_bytes
 
     def matcher(self) -> "EnforcerMatcher":
-        return EnforcerMatcher(self._backend.enforcer(self._spec))
+        enforcer = self._backend.enforcer(self._parser)
+        enforcer.allowed_token_cache = Masks({}, self._masks)
+        return EnforcerMatcher(enforcer)
 
 
 class EnforcerMatcher:

@@ -5,6 +5,7 @@ A matcher moves by confirmed tokens alone, so it needs nothing when its request 
 
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,8 +49,8 @@ class StructuredOutputManager:
         *,
         compile_seconds: float = 10.0,
         cache_bytes: int = 1 << 28,
-        max_queue: int = 64,
-        queue_seconds: float = 30.0,
+        max_queue: float = math.inf,
+        queue_seconds: float = math.inf,
     ) -> None:
         self.registry = registry
         self.compiler = GrammarCompiler(
@@ -77,8 +78,8 @@ class StructuredOutputManager:
             config.model.vocab_size,
             compile_seconds=options.structured_outputs_compile_seconds,
             cache_bytes=options.structured_outputs_cache_bytes,
-            max_queue=options.structured_outputs_max_queue,
-            queue_seconds=options.structured_outputs_queue_seconds,
+            max_queue=options.structured_outputs_max_queue or math.inf,
+            queue_seconds=options.structured_outputs_queue_seconds or math.inf,
         )
 
     @property

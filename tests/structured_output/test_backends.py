@@ -146,3 +146,16 @@ def test_the_end_waits_for_the_grammar(compile: Compile, vocabulary: Vocabulary)
 def test_what_is_wrong_is_said(compile: Compile, wanted: dict[str, object], reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         compile(**wanted)
+
+
+def test_masks_of_lm_format_enforcer_are_made_once_for_all_sequences(
+    compile: Compile, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib = pytest.importorskip("lmformatenforcer")
+    compiled = compile(regex="[a-z]+", backend="lm-format-enforcer")
+    made: list[object] = []
+    monkeypatch.setattr(lib.TokenEnforcer, "_collect_allowed_tokens", lambda *args: made.append(args))
+    first, second = compiled.matcher(), compiled.matcher()
+    assert len(allowed_tokens(first, vocabulary)) >= 26
+    assert allowed_tokens(second, vocabulary) == allowed_tokens(first, vocabulary)
+    assert not made

@@ -1,14 +1,25 @@
 """Grammars that take too long for a token, by a clock that the test moves."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from quire.structured_output import watched as module
-from quire.structured_output.base import GrammarError
+from quire.structured_output.base import Compiled, GrammarError
 from quire.structured_output.vocabulary import Vocabulary
-from quire.structured_output.watched import BURST, PER_CALL, TRIAL_TOKENS, watched
+from quire.structured_output.watched import (
+    BURST,
+    LONG_TRIAL_BYTES,
+    LONG_TRIAL_TOKENS,
+    PER_CALL,
+    PER_CALL_LEAST,
+    TRIAL_TOKENS,
+    watched,
+)
+
+TRIAL_CALLS = 2 * (TRIAL_TOKENS + LONG_TRIAL_TOKENS)  # at most: each token is a mask and a step
 
 
 @dataclass
@@ -49,7 +60,7 @@ def with_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Slow:
 def test_quick_ones_pass_unchanged(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, PER_CALL / 2)
     compiled = watched(slow, vocabulary)
-    assert compiled.num_bytes == 7 and slow.calls == 2 * TRIAL_TOKENS
+    assert compiled.num_bytes == 7 and 2 * TRIAL_TOKENS < slow.calls <= TRIAL_CALLS
     matcher = compiled.matcher()
     row = np.zeros(vocabulary.num_words, np.int32)
     for _ in range(500):
@@ -76,12 +87,117 @@ def test_slow_on_average(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 def test_slow_later_ends_the_request_and_refuses_the_next(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
-    slow = with_clock(monkeypatch, *[0.0] * (2 * TRIAL_TOKENS + 5), BURST + 2 * PER_CALL)
+    slow = with_clock(monkeypatch, 0.0)
     compiled = watched(slow, vocabulary)
     matcher = compiled.matcher()
     for _ in range(5):
         assert matcher.accept(0)
+    slow.seconds = [BURST + 2 * PER_CALL]
     with pytest.raises(GrammarError, match="too long"):
         matcher.accept(0)
     with pytest.raises(GrammarError, match="too long"):
         compiled.matcher()
+
+
+def test_all_sequences_share_one_allowance(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+    slow = with_clock(monkeypatch, 0.0)
+    compiled = watched(slow, vocabulary)
+    matchers = [compiled.matcher() for _ in range(64)]
+    row = np.zeros(vocabulary.num_words, np.int32)
+    slow.seconds = [PER_CALL]  # which one sequence alone may take for ever
+    began = slow.now
+    refused = 0
+    for _ in range(10):
+        for matcher in matchers:
+            try:
+                matcher.fill(row)
+            except GrammarError:
+                refused += 1
+    assert slow.now - began < BURST + 4 * PER_CALL
+    assert refused > 9 * len(matchers)
+
+
+def test_once_too_slow_no_sequence_calls_the_library(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+    slow = with_clock(monkeypatch, 0.0)
+    compiled = watched(slow, vocabulary)
+    first, other = compiled.matcher(), compiled.matcher()
+    slow.seconds = [2 * BURST]
+    with pytest.raises(GrammarError, match="too long"):
+        first.accept(0)
+    calls = slow.calls
+    for call in (lambda: other.accept(0), lambda: other.fill(np.zeros(vocabulary.num_words, np.int32))):
+        with pytest.raises(GrammarError, match="too long"):
+            call()
+    assert slow.calls == calls
+
+
+def test_sequences_that_have_ended_take_nothing_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    slow = with_clock(monkeypatch, 0.0)
+    compiled = watched(slow, vocabulary)
+    ended = [compiled.matcher() for _ in range(64)]
+    ended.clear()
+    last = compiled.matcher()
+    slow.seconds = [PER_CALL]
+    for _ in range(200):
+        assert last.accept(0)
+
+
+def test_many_sequences_of_a_usual_grammar(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+    slow = with_clock(monkeypatch, PER_CALL_LEAST)
+    matchers = [compiled.matcher() for compiled in [watched(slow, vocabulary)] for _ in range(256)]
+    for _ in range(10):
+        assert all(matcher.accept(0) for matcher in matchers)
+
+
+class SlowWithLength(Slow):
+    """Takes longer with each byte, as ambiguous grammars do."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__([0.0])
+        self.tokens = vocabulary.tokens
+
+    def matcher(self) -> "SlowWithLength":
+        self.num_text_bytes = 0
+        return self
+
+    def accept(self, token: int) -> bool:
+        self.num_text_bytes += len(self.tokens[token])
+        self.now += PER_CALL * (self.num_text_bytes / (LONG_TRIAL_BYTES / 4)) ** 3
+        return True
+
+
+def test_slow_with_the_length_of_the_text_is_found_in_the_trial(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
+) -> None:
+    slow = SlowWithLength(vocabulary)
+    monkeypatch.setattr(module.time, "thread_time", lambda: slow.now)
+    with pytest.raises(GrammarError, match="too long"):
+        watched(slow, vocabulary)
+
+
+class Limited(Slow):
+    """A library with a limit of its own after so many tokens."""
+
+    def matcher(self) -> "Limited":
+        self.num_tokens = 0
+        return self
+
+    def accept(self, token: int) -> bool:
+        self.num_tokens += 1
+        if self.num_tokens > TRIAL_TOKENS:
+            raise GrammarError("too many items")
+        return True
+
+
+def test_limits_of_a_library_far_into_the_text_are_no_reason_to_refuse(vocabulary: Vocabulary) -> None:
+    assert watched(Limited([0.0]), vocabulary).matcher().accept(0)
+
+
+# Its walk would take several times what is allowed.
+@pytest.mark.parametrize("name", ["v", "renamed"])
+def test_an_ambiguous_grammar_is_refused_before_it_is_used(compile: Callable[..., Compiled], name: str) -> None:
+    rule = f'{name} {name} | {name} {name} {name} | [a-z ] | "a" {name}'
+    with pytest.raises(GrammarError, match="too long for each token"):
+        compile(grammar=f"root ::= {name}\n{name} ::= {rule}", backend="xgrammar")

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
+# Offline whoever asks also waits; here one client's grammars would make all others wait.
+ENGINE_DEFAULTS = {"structured_outputs_max_queue": 64, "structured_outputs_queue_seconds": 30.0}
+
 
 def parser() -> FlagParser:
     parser = FlagParser(
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging()
     config = server_config(args)
     api_keys = load_api_keys(config, os.environ)
-    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args))
+    engine_config = EngineConfig.from_kwargs(**ENGINE_DEFAULTS | engine_kwargs(args))
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.openai.middleware import import_middleware
     from quire.entrypoints.openai.server import bind

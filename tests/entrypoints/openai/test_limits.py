@@ -134,7 +134,7 @@ def test_tokenizing_stops_at_the_first_prompt_that_is_too_long(
         ("/v1/chat/completions", {"messages": [{}] * 70_000}, "--max-request-objects"),
         ("/v1/chat/completions", {"messages": [{}] * 9000}, "--max-messages"),
         ("/tokenize", {"messages": [{}] * 9000}, "--max-messages"),
-        ("/tokenize", {"messages": [{"role": "user", "content": ""}], "tools": [{}] * 1025}, "--max-tools"),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}], "tools": [{}] * 129}, "--max-tools"),
         ("/detokenize", {"tokens": [1] * 9000}, "--max-model-len"),
     ],
 )

@@ -26,6 +26,7 @@ class ToolSetup:
     """Of a server."""
 
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+        self.max_tools = config.max_tools
         self.factory: ParserFactory | None = None
         if config.tool_parser_plugin is not None:
             load_plugin(config.tool_parser_plugin)
@@ -38,7 +39,7 @@ class ToolSetup:
 
     def check(self, request: ChatRequest) -> None:
         """Refuses what cannot be; tools that must not be called are not offered."""
-        check_tools(request.tools or [])
+        check_tools(request.tools or [], self.max_tools)
         name = named_function(request.tool_choice)
         if name is not None or request.tool_choice == "required":
             if not request.tools:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.entrypoints.openai.errors import ApiError, bad_request
-from quire.messages.checks import shown
+from quire.messages.checks import outsize, shown
 
-MAX_TOOLS = 128  # OpenAI's limit too
 MAX_SCHEMA_BYTES = 256 * 1024  # of one function, and of what a grammar is made of
 MAX_TOOLS_BYTES = 1024 * 1024  # of all
 MAX_DEPTH = 64
@@ -17,15 +16,15 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 CHOICES = ("none", "auto", "required")
 
 
-def check_tools(tools: Sequence[Any]) -> None:
-    if len(tools) > MAX_TOOLS:
-        raise bad_request(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", "tools")
+def check_tools(tools: Sequence[Any], most: int) -> None:
+    if len(tools) > most:
+        raise bad_request(f"tools has {len(tools)} entries; at most {most} are allowed (--max-tools)", "tools")
     names: set[str] = set()
     size = 0
     for place, tool in enumerate(tools):
         where = f"tools[{place}]"
         if tool.get("type", "function") != "function":
-            raise _wrong(f"{where}.type is {str(tool.get('type'))[:64]!r}; only function is supported")
+            raise _wrong(f"{where}.type is {shown(tool['type'])}; only function is supported")
         function = tool.get("function")
         if not isinstance(function, Mapping):
             raise _wrong(f"{where}.function must be an object with name and parameters")
@@ -54,24 +53,12 @@ def _check_function(function: Mapping[str, Any], where: str) -> int:
             raise _wrong(f"{where}.parameters must be the schema of an object: type is {shown(parameters['type'])}")
         if not isinstance(parameters.get("properties", {}), Mapping):
             raise _wrong(f"{where}.parameters.properties must be an object")
-    if _deeper_than(function, MAX_DEPTH):
-        raise _wrong(f"{where} is nested more than {MAX_DEPTH} levels deep")
+    if reason := outsize(function, MAX_SCHEMA_BYTES, MAX_DEPTH):
+        raise _wrong(f"{where} {reason}")
     size = len(json.dumps(function))
     if size > MAX_SCHEMA_BYTES:
         raise _wrong(f"{where} has {size} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
     return size
-
-
-def _deeper_than(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for part in level
-            if isinstance(part, (dict, list))
-            for child in (part.values() if isinstance(part, dict) else part)
-        ]
-    return bool(level)
 
 
 def named_function(choice: Any) -> str | None:
