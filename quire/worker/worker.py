@@ -60,13 +60,14 @@ class Worker:
         self._check_length()
         # Only now: threads that this one starts, as loading does, would all get its core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
-        first = self.model.attention_layers()[0]
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
-        shape = AttentionShape(self.max_num_seqs, first.num_heads, first.num_kv_heads, first.head_size)
+        layers = self.model.attention_layers()
+        shapes = [AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers]
         kept = config.cache.kv_cache_dtype
         self.cache_dtype = cache_dtype(self.platform, self.dtype, kept)
-        backend, why = choose_backend(self.platform, self.dtype, shape, config.device.attention_backend, kept)
+        asked = config.device.attention_backend
+        backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, asked, kept)
         logger.debug(why)
         self.runner = ModelRunner(
             self.model,
