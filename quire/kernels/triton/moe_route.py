@@ -19,9 +19,9 @@ COMPARED = 4096  # pairs of experts that a program compares at a time
 
 @triton.jit
 def _numbers(at, inside):
-    """Logits, with -inf for NaN: whatever a padding row holds, the experts chosen for it exist."""
+    """Logits, with inf for NaN: whatever a row holds, the experts chosen for it exist, and its weights are NaN."""
     read = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    return tl.where(read == read, read, float("-inf"))
+    return tl.where(read == read, read, float("inf"))
 
 
 @triton.jit
