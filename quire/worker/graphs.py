@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.worker.transfer import aligned, write_to
+from quire.kernels.transfer import aligned, write_to
 
 logger = logging.getLogger("quire")
 

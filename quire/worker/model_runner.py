@@ -11,6 +11,7 @@ import torch
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
+from quire.kernels.transfer import to_device
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
@@ -22,7 +23,7 @@ from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_scores import PromptScores
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
-from quire.worker.transfer import Pending, to_device
+from quire.worker.transfer import Pending
 
 # A prefix that all rows share is attended to once for all of them from this length, and number of rows, on.
 MIN_SHARED_PREFIX = 512
@@ -170,7 +171,8 @@ class ModelRunner:
             self.prompt_scores.add_row(new)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
-            source, target = torch.tensor(plan.block_copies, device=self.device).T
+            copies = np.array(plan.block_copies)
+            source, target = to_device(self.device, copies[:, 0], copies[:, 1], dtype=np.int64)
             for tensor in self.kv_tensors:
                 dim = self.backend.block_dim
                 tensor.index_copy_(dim, target, tensor.index_select(dim, source))
@@ -179,7 +181,7 @@ class ModelRunner:
         plan = pending.plan
         one_each = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if one_each else 0
-        if self.graphs is not None and self.connector is None and not self.prompt_scores.active:
+        if self.graphs is not None and self.connector is None and not self.prompt_scores.wanted(plan):
             if one_each:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
             else:
