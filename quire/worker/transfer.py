@@ -12,6 +12,7 @@ class Pending(Generic[T]):
     """Something the device is still working on. `make` builds it from tensors on the host once they have arrived."""
 
     def __init__(self, make: Callable[..., T], *tensors: torch.Tensor) -> None:
+        self.on_failure: Callable[[Exception], None] | None = None  # called with what result() raises
         self._make = make
         self._event: torch.cuda.Event | None = None
         self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -20,6 +21,11 @@ class Pending(Generic[T]):
             self._event.record()
 
     def result(self) -> T:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._make(*(tensor.numpy() for tensor in self._tensors))
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+            return self._make(*(tensor.numpy() for tensor in self._tensors))
+        except Exception as error:
+            if self.on_failure is not None:
+                self.on_failure(error)
+            raise

@@ -18,6 +18,7 @@ from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.worker.memory import step_memory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
 
 logger = logging.getLogger("quire")
@@ -69,6 +70,7 @@ class Worker:
         asked = config.device.attention_backend
         backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, asked, kept)
         logger.debug(why)
+        self.recovery = Recovery(self.platform.device)
         self.runner = ModelRunner(
             self.model,
             backend,
@@ -115,10 +117,20 @@ class Worker:
         self.runner.capture_graphs(max_tokens)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self.runner.execute_model(plan)
+        try:
+            self.runner.execute_model(plan)
+        except Exception as error:
+            self.recovery.after(error)
+            raise
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
-        return self.runner.sample_tokens(grammar)
+        try:
+            pending = self.runner.sample_tokens(grammar)
+        except Exception as error:
+            self.recovery.after(error)
+            raise
+        pending.on_failure = self.recovery.after
+        return pending
 
     def describe(self) -> str:
         count = self.model.num_parameters

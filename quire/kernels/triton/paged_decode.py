@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
 from quire.kernels.paged_attention import AttentionShape, Scoring
 from quire.kernels.triton.attend import attend, features, start
@@ -292,7 +293,7 @@ class DecodeWorkspace:
         self.partial_out = torch.empty(largest_out, dtype=torch.float32, device=device)
         self.partial_sum = torch.empty(largest_sum, dtype=torch.float32, device=device)
         most_heads = max(s.num_kv_heads for s in shapes)
-        self.arrived = torch.zeros(max_rows * most_heads, dtype=torch.int32, device=device)
+        self.arrived = zeroed_counters(max_rows * most_heads, device)
 
 
 def most_parts(max_rows: int, num_kv_heads: int) -> int:
