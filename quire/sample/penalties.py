@@ -11,6 +11,16 @@ from quire.messages.plan import NewRow
 from quire.messages.sampling_params import SamplingParams
 from quire.sample.processors import SampleBatch
 
+FIRST_SLOTS = 4
+
+
+def penalty_table_bytes(num_rows: int, vocab_size: int) -> int:
+    """The most that tables for as many rows take: while they grow for the last time, the old ones are still there."""
+    slots = FIRST_SLOTS
+    while slots < num_rows:
+        slots *= 2
+    return (slots + slots // 2) * (vocab_size * 5 + 3 * 4)
+
 
 class Penalties:
     """A table of token counts for each row that asks, and only for those: a slot is a vocabulary of counters.
@@ -76,10 +86,12 @@ class Penalties:
 
     def _grow(self) -> None:
         have = len(self._counts)
-        more = max(4, have)
+        more = max(FIRST_SLOTS, have)
         tables = (self._in_prompt, self._counts, self._strength)
         # All of them before anything is kept: if there is no memory, no slot may be free that does not exist.
-        grown = [torch.cat([table, table.new_zeros(more, table.shape[1])]) for table in tables]
+        grown = [table.new_zeros(have + more, table.shape[1]) for table in tables]
+        for table, old in zip(grown, tables, strict=True):
+            table[:have] = old
         self._in_prompt, self._counts, self._strength = grown
         self._free += range(have, have + more)
 

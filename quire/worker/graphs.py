@@ -109,6 +109,11 @@ class StepGraphs:
             self._capture(GraphKey(num_tokens, self.mixed_rows, one_each=False))
         logger.debug("%d graphs captured in %.2f s", len(self._captured), time.perf_counter() - began)
 
+    @property
+    def growth(self) -> float:
+        """How many times as many graphs as now there may be."""
+        return (2 * len(self.decode_rows) + len(self.mixed_tokens)) / max(1, len(self._captured))
+
     def run_decode(self, rows: np.ndarray, prefix_len: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows and logits, both padded, of a step of one token a row; None if there is no graph for it (yet)."""
         bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]

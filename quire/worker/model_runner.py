@@ -243,15 +243,15 @@ class ModelRunner:
         compile_all(jobs)
 
     @torch.inference_mode()
-    def run_padding(self, num_tokens: int) -> None:
-        """A step of nobody's tokens: takes the memory and compiles the kernels of one with as many."""
+    def run_padding(self, num_tokens: int) -> torch.Tensor:
+        """Logits of a step of nobody's tokens: takes the memory and compiles the kernels of one with as many."""
         rows = min(num_tokens, len(self.rows.num_tokens))
         query_start = np.minimum(np.arange(rows + 1), rows - 1)
         query_start[-1] = num_tokens
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
         hidden = self._hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
-        self.model.compute_logits(hidden[:rows])
+        return self.model.compute_logits(hidden[:rows])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]

@@ -10,6 +10,11 @@ from quire.messages.plan import BlockAppends, NewRow
 MOST_ENTRIES = 2**31 - 1  # indices are int32
 
 
+def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -> int:
+    widths = [-(-max_model_len // size) for size in block_sizes]
+    return num_rows * (4 * max_model_len + 4 * sum(widths) + 2 * 8)
+
+
 class RowState:
     def __init__(self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device) -> None:
         widths = [-(-max_model_len // group.spec.block_size) for group in config.groups]

@@ -16,7 +16,7 @@ from quire.models.loader import load_model
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
-from quire.worker.memory import step_memory
+from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
@@ -41,6 +41,8 @@ class Worker:
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
         for note in self.platform.prepare():
             logger.info(note)
+        on_gpu = self.platform.name == "cuda"
+        self.memory_before = DeviceMemory.measure(self.platform.device) if on_gpu else None
         processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
@@ -106,9 +108,12 @@ class Worker:
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         specs = self.kv_cache_specs()
-        needed = step_memory(self.runner, specs, self.max_num_seqs, max_tokens, self.cache_dtype)
-        free, total = torch.cuda.mem_get_info(self.platform.device)
-        return int(total * cache.gpu_memory_utilization) - (total - free) - needed
+        reserved, now = measure_steps(self.runner, specs, self.max_num_seqs, max_tokens, self.cache_dtype)
+        assert self.memory_before is not None
+        budget = kv_cache_budget(self.memory_before, now, cache.gpu_memory_utilization, reserved)
+        model = self.config.model
+        longest = model.max_model_len or model.longest
+        return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget)
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
         self.runner.initialize(config, self.max_num_seqs, max_model_len, self.cache_dtype)

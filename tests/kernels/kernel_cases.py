@@ -59,9 +59,11 @@ def check_attention(
     cache_dtype: torch.dtype | None = None,
     features: str = "",
     other_layers: tuple[AttentionShape, ...] = (),
+    idle_blocks: int = 0,
 ) -> None:
     """`features`: a name of tests.attention.mixes.FEATURES. `prefix`: tokens in blocks that all rows share. `padding`:
-    rows of nobody after the others. `other_layers`: of the same model, which share the backend."""
+    rows of nobody after the others. `other_layers`: of the same model, which share the backend. `idle_blocks`: of
+    queries, before the others."""
     torch.manual_seed(0)
     rows = [(cached + prefix, new) for cached, new in MIXES[mix]]
     lens = [cached + new for cached, new in rows]
@@ -83,7 +85,8 @@ def check_attention(
     q = torch.randn(int(starts[-1]), heads, head_size, device=device).to(dtype)
     shapes = [*other_layers, AttentionShape(heads, kv_heads, head_size)]
     backend = TritonBackend(len(counts), shapes, dtype, torch.device(device))
-    blocks = torch.from_numpy(backend.plan_queries(counts)).to(device)
+    idle = np.full((idle_blocks, 2), -1, np.int32)
+    blocks = torch.from_numpy(np.concatenate([idle, backend.plan_queries(counts)])).to(device)
     starts, table = starts.to(device), table.to(device)
     length = torch.tensor([prefix], dtype=torch.int32, device=device) if prefix else None
     step = StepInputs(in_step, len(q), starts, seq_lens, bool((counts == 1).all()), blocks, length)
