@@ -147,3 +147,22 @@ def test_memory_stays_within_its_share(tmp_path):
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         assert 0.7 * share * total < total - free <= share * total
+
+
+def test_block_copies_do_not_wait_for_the_device(model):
+    from types import SimpleNamespace
+
+    from quire.messages.plan import BlockAppends
+
+    with engine(model, device="cuda") as llm:
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        for tensor in runner.kv_tensors:
+            tensor[3].fill_(7)
+        plan = SimpleNamespace(finished_rows=[], new_rows=[], appended=BlockAppends(), block_copies=[(3, 5), (3, 6)])
+        runner._apply_changes(plan)  # whatever is set up at first is there now
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            runner._apply_changes(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all((tensor[[5, 6]] == 7).all() for tensor in runner.kv_tensors)
