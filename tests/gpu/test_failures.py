@@ -30,7 +30,7 @@ model.compute_logits = lambda hidden: compute(hidden)[torch.full((len(hidden),),
 try:
     llm.generate([{"prompt_token_ids": [3, 4, 5]}], SamplingParams(max_tokens=4), use_tqdm=False)
 except DeviceLostError as error:
-    print("lost:", error)
+    print("lost:", error, flush=True)
 """
 
 
