@@ -15,7 +15,7 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.attention.triton import TritonBackend
-from quire.kernels.paged_attention import Scoring
+from quire.kernels.paged_attention import AttentionShape, Scoring
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill
 
@@ -38,9 +38,10 @@ class Batch:
         self.lens = torch.full((rows,), length, device=DEVICE, dtype=torch.int32)
         self.q = torch.randn(rows * queries, heads, HEAD, device=DEVICE, dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
-        self.space = DecodeWorkspace(rows, heads, kv_heads, HEAD, DEVICE)
+        shapes = [AttentionShape(heads, kv_heads, HEAD)]
+        self.space = DecodeWorkspace(rows, shapes, DEVICE)
         if rows == 256:  # room for more splits than the product uses
-            self.space = DecodeWorkspace(2048, heads, kv_heads, HEAD, DEVICE)
+            self.space = DecodeWorkspace(2048, shapes, DEVICE)
         self.bytes = rows * length * kv_heads * HEAD * 4
 
     def decode(self, **options: object) -> float:
@@ -105,7 +106,7 @@ def prefill() -> None:
     print("prefill: rows x queries, cached, heads/kv | tile warps stages | us | TFLOP/s")
     for rows, new, cached, heads, kv_heads in [(8, 2048, 0, 16, 8), (32, 512, 0, 16, 8), (128, 64, 4096, 16, 8)]:
         batch = Batch(rows, new + cached, heads, kv_heads, new)
-        backend = TritonBackend(rows, heads, kv_heads, HEAD, torch.bfloat16, DEVICE)
+        backend = TritonBackend(rows, [AttentionShape(heads, kv_heads, HEAD)], torch.bfloat16, DEVICE)
         blocks = torch.from_numpy(backend.plan_queries(np.full(rows, new))).to(DEVICE)
         starts = (torch.arange(rows + 1, device=DEVICE) * new).int()
         flops = rows * 4 * heads * HEAD * (new * cached + new * (new + 1) / 2)

@@ -1,6 +1,6 @@
 """Which attention kernels a model uses, and why."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -8,18 +8,12 @@ from quire.attention.base import AttentionBackend
 from quire.attention.cpu import TorchBackend
 from quire.attention.native import NativeBackend
 from quire.kernels import native
+from quire.kernels.paged_attention import AttentionShape as AttentionShape
 from quire.platforms.base import Platform
 
 BACKENDS = ("torch", "native", "triton")
 TRITON_HEAD_SIZE, TRITON_GROUP = 256, 128  # more would not fit the registers of a program
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    max_rows: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+TRITON_ROWS = 65_535  # a dimension of a launch
 
 
 def cache_dtype(platform: Platform, dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
@@ -37,16 +31,17 @@ def cache_dtype(platform: Platform, dtype: torch.dtype, kv_cache_dtype: str) -> 
 def choose_backend(
     platform: Platform,
     dtype: torch.dtype,
-    shape: AttentionShape,
+    shapes: Sequence[AttentionShape],
+    max_rows: int,
     requested: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> tuple[AttentionBackend, str]:
-    """The backend and one sentence that says why it was chosen."""
+    """The backend and one sentence that says why it was chosen. `shapes` are those of all layers."""
     if requested is not None and requested not in BACKENDS:
         raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(BACKENDS)}")
     if requested == "triton" and platform.name == "cpu":
         raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: native, torch")
-    lacking = native_needs(platform, dtype, shape)
+    lacking = native_needs(platform, dtype, shapes)
     if requested == "native" and lacking is not None:
         raise ValueError(f"attention backend 'native' needs {lacking}; allowed here: torch")
     if requested == "torch" and kv_cache_dtype != "auto":
@@ -54,7 +49,8 @@ def choose_backend(
     # In float32 torch's own products are faster than the plain C of that precision.
     on_cpu = "native" if lacking is None and dtype is torch.bfloat16 else "torch"
     name = requested or (on_cpu if platform.name == "cpu" else "triton")
-    served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {shape.head_size}"
+    sizes = " and ".join(map(str, sorted({shape.head_size for shape in shapes})))
+    served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {sizes}"
     why = f"attention backend {name}: {'it was asked for' if requested else f'it serves {served}'}."
     if name == "torch":
         if requested is None and lacking is not None:
@@ -62,19 +58,20 @@ def choose_backend(
         return TorchBackend(), why
     if name == "native":
         return NativeBackend(), why
-    group = shape.num_heads // shape.num_kv_heads
-    if shape.head_size > TRITON_HEAD_SIZE or group > TRITON_GROUP:
-        raise ValueError(
-            f"attention backend 'triton' has no heads of {shape.head_size} with {group} to a KV head: the most are "
-            f"{TRITON_HEAD_SIZE} and {TRITON_GROUP}; allowed here: torch (--attention-backend torch)"
-        )
+    for shape in shapes:
+        if shape.head_size > TRITON_HEAD_SIZE or shape.group > TRITON_GROUP:
+            raise ValueError(
+                f"attention backend 'triton' has no heads of {shape.head_size} with {shape.group} to a KV head: the "
+                f"most are {TRITON_HEAD_SIZE} and {TRITON_GROUP}; allowed here: torch (--attention-backend torch)"
+            )
+    if max_rows > TRITON_ROWS:
+        raise ValueError(f"max_num_seqs is {max_rows}; on a GPU at most {TRITON_ROWS} are allowed (--max-num-seqs)")
     from quire.attention.triton import TritonBackend
 
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_size)
-    return TritonBackend(shape.max_rows, *heads, dtype, platform.device), why
+    return TritonBackend(max_rows, shapes, dtype, platform.device), why
 
 
-def native_needs(platform: Platform, dtype: torch.dtype, shape: AttentionShape) -> str | None:
+def native_needs(platform: Platform, dtype: torch.dtype, shapes: Sequence[AttentionShape]) -> str | None:
     """What the C kernels would need to serve here; None: they can."""
     if platform.name != "cpu":
         return "a CPU"
@@ -82,6 +79,6 @@ def native_needs(platform: Platform, dtype: torch.dtype, shape: AttentionShape) 
         return "float32 or bfloat16"
     if native.library() is None:
         return "a C compiler"
-    if not native.attention_fits(shape.num_heads, shape.num_kv_heads, shape.head_size):
+    if not all(native.attention_fits(s.num_heads, s.num_kv_heads, s.head_size) for s in shapes):
         return "heads of at most 256, and at most 192 of them to a KV head"
     return None

@@ -1,11 +1,13 @@
 """Attention over pages with our own Triton kernels: decode rows, prompts and mixed steps, all shapes in one way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from quire.attention.base import Angles, Scoring, StepInputs
+from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope_and_write import Norms, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
@@ -26,16 +28,11 @@ class TritonBackend:
     block_dim = 0
 
     def __init__(
-        self,
-        max_rows: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, max_rows: int, shapes: Sequence[AttentionShape], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.queries_per_block = queries_per_block(num_heads // num_kv_heads, dtype)
-        self.workspace = DecodeWorkspace(max_rows, num_heads, num_kv_heads, head_size, device)
+        """`shapes` of all layers: a step's blocks of queries are planned once, so the largest group decides."""
+        self.queries_per_block = min(queries_per_block(shape.group, dtype) for shape in shapes)
+        self.workspace = DecodeWorkspace(max_rows, shapes, device)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
@@ -80,8 +77,9 @@ class TritonBackend:
         if not step.one_each:
             assert step.query_blocks is not None
             paged_prefill(
-                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scoring
-            )
+                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scoring,
+                queries=self.queries_per_block,
+            )  # fmt: skip
         if step.some_single:
             paged_decode(
                 q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,

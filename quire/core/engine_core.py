@@ -13,7 +13,7 @@ from quire.core.scheduler import Scheduler
 from quire.distributed.kv_connector import scheduler_connector
 from quire.executor.base import Executor, StepResult
 from quire.messages.kv_cache import KVCacheConfig
-from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, failure_of
 from quire.structured_output.manager import Failure, StructuredOutputManager
 
@@ -129,6 +129,8 @@ class EngineCore:
         plan, future = self._in_flight[0]
         try:
             output = future.result()
+        except DeviceLostError:
+            raise  # no request can be served any more: whoever runs the engine ends it
         except Exception as error:
             self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step)

@@ -1,34 +1,11 @@
 """From what the layers need and the memory there is to a KV-cache layout."""
 
 import math
-from collections import defaultdict
-from dataclasses import replace
 
 from quire.core.block_pool import BlockPool
 from quire.core.kv_groups import make_group
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
-
-
-def make_groups(specs: dict[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group layers of equal kind so that one pool of equal pages serves all groups.
-
-    All groups have as many layers as the smallest kind (a kind with more is split, its last group possibly padded),
-    and a kind with smaller tokens gets larger blocks until pages have the same size.
-    """
-    kinds: dict[KVCacheSpec, list[int]] = defaultdict(list)
-    for layer, spec in sorted(specs.items()):
-        kinds[spec].append(layer)
-    page = max(spec.page_bytes for spec in kinds)
-    size = min(len(layers) for layers in kinds.values())
-    groups = []
-    for spec, layers in kinds.items():
-        if page % spec.page_bytes:
-            raise ValueError(
-                f"KV-cache pages of {spec.page_bytes} and {page} bytes cannot share a pool: one must divide the other"
-            )
-        spec = replace(spec, block_size=spec.block_size * (page // spec.page_bytes))
-        groups += [KVCacheGroup(tuple(layers[i : i + size]), spec) for i in range(0, len(layers), size)]
-    return tuple(groups)
+from quire.messages.kv_cache import make_groups as make_groups
 
 
 def bytes_per_block(groups: tuple[KVCacheGroup, ...]) -> int:

@@ -5,6 +5,20 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """Of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
 @dataclass(frozen=True, eq=False)
 class Scoring:
     """How a layer weighs keys: softmax(cap(q k scale) + slope (key position - query position)) over what is seen."""

@@ -51,10 +51,10 @@ class Attention(nn.Module):
         self.group = 0
 
     @property
-    def kind(self) -> tuple[int | None, bool, bool, bool, int, int]:
+    def kind(self) -> tuple[int | None, bool, bool, bool, int, int, int]:
         """What its kernels are compiled for: layers of one kind differ only in numbers."""
         features = (self.softcap is not None, self.slopes is not None, self.sinks is not None)
-        return self.sliding_window, *features, self.head_size, self.num_kv_heads
+        return self.sliding_window, *features, self.head_size, self.num_heads, self.num_kv_heads
 
     @cached_property
     def scoring(self) -> Scoring:

@@ -75,6 +75,10 @@ class GrammarMask:
     bitmask: np.ndarray  # [m, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 allows token t
 
 
+class DeviceLostError(RuntimeError):
+    """A step failed, and so would all others: the engine must end."""
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """One result per plan row. Rows that have not reached their last known token sampled nothing of worth."""

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from quire.kernels.apply_bitmask import apply_bitmask
+from quire.kernels.transfer import to_device
 from quire.messages.plan import GrammarMask, NewRow
 from quire.sample.processors import SampleBatch
 
@@ -27,13 +28,9 @@ class Grammar:
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         assert self.mask is not None
-        apply_bitmask(logits, self._upload(self.mask.bitmask), self._upload(self.mask.places))
+        (bitmask,) = to_device(self.device, self.mask.bitmask)
+        (places,) = to_device(self.device, self.mask.places, dtype=np.int64)
+        apply_bitmask(logits, bitmask.view(self.mask.bitmask.shape), places)
         return logits
 
     def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None: ...
-
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        host = torch.as_tensor(array)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)

@@ -1,7 +1,6 @@
 """What a draw needs to know of each row, kept on the device."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -52,9 +51,3 @@ def _columns(table: torch.Tensor) -> DrawParameters:
         top_k=table[5],
         greedy=table[6],
     )
-
-
-def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[len(values)] int64, without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)

@@ -2,13 +2,24 @@
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 
 from quire.kernels.apply_penalties import apply_penalties
+from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow
 from quire.messages.sampling_params import SamplingParams
-from quire.sample.parameters import to_device
 from quire.sample.processors import SampleBatch
+
+FIRST_SLOTS = 4
+
+
+def penalty_table_bytes(num_rows: int, vocab_size: int) -> int:
+    """The most that tables for as many rows take: while they grow for the last time, the old ones are still there."""
+    slots = FIRST_SLOTS
+    while slots < num_rows:
+        slots *= 2
+    return (slots + slots // 2) * (vocab_size * 5 + 3 * 4)
 
 
 class Penalties:
@@ -43,7 +54,7 @@ class Penalties:
         if not self._free:
             self._grow()
         slot = self.slots[new.row] = self._free.pop()
-        token_ids = torch.from_numpy(new.token_ids).long().to(self.device)
+        (token_ids,) = to_device(self.device, new.token_ids, dtype=np.int64)
         prompt, output = token_ids[: new.num_prompt_tokens], token_ids[new.num_prompt_tokens :]
         self._in_prompt[slot] = False
         self._in_prompt[slot, prompt] = True
@@ -70,15 +81,19 @@ class Penalties:
     def _users(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
         places = [i for i, row in enumerate(batch.row_list) if row in self.slots]
         slots = [self.slots[batch.row_list[i]] for i in places]
-        return to_device(places, self.device), to_device(slots, self.device)
+        on_device = to_device(self.device, places, slots, dtype=np.int64)
+        return on_device[0], on_device[1]
 
     def _grow(self) -> None:
         have = len(self._counts)
-        more = max(4, have)
+        more = max(FIRST_SLOTS, have)
+        tables = (self._in_prompt, self._counts, self._strength)
+        # All of them before anything is kept: if there is no memory, no slot may be free that does not exist.
+        grown = [table.new_zeros(have + more, table.shape[1]) for table in tables]
+        for table, old in zip(grown, tables, strict=True):
+            table[:have] = old
+        self._in_prompt, self._counts, self._strength = grown
         self._free += range(have, have + more)
-        for name in ("_in_prompt", "_counts", "_strength"):
-            table = getattr(self, name)
-            setattr(self, name, torch.cat([table, table.new_zeros(more, table.shape[1])]))
 
 
 def _asks(params: SamplingParams) -> bool:

@@ -7,6 +7,7 @@ temperature; min-p; top-k and top-p; the draw.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quire.kernels import native
@@ -23,11 +24,12 @@ from quire.kernels.sample_tokens import (
     sample_and_append,
     sample_tokens,
 )
+from quire.kernels.transfer import to_device
 from quire.messages.plan import GrammarMask, NewRow
 from quire.sample.grammar import Grammar
 from quire.sample.logprobs import TokenLogprobs, token_logprobs, widest
 from quire.sample.masks import AllowedTokens, BadWords, LogitBias, MinTokens
-from quire.sample.parameters import ParameterTable, to_device
+from quire.sample.parameters import ParameterTable
 from quire.sample.penalties import Penalties
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.thinking import ThinkingBudget
@@ -187,7 +189,7 @@ class Sampler:
     ) -> TokenLogprobs | None:
         if not places:
             return None
-        where = to_device(places, scores.device)
+        (where,) = to_device(scores.device, places, dtype=np.int64)
         count = widest([self._num_logprobs[batch.row_list[i]] for i in places])
         return token_logprobs(scores[where], tokens[where], count, self.as_logits)
 

@@ -4,13 +4,14 @@ On a GPU these are part of the draw itself (`kernels/sample_tokens.py`); there t
 logits.
 """
 
+import numpy as np
 import torch
 
 from quire.kernels.keep_threshold import keep_threshold
 from quire.kernels.sample_tokens import DrawParameters
+from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow
 from quire.messages.sampling_params import SamplingParams
-from quire.sample.parameters import to_device
 from quire.sample.processors import SampleBatch
 
 
@@ -71,7 +72,7 @@ class TopKTopP(Warper):
         places = [i for i, row in enumerate(batch.row_list) if row in self.rows]
         if not places:
             return logits
-        where = to_device(places, logits.device)
+        (where,) = to_device(logits.device, places, dtype=np.int64)
         rows = batch.rows[where]
         chosen = logits[where]
         least = keep_threshold(chosen, self.parameters.top_k[rows].long(), self.parameters.top_p[rows])

@@ -5,6 +5,7 @@ captured at start-up, in about a second for all sizes, and a step runs padded in
 steps are launched kernel by kernel: the device has enough to do meanwhile.
 """
 
+import contextlib
 import logging
 import time
 from bisect import bisect_left
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.worker.transfer import aligned, write_to
+from quire.kernels.counters import reset_counters
+from quire.kernels.transfer import aligned, write_to
 
 logger = logging.getLogger("quire")
 
@@ -93,6 +95,7 @@ class StepGraphs:
         self.mixed_buffers = StepBuffers(self.mixed_rows, most_tokens, most_blocks, device)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._misses: Counter[GraphKey] = Counter()
+        self._impossible: set[GraphKey] = set()  # whose capture has failed: such steps are launched kernel by kernel
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -106,15 +109,17 @@ class StepGraphs:
             self._capture(GraphKey(num_tokens, self.mixed_rows, one_each=False))
         logger.debug("%d graphs captured in %.2f s", len(self._captured), time.perf_counter() - began)
 
+    @property
+    def growth(self) -> float:
+        """How many times as many graphs as now there may be."""
+        return (2 * len(self.decode_rows) + len(self.mixed_tokens)) / max(1, len(self._captured))
+
     def run_decode(self, rows: np.ndarray, prefix_len: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows and logits, both padded, of a step of one token a row; None if there is no graph for it (yet)."""
         bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]
         key = GraphKey(bucket, bucket, one_each=True, shared_prefix=prefix_len > 0)
-        if key not in self._captured:
-            self._misses[key] += 1
-            if self._misses[key] < MISSES_BEFORE_CAPTURE:
-                return None
-            self._capture(key)
+        if key not in self._captured and not self._capture_if_frequent(key):
+            return None
         self.decode_buffers.fill_decode(rows, bucket, prefix_len)
         return self._replay(key, self.decode_buffers)
 
@@ -128,6 +133,22 @@ class StepGraphs:
         self.mixed_buffers.fill(rows, num_tokens, blocks)
         return self._replay(GraphKey(self.mixed_tokens[at], self.mixed_rows, one_each=False), self.mixed_buffers)
 
+    def _capture_if_frequent(self, key: GraphKey) -> bool:
+        """Whether there is a graph now."""
+        self._misses[key] += 1
+        if key in self._impossible or self._misses[key] < MISSES_BEFORE_CAPTURE:
+            return False
+        try:
+            self._capture(key)
+        except Exception as error:
+            self._impossible.add(key)
+            logger.warning("steps of %s will be launched kernel by kernel, as no graph can be captured: %s", key, error)
+            # The allocator may still take the old pool, or the driver the stream, to be part of a capture.
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            reset_counters()
+            return False
+        return True
+
     def _replay(self, key: GraphKey, buffers: StepBuffers) -> tuple[torch.Tensor, torch.Tensor]:
         step = self._captured[key]
         step.graph.replay()
@@ -140,14 +161,40 @@ class StepGraphs:
             buffers.fill_decode(nobody, key.num_rows, 0)
         else:
             buffers.fill(nobody, nobody, nobody)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            self.compute(key, buffers)  # compiles and loads what the capture must find ready
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                logits = self.compute(key, buffers)
-            finally:
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                self.compute(key, buffers)  # compiles and loads what the capture must find ready
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    logits = self.compute(key, buffers)
+                except BaseException:
+                    with contextlib.suppress(Exception):  # the first error is the one to know
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._captured[key] = CapturedStep(graph, logits)
+        finally:
+            current.wait_stream(self._stream)
+        self._captured[key] = CapturedStep(graph, unowned(logits))
+
+
+class _Memory:
+    """Device memory at an address, as CUDA libraries hand it to each other."""
+
+    def __init__(self, tensor: torch.Tensor, typestr: str, itemsize: int) -> None:
+        size = tensor.numel() * tensor.element_size() // itemsize
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": typestr, "data": (tensor.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def unowned(logits: torch.Tensor) -> torch.Tensor:
+    """The same memory, but free for the graphs that are captured next: all share a pool, run one after the other on
+    one stream, and a step's logits are sampled before the next step runs. Else each graph would keep its own, 2 GB in
+    all with a vocabulary of 152k. The pool itself stays as long as one of its graphs."""
+    if not logits.is_cuda or not logits.is_contiguous():
+        return logits
+    words = torch.as_tensor(_Memory(logits, "<i2", 2), device=logits.device)
+    return words.view(logits.dtype).view(logits.shape)

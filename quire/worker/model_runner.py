@@ -11,6 +11,7 @@ import torch
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
+from quire.kernels.transfer import to_device
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
@@ -22,7 +23,7 @@ from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_scores import PromptScores
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
-from quire.worker.transfer import Pending, to_device
+from quire.worker.transfer import Pending
 
 # A prefix that all rows share is attended to once for all of them from this length, and number of rows, on.
 MIN_SHARED_PREFIX = 512
@@ -170,7 +171,8 @@ class ModelRunner:
             self.prompt_scores.add_row(new)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
-            source, target = torch.tensor(plan.block_copies, device=self.device).T
+            copies = np.array(plan.block_copies)
+            source, target = to_device(self.device, copies[:, 0], copies[:, 1], dtype=np.int64)
             for tensor in self.kv_tensors:
                 dim = self.backend.block_dim
                 tensor.index_copy_(dim, target, tensor.index_select(dim, source))
@@ -179,7 +181,7 @@ class ModelRunner:
         plan = pending.plan
         one_each = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if one_each else 0
-        if self.graphs is not None and self.connector is None and not self.prompt_scores.active:
+        if self.graphs is not None and self.connector is None and not self.prompt_scores.wanted(plan):
             if one_each:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
             else:
@@ -241,15 +243,15 @@ class ModelRunner:
         compile_all(jobs)
 
     @torch.inference_mode()
-    def run_padding(self, num_tokens: int) -> None:
-        """A step of nobody's tokens: takes the memory and compiles the kernels of one with as many."""
+    def run_padding(self, num_tokens: int) -> torch.Tensor:
+        """Logits of a step of nobody's tokens: takes the memory and compiles the kernels of one with as many."""
         rows = min(num_tokens, len(self.rows.num_tokens))
         query_start = np.minimum(np.arange(rows + 1), rows - 1)
         query_start[-1] = num_tokens
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
         hidden = self._hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
-        self.model.compute_logits(hidden[:rows])
+        return self.model.compute_logits(hidden[:rows])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.messages.requests import PromptLogprobs
 from quire.sample.logprobs import PROMPT_SLICE, TokenLogprobs, token_logprobs
@@ -13,7 +15,7 @@ from quire.sample.logprobs import PROMPT_SLICE, TokenLogprobs, token_logprobs
 @dataclass(slots=True)
 class PromptRow:
     count: int  # logprobs asked for
-    token_ids: torch.Tensor  # the prompt
+    token_ids: np.ndarray  # the prompt
     next_position: int  # the host's own count: a prompt's progress needs no news from the device
 
 
@@ -23,15 +25,17 @@ class PromptScores:
         self.as_logits = logprobs_mode.endswith("logits")
         self._rows: dict[int, PromptRow] = {}
 
-    @property
-    def active(self) -> bool:
-        return bool(self._rows)
+    def wanted(self, plan: SchedulerOutput) -> bool:
+        """Whether one of the plan's rows has a part of its prompt to score."""
+        if not self._rows:
+            return False
+        asked = (self._rows.get(row) for row in plan.rows.tolist())
+        return any(row is not None and row.next_position < len(row.token_ids) - 1 for row in asked)
 
     def add_row(self, new: NewRow) -> None:
         count = new.params.prompt_logprobs
         if count is not None:
-            prompt = torch.from_numpy(new.token_ids[: new.num_prompt_tokens]).long()
-            self._rows[new.row] = PromptRow(count, prompt, new.num_computed)
+            self._rows[new.row] = PromptRow(count, new.token_ids[: new.num_prompt_tokens], new.num_computed)
 
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -51,7 +55,7 @@ class PromptScores:
                 for at in range(start, stop, PROMPT_SLICE):
                     size = min(PROMPT_SLICE, stop - at)
                     part = hidden[first + at - start : first + at - start + size]
-                    targets = asked.token_ids[at + 1 : at + 1 + size].to(hidden.device)
+                    (targets,) = to_device(hidden.device, asked.token_ids[at + 1 : at + 1 + size], dtype=np.int64)
                     scores = token_logprobs(self.compute_logits(part), targets, asked.count, self.as_logits)
                     found.append(_to_host(scores, place, at + 1))
             first += num_new

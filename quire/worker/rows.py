@@ -3,20 +3,32 @@
 import numpy as np
 import torch
 
+from quire.kernels.transfer import to_device
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends, NewRow
-from quire.worker.transfer import to_device
+
+MOST_ENTRIES = 2**31 - 1  # indices are int32
+
+
+def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -> int:
+    widths = [-(-max_model_len // size) for size in block_sizes]
+    return num_rows * (4 * max_model_len + 4 * sum(widths) + 2 * 8)
 
 
 class RowState:
     def __init__(self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device) -> None:
+        widths = [-(-max_model_len // group.spec.block_size) for group in config.groups]
+        if num_rows * max(max_model_len, sum(widths)) > MOST_ENTRIES:
+            raise ValueError(
+                f"max_num_seqs {num_rows} x max_model_len {max_model_len} is more than the {MOST_ENTRIES} tokens that "
+                "can be indexed; lower one of them (--max-num-seqs, --max-model-len)"
+            )
         self.device = device
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
         # All tables in one piece of memory, so that blocks of every group are appended by one write.
-        widths = [-(-max_model_len // size) for size in self.block_sizes]
         self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
         parts = self._all_tables.split([num_rows * width for width in widths])
         self.block_tables = [part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)]

@@ -16,8 +16,9 @@ from quire.models.loader import load_model
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
-from quire.worker.memory import step_memory
+from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
 
 logger = logging.getLogger("quire")
@@ -40,6 +41,8 @@ class Worker:
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
         for note in self.platform.prepare():
             logger.info(note)
+        on_gpu = self.platform.name == "cuda"
+        self.memory_before = DeviceMemory.measure(self.platform.device) if on_gpu else None
         processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
@@ -60,14 +63,16 @@ class Worker:
         self._check_length()
         # Only now: threads that this one starts, as loading does, would all get its core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
-        first = self.model.attention_layers()[0]
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
-        shape = AttentionShape(self.max_num_seqs, first.num_heads, first.num_kv_heads, first.head_size)
+        layers = self.model.attention_layers()
+        shapes = [AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers]
         kept = config.cache.kv_cache_dtype
         self.cache_dtype = cache_dtype(self.platform, self.dtype, kept)
-        backend, why = choose_backend(self.platform, self.dtype, shape, config.device.attention_backend, kept)
+        asked = config.device.attention_backend
+        backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, asked, kept)
         logger.debug(why)
+        self.recovery = Recovery(self.platform.device)
         self.runner = ModelRunner(
             self.model,
             backend,
@@ -103,9 +108,12 @@ class Worker:
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         specs = self.kv_cache_specs()
-        needed = step_memory(self.runner, specs, self.max_num_seqs, max_tokens, self.cache_dtype)
-        free, total = torch.cuda.mem_get_info(self.platform.device)
-        return int(total * cache.gpu_memory_utilization) - (total - free) - needed
+        reserved, now = measure_steps(self.runner, specs, self.max_num_seqs, max_tokens, self.cache_dtype)
+        assert self.memory_before is not None
+        budget = kv_cache_budget(self.memory_before, now, cache.gpu_memory_utilization, reserved)
+        model = self.config.model
+        longest = model.max_model_len or model.longest
+        return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget)
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
         self.runner.initialize(config, self.max_num_seqs, max_model_len, self.cache_dtype)
@@ -114,10 +122,20 @@ class Worker:
         self.runner.capture_graphs(max_tokens)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self.runner.execute_model(plan)
+        try:
+            self.runner.execute_model(plan)
+        except Exception as error:
+            self.recovery.after(error)
+            raise
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
-        return self.runner.sample_tokens(grammar)
+        try:
+            pending = self.runner.sample_tokens(grammar)
+        except Exception as error:
+            self.recovery.after(error)
+            raise
+        pending.on_failure = self.recovery.after
+        return pending
 
     def describe(self) -> str:
         count = self.model.num_parameters

@@ -129,3 +129,40 @@ def test_ten_thousand_steps_allocate_nothing_more(model):
         before = some(1)
         after = [some(seed) for seed in range(2, 27)]
     assert after[-1] <= before
+
+
+def test_memory_stays_within_its_share(tmp_path):
+    """With long rows, a vocabulary, penalties and logprobs: whatever comes on top of weights and cache."""
+    from quire import LLM
+
+    save_tiny(
+        "qwen3", tmp_path, max_position_embeddings=131_072, vocab_size=32_000, num_key_value_heads=8,
+        num_attention_heads=8, head_dim=128, num_hidden_layers=4,
+    )  # fmt: skip
+    share = 0.1
+    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 1024}
+    with LLM(str(tmp_path), device="cuda", gpu_memory_utilization=share, **settings) as llm:
+        params = greedy(16, repetition_penalty=1.1, logprobs=5)
+        llm.generate(prompts(1024, 5, 60), params, use_tqdm=False)
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        assert 0.7 * share * total < total - free <= share * total
+
+
+def test_block_copies_do_not_wait_for_the_device(model):
+    from types import SimpleNamespace
+
+    from quire.messages.plan import BlockAppends
+
+    with engine(model, device="cuda") as llm:
+        runner = llm.llm_engine.client.core.executor.worker.runner
+        for tensor in runner.kv_tensors:
+            tensor[3].fill_(7)
+        plan = SimpleNamespace(finished_rows=[], new_rows=[], appended=BlockAppends(), block_copies=[(3, 5), (3, 6)])
+        runner._apply_changes(plan)  # whatever is set up at first is there now
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            runner._apply_changes(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all((tensor[[5, 6]] == 7).all() for tensor in runner.kv_tensors)

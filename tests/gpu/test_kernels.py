@@ -63,6 +63,18 @@ def test_any_number_of_rows(rows, heads, kv_heads, head_size):
     cases.check_attention("decode", "cuda", torch.bfloat16, heads, kv_heads, head_size, padding=rows - 6, prefix=256)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(8, 8, 64), (32, 4, 128), (16, 16, 128)])
+def test_layers_of_several_shapes_share_a_backend(mix, dtype, heads, kv_heads, head_size):
+    others = tuple(cases.AttentionShape(*shape) for shape in ((8, 8, 64), (32, 4, 128), (16, 16, 128)))
+    cases.check_attention(mix, "cuda", dtype, heads, kv_heads, head_size, other_layers=others)
+
+
+def test_more_blocks_of_queries_than_a_dimension_of_a_launch():
+    cases.check_attention("mixed", "cuda", torch.bfloat16, 16, 8, 128, idle_blocks=70_000)
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_attention_over_an_fp8_cache(mix):
     cases.check_attention(mix, "cuda", torch.bfloat16, 16, 8, 128, cache_dtype=torch.float8_e4m3fn)

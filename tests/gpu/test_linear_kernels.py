@@ -134,3 +134,14 @@ def test_layer(rows, per_channel):
     wanted = x.float() @ weight.float().T + 1.0
     assert off(layer(x), wanted) < 0.05
     assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_nan_stays_nan_in_fp8(fixed):
+    x = tensor(3, 1024)
+    x[1, 7] = float("nan")
+    scale = torch.tensor([0.01], device="cuda") if fixed else None
+    (got, got_scale), (wanted, wanted_scale) = quantize_fp8(x, scale), quantize_fp8_torch(x, scale)
+    torch.testing.assert_close(got.float(), wanted.float(), atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(got_scale, wanted_scale, atol=0, rtol=0, equal_nan=True)
+    assert got.float()[1, 7].isnan() and not got.float()[[0, 2]].isnan().any()

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 import tests.kernels.interpreter_fix  # noqa: F401
+from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.triton import paged_decode
-from quire.kernels.triton.paged_decode import Tuning
+from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning
 from tests.attention.mixes import FEATURES
 from tests.kernels.kernel_cases import (
     MIXES,
@@ -62,6 +63,21 @@ def test_features(mix, window, features):
 def test_large_groups_and_heads(heads, kv_heads, head_size):
     check_attention("mixed", "cpu", heads=heads, kv_heads=kv_heads, head_size=head_size, features="all")
     check_attention("decode", "cpu", heads=heads, kv_heads=kv_heads, head_size=head_size, prefix=32)
+
+
+@pytest.mark.parametrize("mix", ["decode", "mixed"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (12, 2), (8, 8)])
+def test_layers_of_several_shapes_share_a_backend(mix, heads, kv_heads):
+    others = tuple(AttentionShape(*shape) for shape in ((2, 2, 16), (12, 2, 16), (8, 8, 16)))
+    check_attention(mix, "cpu", heads=heads, kv_heads=kv_heads, other_layers=others)
+
+
+def test_a_workspace_holds_the_largest_layer_whichever_is_first():
+    small, many_heads, large_heads = AttentionShape(2, 1, 16), AttentionShape(16, 8, 16), AttentionShape(2, 1, 64)
+    each = [DecodeWorkspace(4, [shape], torch.device("cpu")) for shape in (small, many_heads, large_heads)]
+    shared = DecodeWorkspace(4, [small, many_heads, large_heads], torch.device("cpu"))
+    for name in ("partial_out", "partial_sum", "arrived"):
+        assert len(getattr(shared, name)) == max(len(getattr(space, name)) for space in each)
 
 
 @pytest.mark.parametrize("min_tiles", [1, 4])

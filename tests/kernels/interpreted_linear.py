@@ -108,3 +108,10 @@ def test_silu_mul_quant():
     got, wanted = silu_mul_quant(x), silu_mul_quant_torch(x.float())
     torch.testing.assert_close(got[1], wanted[1], atol=0, rtol=2e-3)
     assert (got[0].float() == wanted[0].float()).float().mean() > 0.8
+
+
+def test_a_nan_makes_the_scale_of_its_row_nan():
+    """The interpreter casts no NaN to fp8; tests/gpu looks at the elements."""
+    x = tensor(3, 40)
+    x[1, 7] = float("nan")
+    torch.testing.assert_close(quantize_fp8(x)[1], quantize_fp8_torch(x)[1], atol=0, rtol=0, equal_nan=True)

@@ -66,7 +66,20 @@ def test_rows_of_garbage_get_experts_that_exist():
     logits = torch.full((3, E), float("nan"))
     logits[1, 2], logits[2] = float("inf"), float("-inf")
     _, experts = route(logits, TOP_K, **ONE_KIND)
-    assert experts.tolist() == [[0, 1, 2], [2, 0, 1], [0, 1, 2]]
+    assert experts.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(("renormalize", "scoring"), [(True, "softmax"), (False, "softmax"), (False, "topk_softmax")])
+def test_a_nan_logit_makes_its_row_nan_and_no_other(renormalize, scoring):
+    kind = {"renormalize": renormalize, "scoring": scoring}
+    x, logits, w = tensor(3, H), tensor(3, E), expert_weights()
+    logits[1, 4] = float("nan")
+    got, wanted = route(logits, TOP_K, **kind), route_torch(logits, TOP_K, **kind)
+    torch.testing.assert_close(got[0], wanted[0], equal_nan=True)
+    assert got[1][[0, 2]].equal(wanted[1][[0, 2]]) and got[1][1, 0] == wanted[1][1, 0] == 4
+    for config in (CONFIGS["few, one step"], CONFIGS["grouped"]):
+        out = moe_triton(x, logits, w, TOP_K, config=config, **kind)
+        assert out.isnan().all(1).tolist() == [False, True, False] and not out[[0, 2]].isnan().any()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

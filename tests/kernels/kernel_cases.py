@@ -9,7 +9,7 @@ from quire.attention.base import StepInputs
 from quire.attention.triton import TritonBackend
 from quire.kernels.activation import activate, activate_mul, activate_mul_torch, activate_torch
 from quire.kernels.layer_norm import layer_norm_torch
-from quire.kernels.paged_attention import paged_attention
+from quire.kernels.paged_attention import AttentionShape, paged_attention
 from quire.kernels.prepare_inputs import prepare_inputs_torch
 from quire.kernels.rms_norm import fused_add_rms_norm_torch, rms_norm_torch
 from quire.kernels.rope_and_write import rope_and_write_torch
@@ -58,9 +58,12 @@ def check_attention(
     padding: int = 0,
     cache_dtype: torch.dtype | None = None,
     features: str = "",
+    other_layers: tuple[AttentionShape, ...] = (),
+    idle_blocks: int = 0,
 ) -> None:
     """`features`: a name of tests.attention.mixes.FEATURES. `prefix`: tokens in blocks that all rows share. `padding`:
-    rows of nobody after the others."""
+    rows of nobody after the others. `other_layers`: of the same model, which share the backend. `idle_blocks`: of
+    queries, before the others."""
     torch.manual_seed(0)
     rows = [(cached + prefix, new) for cached, new in MIXES[mix]]
     lens = [cached + new for cached, new in rows]
@@ -80,8 +83,10 @@ def check_attention(
     seq_lens = torch.tensor(lens + [0] * padding).int().to(device)
     in_step = torch.cat([places, torch.full((padding,), -1)]).int().to(device)
     q = torch.randn(int(starts[-1]), heads, head_size, device=device).to(dtype)
-    backend = TritonBackend(len(counts), heads, kv_heads, head_size, dtype, torch.device(device))
-    blocks = torch.from_numpy(backend.plan_queries(counts)).to(device)
+    shapes = [*other_layers, AttentionShape(heads, kv_heads, head_size)]
+    backend = TritonBackend(len(counts), shapes, dtype, torch.device(device))
+    idle = np.full((idle_blocks, 2), -1, np.int32)
+    blocks = torch.from_numpy(np.concatenate([idle, backend.plan_queries(counts)])).to(device)
     starts, table = starts.to(device), table.to(device)
     length = torch.tensor([prefix], dtype=torch.int32, device=device) if prefix else None
     step = StepInputs(in_step, len(q), starts, seq_lens, bool((counts == 1).all()), blocks, length)
@@ -191,7 +196,7 @@ def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning, features
     rows = torch.arange(len(lens), dtype=torch.int32)
     starts = torch.arange(len(lens) + 1, dtype=torch.int32)
     q = torch.randn(len(lens), 4, 16).to(device, dtype)
-    out, space = torch.empty_like(q), DecodeWorkspace(len(lens), 4, 2, 16, torch.device(device))
+    out, space = torch.empty_like(q), DecodeWorkspace(len(lens), [AttentionShape(4, 2, 16)], torch.device(device))
     rows, starts, lens, table = (x.to(device) for x in (rows, starts, lens, table))
     scoring = scoring_with(features, 4, 0.25, device=device)
     for _ in range(2):

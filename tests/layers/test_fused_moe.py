@@ -161,6 +161,22 @@ def test_routing_in_c(of_chosen):
     assert native_moe.route(garbage, 3, True)[1].tolist() == [[0, 1, 2]]
 
 
+@needs_c
+@pytest.mark.parametrize("of_chosen", [False, True])
+def test_a_nan_logit_makes_its_row_nan_in_c(of_chosen):
+    logits = torch.randn(3, 10)
+    logits[1, 4] = float("nan")
+    weights, experts = native_moe.route(logits, 3, of_chosen)
+    wanted = route(logits, 3, renormalize=of_chosen, scoring="softmax")
+    torch.testing.assert_close(weights, wanted[0], equal_nan=True)
+    assert weights[1].isnan().all() and experts[[0, 2]].equal(wanted[1][[0, 2]]) and experts[1, 0] == 4
+    packed = [native_moe.pack_experts(weight) for weight in experts_of(10, 32, 16, False)[:2]]
+    made = native_moe.moe(
+        torch.randn(3, 32).bfloat16(), weights, experts, native_moe.PackedExperts(*packed, None, None, "silu", 32, 16)
+    )
+    assert made.isnan().all(1).tolist() == [False, True, False]
+
+
 def experts_of(num_experts, hidden, width, bias):
     shapes = [(num_experts, 2 * width, hidden), (num_experts, hidden, width), (num_experts, 2 * width)]
     gate_up, down, *biases = (torch.randn(*shape) * 0.2 for shape in [*shapes, (num_experts, hidden)])

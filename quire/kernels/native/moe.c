@@ -11,7 +11,7 @@ enum { READING = 8, COLUMNS = 256 };
 enum { SILU, SWIGLUOAI };
 
 /* logits [n, num_experts] -> the top_k largest of each row, of equal ones the lower first, and the softmax over all or
- * over those. NaN counts as the least: whatever a row holds, its experts exist. */
+ * over those. NaN counts as infinity: whatever a row holds, its experts exist, and its weights are NaN. */
 int quire_route(const void *logits, float *weights, int32_t *experts, int64_t n, int64_t num_experts, int64_t top_k,
                 int of_chosen, int type) {
     if (n < 0 || top_k < 1 || top_k > num_experts || num_experts > INT32_MAX) return BAD_SIZE;
@@ -24,17 +24,14 @@ int quire_route(const void *logits, float *weights, int32_t *experts, int64_t n,
             int64_t found = -1, after = j ? chosen[j - 1] : -1;
             for (int64_t e = 0; e < num_experts; e++) {
                 float x = load(logits, row * num_experts + e, type);
-                if (x != x) x = -INFINITY;
+                if (x != x) x = INFINITY;
                 if ((x < last || (x == last && e > after)) && (found < 0 || x > best)) best = x, found = e;
             }
             w[j] = best, chosen[j] = (int32_t)found;
         }
         float most = w[0];
         if (!of_chosen)
-            for (int64_t e = 0; e < num_experts; e++) {
-                float x = load(logits, row * num_experts + e, type);
-                total += x == x ? expf(x - most) : 0;
-            }
+            for (int64_t e = 0; e < num_experts; e++) total += expf(load(logits, row * num_experts + e, type) - most);
         for (int64_t j = 0; j < top_k; j++) {
             w[j] = expf(w[j] - most);
             if (of_chosen) total += w[j];

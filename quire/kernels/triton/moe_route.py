@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
 from quire.kernels.moe_table import MAX_EXPERTS, MAX_FUSED_ROWS
 from quire.kernels.triton.workspace import Workspace
@@ -19,9 +20,9 @@ COMPARED = 4096  # pairs of experts that a program compares at a time
 
 @triton.jit
 def _numbers(at, inside):
-    """Logits, with -inf for NaN: whatever a padding row holds, the experts chosen for it exist."""
+    """Logits, with inf for NaN: whatever a row holds, the experts chosen for it exist, and its weights are NaN."""
     read = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    return tl.where(read == read, read, float("-inf"))
+    return tl.where(read == read, read, float("inf"))
 
 
 @triton.jit
@@ -143,8 +144,8 @@ class Counters(Workspace):
     """Zero between uses."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=device)
-        self.arrived = torch.zeros(MAX_FUSED_ROWS, dtype=torch.int32, device=device)
+        self.counts = zeroed_counters(MAX_EXPERTS, device)
+        self.arrived = zeroed_counters(MAX_FUSED_ROWS, device)
 
 
 def route(

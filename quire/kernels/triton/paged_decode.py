@@ -1,5 +1,6 @@
 """Rows of one query token. A row's keys are split among programs; the last of them to finish adds up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,8 +8,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
-from quire.kernels.paged_attention import Scoring
+from quire.kernels.paged_attention import AttentionShape, Scoring
 from quire.kernels.triton.attend import attend, features, start
 
 
@@ -282,16 +284,22 @@ def _shared_prefix_kernel(
 
 
 class DecodeWorkspace:
-    """Where splits leave their parts. One for all layers: they run one after the other."""
+    """Where splits leave their parts. One for all layers, which run one after the other, and large enough for each."""
 
-    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> None:
-        most = max((num_splits(n, num_kv_heads, MOST_PROGRAMS) + PREFIX_SPLITS) * n for n in range(1, max_rows + 1))
-        most = max(most, MIXED_SPLITS * MIXED_ROWS)
-        units = most * num_kv_heads
-        group = num_heads // num_kv_heads
-        self.partial_out = torch.empty(units * group * head_size, dtype=torch.float32, device=device)
-        self.partial_sum = torch.empty(units * group * 2, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+    def __init__(self, max_rows: int, shapes: Sequence[AttentionShape], device: torch.device) -> None:
+        parts = {s: most_parts(max_rows, s.num_kv_heads) for s in shapes}
+        largest_out = max(count * s.num_heads * s.head_size for s, count in parts.items())
+        largest_sum = max(count * s.num_heads * 2 for s, count in parts.items())
+        self.partial_out = torch.empty(largest_out, dtype=torch.float32, device=device)
+        self.partial_sum = torch.empty(largest_sum, dtype=torch.float32, device=device)
+        most_heads = max(s.num_kv_heads for s in shapes)
+        self.arrived = zeroed_counters(max_rows * most_heads, device)
+
+
+def most_parts(max_rows: int, num_kv_heads: int) -> int:
+    """Of all rows together and one KV head, in a step of any number of rows."""
+    most = max((num_splits(n, num_kv_heads, MOST_PROGRAMS) + PREFIX_SPLITS) * n for n in range(1, max_rows + 1))
+    return max(most, MIXED_SPLITS * MIXED_ROWS)
 
 
 def num_splits(num_rows: int, num_kv_heads: int, programs: int) -> int:

@@ -31,6 +31,7 @@ def _prefill_kernel(
     DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a block: as many as query_blocks was planned with
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -39,9 +40,9 @@ def _prefill_kernel(
     PDL: tl.constexpr,
 ):
     G: tl.constexpr = H // KV
-    QUERIES: tl.constexpr = BLOCK_M // G
-    entry = query_blocks + 2 * tl.program_id(1)
-    kv_head = tl.program_id(0)
+    # One dimension: the others of a grid hold no more than 65,535.
+    entry = query_blocks + 2 * (tl.program_id(0) // KV)
+    kv_head = tl.program_id(0) % KV
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -105,27 +106,31 @@ def paged_prefill(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     scoring: Scoring,
+    queries: int | None = None,
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> None:
-    """Fills `out` for the queries that `query_blocks` names, in blocks of `queries_per_block`."""
+    """Fills `out` for the queries that `query_blocks` names, in blocks of `queries`: by default, and at most, this
+    layer's `queries_per_block`."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     full = q.dtype is torch.float32
     padded = max(16, triton.next_power_of_2(head_size))
     size = block_m(num_heads // kv_heads, q.dtype)
+    most = queries_per_block(num_heads // kv_heads, q.dtype)
+    assert queries is None or queries <= most, f"{queries} queries in a block of {most}"
     large = full and size * padded > 4096  # more than the registers of four warps hold
     options = {"num_warps": warps or (4 if full and not large else 8), "num_stages": stages or (2 if full else 3)}
     if not full and padded <= 128:
         # Two blocks of queries on a multiprocessor: one's softmax runs beside the other's products.
         options["maxnreg"] = 128
-    _prefill_kernel[(kv_heads, query_blocks.shape[0])](
+    _prefill_kernel[(kv_heads * query_blocks.shape[0],)](
         q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
         scoring.slopes if scoring.slopes is not None else q, scoring.sinks if scoring.sinks is not None else q,
         scoring.scale, scoring.softcap or 0.0,
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
-        BLOCK_M=size, TILE=tile or (16 if large else 32 if full else 64),
+        BLOCK_M=size, QUERIES=queries or most, TILE=tile or (16 if large else 32 if full else 64),
         WINDOW=scoring.window or 0, **features(scoring),
         **options, **early_launch(q),
     )  # fmt: skip

@@ -10,6 +10,12 @@ PLAIN, NORM, ADD_NORM, SILU = 0, 1, 2, 3
 
 
 @triton.jit
+def _larger(a, b):
+    """NaN, if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _kernel(
     x,  # [M, K], with SILU [M, 2 * K]
     residual,  # with ADD_NORM [M, K]; becomes the sum
@@ -50,11 +56,11 @@ def _kernel(
         scale = tl.load(fixed_scale).to(tl.float32)
         inverse = tl.math.div_rn(1.0, scale)
     else:
-        most = tl.maximum(tl.max(tl.abs(wide), 0), SMALLEST_MAX)
+        most = _larger(tl.reduce(tl.abs(wide), 0, _larger), SMALLEST_MAX)
         scale = most * (1.0 / FP8_MAX)
         inverse = tl.math.div_rn(FP8_MAX, most)
     tl.store(scales + row, scale)
-    quantized = tl.minimum(tl.maximum(wide * inverse, -FP8_MAX), FP8_MAX)
+    quantized = tl.minimum(_larger(wide * inverse, -FP8_MAX), FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     tl.store(q + row * K + k, quantized.to(q.dtype.element_ty), mask=inside)
 
 

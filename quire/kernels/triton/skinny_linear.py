@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.counters import zeroed_counters
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
 from quire.kernels.triton.workspace import Workspace
 
@@ -296,7 +297,7 @@ class SplitSums(Workspace):
 
     def __init__(self, device: torch.device) -> None:
         self.partial = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.arrived = zeroed_counters(COUNTERS, device)
 
 
 def skinny_linear(

@@ -1,0 +1,37 @@
+"""What is done after a failed step, before the next one."""
+
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels.counters import reset_counters
+from quire.messages.plan import DeviceLostError
+
+
+class Recovery:
+    def __init__(self, device: torch.device, probe: Callable[[], None] | None = None) -> None:
+        """`probe` raises if the device computes no more; by default, on a GPU, a tiny operation."""
+        self._probe = probe or (cuda_probe(device) if device.type == "cuda" else _nothing)
+
+    def after(self, error: Exception) -> None:
+        """Makes the device fit for the next step. An error of CUDA that every later call meets again ends the engine:
+        no request could be served."""
+        try:
+            self._probe()
+            reset_counters()
+        except Exception as fault:
+            raise DeviceLostError(f"the device computes no more: {type(error).__name__}: {error}") from fault
+
+
+def cuda_probe(device: torch.device) -> Callable[[], None]:
+    number = torch.zeros(1, device=device)  # now: later there may be no memory for it
+
+    @torch.inference_mode()
+    def probe() -> None:
+        number.add_(1)
+        torch.cuda.synchronize(device)
+
+    return probe
+
+
+def _nothing() -> None: ...

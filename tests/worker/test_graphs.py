@@ -1,0 +1,89 @@
+"""Captured steps without a device: what becomes of a capture that fails."""
+
+import contextlib
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.counters import zeroed_counters
+from quire.worker.graphs import StepGraphs
+
+CPU = torch.device("cpu")
+ROWS = np.arange(2, dtype=np.int32)
+PREFIX = 512  # a step of another kind than those captured at start-up
+
+
+class FakeStream:
+    def __init__(self, device=None):
+        self.waited_for = []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+
+class FakeGraph:
+    capturing = False
+
+    def capture_begin(self, **_):
+        FakeGraph.capturing = True
+
+    def capture_end(self):
+        FakeGraph.capturing = False
+
+    def replay(self): ...
+
+
+class FakeBackend:
+    def max_query_blocks(self, num_tokens, num_rows):
+        return num_tokens + num_rows
+
+
+@pytest.fixture
+def main_stream(monkeypatch):
+    stream = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return stream
+
+
+def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
+    counters, tried = zeroed_counters(2, CPU), []
+
+    def compute(key, buffers):
+        if key.shared_prefix and FakeGraph.capturing:
+            tried.append(key)
+            counters[0] = 1
+            raise torch.OutOfMemoryError("no memory")
+        return torch.zeros(key.num_rows, 8)
+
+    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU)
+    graphs.capture_at_start()
+    assert graphs.run_decode(ROWS, 0) is not None
+    side = graphs._stream
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert [graphs.run_decode(ROWS, PREFIX) for _ in range(5)] == [None] * 5
+    assert len(tried) == 1 and len(caplog.records) == 1 and "no memory" in caplog.text
+    assert main_stream.waited_for[-1] is side and not FakeGraph.capturing and not counters.any()
+    assert graphs.run_decode(ROWS, 0) is not None  # other graphs go on
+
+
+def test_the_error_of_a_failed_capture_is_the_first_one(main_stream, caplog, monkeypatch):
+    def capture_end(self):
+        FakeGraph.capturing = False
+        raise RuntimeError("the capture was invalidated")
+
+    def compute(key, buffers):
+        if FakeGraph.capturing:
+            raise RuntimeError("an operation that cannot be captured")
+        return torch.zeros(key.num_rows, 8)
+
+    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU)
+    monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert [graphs.run_decode(ROWS, PREFIX) for _ in range(3)] == [None] * 3
+    assert "cannot be captured" in caplog.text
