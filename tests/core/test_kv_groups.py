@@ -94,3 +94,18 @@ def test_common_prefix_counts_shared_leading_blocks():
     c = request("c", 8, 1, start=50)
     assert kv.allocate(c, 8, kv.find_hit(c))
     assert kv.common_prefix_blocks([a, b, c]) == (0,)
+
+
+def test_a_common_prefix_may_be_of_different_blocks_with_the_same_content():
+    """One computes a prefix again while the middle of it is gone from the cache: its copy of the middle is found with
+    the old blocks around it."""
+    kv = manager(spec(4))
+    old = computed(kv, "old", 12)
+    kv.pool.unregister(old.blocks[0][1])
+    again = computed(kv, "again", 12)  # without looking for a hit, as for prompt logprobs
+    assert again.blocks[0][0].key is None and again.blocks[0][1].key is not None
+    mixed = request("mixed", 13, 1)
+    assert kv.allocate(mixed, 13, kv.find_hit(mixed))
+    assert mixed.blocks[0][:3] == [old.blocks[0][0], again.blocks[0][1], old.blocks[0][2]]
+    (count,) = kv.common_prefix_blocks([again, mixed])
+    assert count == 2 and np.array_equal(again.token_ids[: count * 4], mixed.token_ids[: count * 4])

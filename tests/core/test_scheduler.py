@@ -76,6 +76,21 @@ def test_preempted_requests_come_back_with_the_same_tokens(depth):
     assert engine.order[0] == "r0"
 
 
+def test_the_prefix_hit_rate_counts_a_request_once():
+    """What comes back after a preemption finds its own blocks; a hit rate with those would rise with every one."""
+    engine = FakeEngine(num_blocks=9, max_model_len=32)
+    for i in range(4):
+        engine.add(f"r{i}", range(i * 10, i * 10 + 8), max_tokens=15)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    stats = engine.scheduler.stats()
+    assert stats.prefix_cache_queries == 4 * 8 and stats.prefix_cache_hits == 0
+    engine.add("again", range(30, 39))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.prefix_cache_queries == 4 * 8 + 9 and stats.prefix_cache_hits == 8
+
+
 def test_a_preempted_request_waits_for_its_plans_in_flight():
     engine = FakeEngine(num_blocks=6, depth=2, max_model_len=24)
     engine.add("old", range(8), max_tokens=16)
