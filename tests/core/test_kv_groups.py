@@ -109,3 +109,13 @@ def test_a_common_prefix_may_be_of_different_blocks_with_the_same_content():
     assert mixed.blocks[0][:3] == [old.blocks[0][0], again.blocks[0][1], old.blocks[0][2]]
     (count,) = kv.common_prefix_blocks([again, mixed])
     assert count == 2 and np.array_equal(again.token_ids[: count * 4], mixed.token_ids[: count * 4])
+
+
+def test_the_tail_of_a_request_is_evicted_before_what_others_may_share():
+    kv = manager(spec(4), num_blocks=4)
+    a = computed(kv, "a", 16)
+    ids = [block.id for block in a.blocks[0]]
+    kv.free(a)
+    assert kv.find_hit(request("b", 17, 1)).num_tokens == 16
+    assert [block.id for block in kv.pool.allocate(2)] == ids[:1:-1]
+    assert kv.find_hit(request("c", 17, 1)).num_tokens == 8
