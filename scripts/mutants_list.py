@@ -112,7 +112,7 @@ MUTANTS = (
         GROUPS,
         "run_end = num_tokens // alignment * alignment // self.block_size",
         "run_end = num_tokens // self.block_size",
-        SCHEDULING + BLOCKS,
+        ("tests/core/test_properties.py",),
     ),
     Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
     Mutant(CORE, "model.max_model_len or model.longest}", "model.longest}", HASHING),

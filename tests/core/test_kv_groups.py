@@ -119,3 +119,19 @@ def test_the_tail_of_a_request_is_evicted_before_what_others_may_share():
     assert kv.find_hit(request("b", 17, 1)).num_tokens == 16
     assert [block.id for block in kv.pool.allocate(2)] == ids[:1:-1]
     assert kv.find_hit(request("c", 17, 1)).num_tokens == 8
+
+
+def test_a_window_has_no_common_prefix():
+    kv = manager(spec(4), spec(4, window=100))
+    computed(kv, "a", 16)
+    b, c = (request(name, 17, 2) for name in "bc")
+    for one in (b, c):
+        assert kv.allocate(one, 17, kv.find_hit(one))
+    assert kv.common_prefix_blocks([b, c]) == (4, 0)
+
+
+def test_blocks_that_are_in_use_cost_nothing_to_share():
+    kv = manager(spec(4), num_blocks=5)
+    computed(kv, "a", 16)
+    b = request("b", 17, 1)
+    assert kv.pool.num_free == 1 and kv.allocate(b, 17, kv.find_hit(b))

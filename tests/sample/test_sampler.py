@@ -134,10 +134,12 @@ def test_the_nucleus_is_who_has_less_than_top_p_before_it(top_p, vocab):
 
 
 def test_more_tokens_may_tie_than_there_are_candidates():
-    one = torch.zeros(2, 5000)
+    one = torch.zeros(3, 5000)
     one[1, 3000:] = -1.0
-    least = keep_threshold(one, torch.tensor([7, 7]), torch.tensor([1.0, 0.5]))
-    assert (one >= least.unsqueeze(1)).sum(1).tolist() == [5000, 3000]
+    one[2, 0] = 7.45  # 0.3 of all that tie for place 7, but 0.6 of as many as there are candidates
+    one[2, 4000:] = -50.0
+    least = keep_threshold(one, torch.tensor([7, 7, 7]), torch.tensor([1.0, 0.5, 0.5]))
+    assert (one >= least.unsqueeze(1)).sum(1).tolist() == [5000, 3000, 4000]
 
 
 def test_greedy_rows_take_the_argmax_beside_random_ones():
