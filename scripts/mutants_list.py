@@ -108,12 +108,6 @@ MUTANTS = (
         "max(0, next_query - self.window + 2) // self.block_size",
         SCHEDULING + BLOCKS,
     ),
-    Mutant(
-        GROUPS,
-        "run_end = num_tokens // alignment * alignment // self.block_size",
-        "run_end = num_tokens // self.block_size",
-        ("tests/core/test_properties.py",),
-    ),
     Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
     Mutant(CORE, "model.max_model_len or model.longest}", "model.longest}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
