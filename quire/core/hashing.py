@@ -26,7 +26,7 @@ def make_digest(algorithm: str) -> Digest:
 
 
 def cache_root(*facts: str) -> bytes:
-    """Fingerprint of all that makes KV content comparable: model, revision, KV dtype, layout."""
+    """Fingerprint of all that makes KV content comparable; `engine_core.kv_fingerprint` lists the facts."""
     return _sha256("\0".join(facts).encode())
 
 

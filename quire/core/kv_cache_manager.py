@@ -154,7 +154,8 @@ class KVCacheManager:
         self.pool.unregister_all()
 
     def common_prefix_blocks(self, requests: list[Request]) -> tuple[int, ...]:
-        """Per group, how many leading blocks all the requests share; 0 where a window gives up leading blocks."""
+        """Per group, how many leading blocks hold the same content for all the requests; 0 where a window gives up
+        leading blocks."""
         if len(requests) < 2:
             return (0,) * len(self.groups)
         return tuple(
@@ -164,8 +165,9 @@ class KVCacheManager:
 
 
 def _common_length(tables: list[list[KVCacheBlock]]) -> int:
-    """By bisection: blocks are shared from the first on, so two tables with the same block somewhere have all the
-    same before it."""
+    """By bisection: a block is shared under its chained hash or by a fork, so two tables with the same block somewhere
+    have the same content before it. Not always in the same blocks: who computed a prefix again, for prompt logprobs
+    say, keeps its copy of what was cached. That can only make the count smaller, and either copy may be read."""
     first, *others = tables
     count = len(first)
     for blocks in others:

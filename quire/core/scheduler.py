@@ -314,12 +314,13 @@ class Scheduler:
         if not self._allocate_for(request, forked, hit, target, computed, copies):
             return None
         self.waiting.pop()
-        if hit is not None and self.kv.hasher is not None:
-            self.kv.prefix_queries += known
-            self.kv.prefix_hits += hit.num_tokens
         if self.connector is not None and hit is not None:
             self.connector.update_state_after_alloc(request, request.block_ids(), external)
         if request.num_cached < 0:
+            # Who comes back after a preemption finds what it computed itself: that says nothing about the cache.
+            if hit is not None and self.kv.hasher is not None:
+                self.kv.prefix_queries += known
+                self.kv.prefix_hits += hit.num_tokens
             request.num_cached = min(computed, request.num_prompt_tokens)
             request.scheduled_at = time.monotonic()
             self._started.add(request)

@@ -1,5 +1,6 @@
 """Prompts in any accepted form to validated, tokenized requests."""
 
+import dataclasses
 import random
 import time
 from array import array
@@ -72,7 +73,10 @@ class InputProcessor:
         parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt)
         if parsed.cache_salt is not None:
             check_text("cache_salt", parsed.cache_salt, MAX_CACHE_SALT)
-        parsed.token_ids = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
+        if params.truncate_prompt_tokens is not None:
+            # A new one: the caller may send its prompt again, with other parameters.
+            kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
+            parsed = dataclasses.replace(parsed, token_ids=kept)
         self._check(parsed.token_ids, params)
         ids = self._array("the prompt", parsed.token_ids)
         if params.bad_words:
@@ -160,10 +164,8 @@ class InputProcessor:
             raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
         return ids.astype(np.int32)
 
-    def _truncate(self, token_ids: list[int], keep: int | None) -> list[int]:
+    def _truncate(self, token_ids: list[int], keep: int) -> list[int]:
         """The end of a prompt matters most: that is what stays."""
-        if keep is None:
-            return token_ids
         longest = self.max_model_len - 1
         if keep > longest:
             raise ValueError(

@@ -55,7 +55,7 @@ class SchedulerOutput:
     new_rows: list[NewRow]
     appended: BlockAppends
     block_copies: list[tuple[int, int]]  # (source, destination), before anything is written
-    common_prefix_blocks: tuple[int, ...]  # per group, leading blocks that all rows share
+    common_prefix_blocks: tuple[int, ...]  # per group, leading blocks of the same content in all rows
     connector_meta: Any = None
     # Slots for what comes later, so that no boundary changes when it does.
     drafts: Any = None

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.base import Backend, Compiled, GrammarError
+from quire.structured_output.metaschema import schema_fault, tag_fault
 from quire.structured_output.simplify import simpler, simpler_tag
 from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.watched import watched
@@ -91,10 +92,13 @@ class BackendRegistry:
 
 def _simplified(spec: StructuredOutputsParams) -> StructuredOutputsParams:
     given = json.loads(getattr(spec, spec.kind))
+    fault = schema_fault(given) if spec.kind == "json" else tag_fault(given)
+    if fault is not None:
+        raise GrammarError(f"the {spec.kind} is not valid JSON Schema: {fault}")
     try:
         schema = simpler(given) if spec.kind == "json" else simpler_tag(given)
     except (TypeError, ValueError, AttributeError):
-        return spec  # a keyword has a value of the wrong kind: a library will say which
+        return spec  # an unknown keyword's value got in the way: a library will say which
     if schema is False:
         raise GrammarError("the json cannot be enforced (the schema allows no value)")
     text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

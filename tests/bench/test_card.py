@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import quire
-from quire.bench import card_child, card_models
+from quire.bench import anchors, card_child, card_models
 from quire.bench.anchors import CPU_BARS, H200_BARS, SERVING_BARS, Bar
+from quire.bench.card import Recorder, heading
 from quire.bench.card_child import Begun, Failed, Measured, Started, Task, child_main, run_task, triton_cache_files
 from quire.bench.card_figures import CPU_ROWS, H200_ROWS, Figure, ModelCard, Row, table
 from quire.bench.card_profile import _by_name, _covered, profile_text, short
@@ -54,6 +55,28 @@ def test_llama_cpp_has_columns_where_there_are_such_figures() -> None:
     head, line = table([card]).splitlines()
     assert "llama.cpp" in head
     assert "327 Q4     2.00 x" in line
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cores", "has_amx", "same"),
+    [
+        ("Intel(R) Xeon(R) Platinum 8481C", 2, True, True),
+        ("Intel(R) Xeon(R) Platinum 8481C", 2, False, False),
+        ("Intel(R) Xeon(R) Platinum 8481C", 16, True, False),
+        ("AMD EPYC 7B13", 2, False, False),
+    ],
+)
+def test_ratios_to_other_engines_are_of_the_machine_they_were_measured_on(
+    cpu: str, cores: int, has_amx: bool, same: bool
+) -> None:
+    assert anchors.taken_on(cpu, cores, has_amx) is same
+    recorder = Recorder(Task("smollm2", {}, 49152, ["throughput"], cpu=True), peers=same)
+    recorder.hear(Measured("throughput", 0, {"throughput": 654.0}, {}, 0.0), 0.0)
+    head, line = table([recorder.card]).splitlines()
+    assert ("llama.cpp" in head, "0.72 x" in line, "2.00 x" in line) == (same, same, same)
+    assert "1,200" in line and line.endswith("missed")  # our own goals stay
+    told = heading({"machine": {"cpu": cpu}, "engine_flags": {}}, cpu=True, peers=same)
+    assert ("no ratios to other engines" in told) is not same
 
 
 def test_every_reference_number_has_its_row() -> None:

@@ -189,7 +189,7 @@ def test_loading_the_embedded_model_takes_little_more_than_the_model():
         for done in [pool.submit(tensor.read_into, out) for tensor, out in zip(tensors, outs, strict=True)]:
             done.result()
             peak = max(peak, anonymous_memory())
-    assert peak - before < 0.3 * size
+    assert peak - before < 0.6 * size  # a copy of it all would be 1
     assert torch.get_num_threads() == threads
     norm = next(out for tensor, out in zip(tensors, outs, strict=True) if tensor.name == "model.norm.weight")
     assert norm.shape == (576,) and not torch.equal(norm, torch.ones_like(norm))

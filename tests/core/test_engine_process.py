@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.config import EngineConfig
+from quire.core import engine_process
 from quire.core.engine_process import EngineProcess
 from quire.engine.engine_connection import EngineWire, engine_address
 from quire.messages.protocol import AddRequests, Call, Heartbeat, Outputs, Result, Shutdown, Watch
@@ -190,3 +192,36 @@ def test_steps_go_on_beside_a_flood_of_requests(engine: Engine, monkeypatch: pyt
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert len(set(handled_at)) >= 49  # a step after each
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_log_line_about_load_can_be_left_out(monkeypatch: pytest.MonkeyPatch, disabled: bool) -> None:
+    started: list[Any] = []
+
+    class Process:
+        def __init__(self, make_core: Any, *_: Any) -> None:
+            self.make_core = make_core
+
+        def run(self) -> int:
+            self.make_core()
+            return 0
+
+    class Logger:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def start(self) -> None:
+            started.append(self.scheduler)
+
+    core = Core()
+    monkeypatch.setattr(engine_process, "EngineProcess", Process)
+    monkeypatch.setattr(engine_process, "StatsLogger", Logger)
+    monkeypatch.setattr(engine_process, "EngineCore", lambda config, executor: core)
+    monkeypatch.setattr("quire.executor.uniproc.UniProcExecutor", lambda config: None)
+    monkeypatch.setattr("quire.platforms.defaults.with_platform_defaults", lambda config: config)
+    for name in ("die_with_parent", "leave_signals_to_parent", "set_up_logging"):
+        monkeypatch.setattr(engine_process, name, lambda *_: None)
+    monkeypatch.setattr(engine_process.os, "_exit", lambda code: None)
+    monkeypatch.setattr(engine_process.logger, "isEnabledFor", lambda level: True)
+    engine_process.engine_process_main(EngineConfig.from_kwargs(disable_log_stats=disabled), "address")
+    assert started == ([] if disabled else [core.scheduler])

@@ -1,7 +1,11 @@
 import numpy as np
 import pytest
 
+from quire.config import ModelConfig
+from quire.core.engine_core import kv_fingerprint
 from quire.core.hashing import BlockHasher, cache_root, make_digest
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
+from tests.core.fake_engine import spec
 
 TOKENS = np.arange(100, dtype=np.int32)
 
@@ -39,6 +43,36 @@ def test_salt_lora_and_model_separate_caches():
         hashes(root=cache_root("model", "rev")),
     ]
     assert len({chain[-1] for chain in chains}) == 4
+
+
+LONGROPE = {"rope_scaling": {"rope_type": "longrope", "long_factor": [4.0], "short_factor": [1.0]}}
+LAYOUT = KVCacheConfig(8, (KVCacheGroup((0,), spec()),))
+
+
+def fingerprint(hf_config=None, kv_cache_dtype="auto", layout=LAYOUT, **options):
+    model = ModelConfig(model="m", **options)
+    model.hf_config = hf_config or {}
+    return kv_fingerprint(model, kv_cache_dtype, layout)
+
+
+def test_whatever_changes_keys_and_values_changes_the_fingerprint():
+    found = [
+        fingerprint(),
+        fingerprint(revision="main"),
+        fingerprint(dtype="float16"),
+        fingerprint(quantization="int8"),
+        fingerprint(quantization="int4"),
+        fingerprint(hf_overrides={"rope_theta": 5.0}),
+        fingerprint(kv_cache_dtype="fp8"),
+        fingerprint(layout=KVCacheConfig(8, (KVCacheGroup((0,), spec(4, window=6)),))),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_the_longest_sequence_counts_where_longrope_chooses_its_factors_by_it():
+    assert fingerprint(LONGROPE, max_model_len=4096) != fingerprint(LONGROPE, max_model_len=8192)
+    assert fingerprint(LONGROPE) != fingerprint(LONGROPE, max_model_len=8192)
+    assert fingerprint(max_model_len=4096) == fingerprint(max_model_len=8192)  # nothing else does
 
 
 def test_sha256_is_stable_across_processes():

@@ -94,3 +94,44 @@ def test_common_prefix_counts_shared_leading_blocks():
     c = request("c", 8, 1, start=50)
     assert kv.allocate(c, 8, kv.find_hit(c))
     assert kv.common_prefix_blocks([a, b, c]) == (0,)
+
+
+def test_a_common_prefix_may_be_of_different_blocks_with_the_same_content():
+    """One computes a prefix again while the middle of it is gone from the cache: its copy of the middle is found with
+    the old blocks around it."""
+    kv = manager(spec(4))
+    old = computed(kv, "old", 12)
+    kv.pool.unregister(old.blocks[0][1])
+    again = computed(kv, "again", 12)  # without looking for a hit, as for prompt logprobs
+    assert again.blocks[0][0].key is None and again.blocks[0][1].key is not None
+    mixed = request("mixed", 13, 1)
+    assert kv.allocate(mixed, 13, kv.find_hit(mixed))
+    assert mixed.blocks[0][:3] == [old.blocks[0][0], again.blocks[0][1], old.blocks[0][2]]
+    (count,) = kv.common_prefix_blocks([again, mixed])
+    assert count == 2 and np.array_equal(again.token_ids[: count * 4], mixed.token_ids[: count * 4])
+
+
+def test_the_tail_of_a_request_is_evicted_before_what_others_may_share():
+    kv = manager(spec(4), num_blocks=4)
+    a = computed(kv, "a", 16)
+    ids = [block.id for block in a.blocks[0]]
+    kv.free(a)
+    assert kv.find_hit(request("b", 17, 1)).num_tokens == 16
+    assert [block.id for block in kv.pool.allocate(2)] == ids[:1:-1]
+    assert kv.find_hit(request("c", 17, 1)).num_tokens == 8
+
+
+def test_a_window_has_no_common_prefix():
+    kv = manager(spec(4), spec(4, window=100))
+    computed(kv, "a", 16)
+    b, c = (request(name, 17, 2) for name in "bc")
+    for one in (b, c):
+        assert kv.allocate(one, 17, kv.find_hit(one))
+    assert kv.common_prefix_blocks([b, c]) == (4, 0)
+
+
+def test_blocks_that_are_in_use_cost_nothing_to_share():
+    kv = manager(spec(4), num_blocks=5)
+    computed(kv, "a", 16)
+    b = request("b", 17, 1)
+    assert kv.pool.num_free == 1 and kv.allocate(b, 17, kv.find_hit(b))

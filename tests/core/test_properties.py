@@ -7,6 +7,7 @@ from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.requests import FinishReason
 from tests.core.fake_engine import FakeEngine, expected_tokens, spec
+from tests.properties import SEARCH
 
 MAX_LEN = 40
 
@@ -51,7 +52,7 @@ def workloads(draw):
     return engine, requests
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=400 * SEARCH, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads())
 def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
     options, requests = workload

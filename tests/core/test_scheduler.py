@@ -76,6 +76,21 @@ def test_preempted_requests_come_back_with_the_same_tokens(depth):
     assert engine.order[0] == "r0"
 
 
+def test_the_prefix_hit_rate_counts_a_request_once():
+    """What comes back after a preemption finds its own blocks; a hit rate with those would rise with every one."""
+    engine = FakeEngine(num_blocks=9, max_model_len=32)
+    for i in range(4):
+        engine.add(f"r{i}", range(i * 10, i * 10 + 8), max_tokens=15)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    stats = engine.scheduler.stats()
+    assert stats.prefix_cache_queries == 4 * 8 and stats.prefix_cache_hits == 0
+    engine.add("again", range(30, 39))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.prefix_cache_queries == 4 * 8 + 9 and stats.prefix_cache_hits == 8
+
+
 def test_a_preempted_request_waits_for_its_plans_in_flight():
     engine = FakeEngine(num_blocks=6, depth=2, max_model_len=24)
     engine.add("old", range(8), max_tokens=16)
@@ -202,6 +217,40 @@ def test_blocked_requests_are_passed_over():
     assert engine.order == ["free", "grammar"]
 
 
+def test_an_aborted_request_no_longer_waits_for_its_grammar():
+    engine = FakeEngine()
+    engine.add("grammar", range(5))
+    engine.scheduler.block_for_grammar("grammar")
+    assert engine.scheduler.stats().num_waiting == 1
+    engine.abort("grammar")
+    assert engine.scheduler.stats().num_waiting == 0 and not engine.scheduler.has_unfinished()
+    engine.scheduler.grammar_ready("grammar")  # its compile was under way
+    assert engine.plan() is None
+
+
+@DEPTHS
+@pytest.mark.parametrize("window", [1, 4, 5, 6, 9])
+def test_blocks_are_held_exactly_as_long_as_the_window_reaches_them(depth, window):
+    engine = FakeEngine(specs=[spec(4), spec(4, window)], depth=depth, max_num_batched_tokens=7)
+    engine.add("a", range(30), max_tokens=20)
+    seen = 0
+    while engine.scheduler.has_unfinished():
+        running = engine.scheduler.running
+        (row,) = running.order if len(running) else (None,)
+        if row is not None:
+            next_query = min(int(running.num_computed[row]), int(running.num_tokens[row]) - 1)
+            first = max(0, next_query - window + 1) // 4
+            plan = engine.plan()
+            held = [block.id > 0 for block in engine.scheduler.requests["a"].blocks[1]]
+            assert held == [False] * first + [True] * (len(held) - first)
+            seen = max(seen, first)
+            if plan is not None and len(engine.in_flight) <= depth:
+                continue
+        engine.step()
+    assert seen >= 8
+    assert_expected(engine, {"a": range(30)}, 20)
+
+
 @DEPTHS
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("length", [2, 8, 11, 16])
@@ -247,6 +296,22 @@ def test_a_failed_step_ends_its_requests_and_only_those(depth):
     engine.run()
     assert_expected(engine, {"shares": [*range(8), 70, 71]}, 8)
     engine.check_books()
+
+
+def test_a_row_without_a_token_is_forgotten_by_the_prefix_cache():
+    """Its logits were no numbers, so its keys and values may be none either."""
+    engine = FakeEngine()
+    engine.add("nan", range(20))
+    engine.add("beside", range(60, 65))
+    engine.plan()
+    plan, output = engine.in_flight.popleft()
+    output.token_ids[0, 0] = -1
+    outputs = engine.scheduler.update_from_output(plan, output)
+    failed = [engine.names[int(i)] for i, end in zip(outputs.index, outputs.finish, strict=True) if end]
+    assert failed == ["nan"] and "nan" not in engine.scheduler.requests
+    assert engine.kv.pool.num_cached == 0
+    engine.add("same prompt", range(20))
+    assert planned(engine) == {"beside": 1, "same prompt": 20}
 
 
 def test_duplicate_ids_are_refused():

@@ -15,6 +15,7 @@ from quire.engine.metrics import (
 from quire.engine.output_processor import OutputProcessor
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from tests.core.fake_engine import FakeEngine
 
 LABELS = {"model_name": "m"}
 
@@ -204,3 +205,22 @@ def test_cache_config_is_in_labels():
     assert info.value == 1
     assert info.labels["block_size"] == "32" and info.labels["num_gpu_blocks"] == "77"
     assert info.labels["enable_prefix_caching"] == "True"
+
+
+def test_gauges_and_counters_are_the_schedulers():
+    engine = FakeEngine(num_blocks=8, max_num_seqs=1)
+    engine.add("a", range(16), max_tokens=4)
+    engine.add("b", range(16), max_tokens=4)
+    engine.step()
+
+    def values():
+        return {m.name: m.value for m in scheduler_metrics(engine.scheduler.stats(), LABELS) if hasattr(m, "value")}
+
+    found = values()
+    assert found["quire:num_requests_running"] == 1 and found["quire:num_requests_waiting"] == 1
+    assert found["quire:kv_cache_usage_perc"] == 4 / 8
+    assert found["quire:prefix_cache_queries"] == 16 and found["quire:prefix_cache_hits"] == 0
+    engine.run()
+    found = values()
+    assert found["quire:num_requests_waiting"] == 0 and found["quire:kv_cache_usage_perc"] == 0
+    assert found["quire:prefix_cache_queries"] == 32 and found["quire:prefix_cache_hits"] == 12

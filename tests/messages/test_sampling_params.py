@@ -20,6 +20,7 @@ from quire.messages.sampling_params import (
     SamplingParams,
 )
 from quire.messages.structured import KINDS
+from tests.properties import SEARCH
 
 HUGE = 2**70
 DEEP: dict = {}
@@ -142,7 +143,7 @@ def as_sent(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 * SEARCH)
 @given(given_fields())
 def test_what_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     try:
@@ -154,7 +155,7 @@ def test_what_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     assert as_sent(got.params) == as_sent(params)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 * SEARCH)
 @given(st.dictionaries(st.sampled_from(["start", "end", "open"]), ANYTHING))
 def test_reasoning_that_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError, TypeError):

@@ -180,4 +180,4 @@ def test_peak_memory_is_little_more_than_the_model(state):
     assert done.returncode == 0, done.stderr
     peak, model = map(int, done.stdout.split())
     assert model == 269_030_016
-    assert model < peak < 1.3 * model
+    assert model < peak < 1.6 * model  # a second copy would be 2

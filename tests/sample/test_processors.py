@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as lp
 
@@ -48,7 +48,6 @@ def test_frequency_and_presence_look_at_the_output_alone(prompt, output, frequen
     assert torch.allclose(processor.apply(logits(), batch([0])), expected, atol=1e-5)
 
 
-@settings(deadline=None)
 @given(st.lists(tokens, min_size=1, max_size=6), tokens)
 def test_counts_kept_while_sampling_equal_counts_made_anew(prompts, sampled):
     """As after a preemption, when the row is created again with all its tokens."""
@@ -85,7 +84,6 @@ def test_logit_bias_equals_transformers(bias):
     assert torch.allclose(processor.apply(logits(), batch([0])), expected)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=5),
        st.lists(st.integers(0, 4), min_size=1, max_size=8))  # fmt: skip
 def test_bad_words_equal_transformers(words, text):
@@ -94,6 +92,15 @@ def test_bad_words_equal_transformers(words, text):
     expected = lp.NoBadWordsLogitsProcessor(words)(torch.tensor([text]), logits())
     got = processor.apply(logits(), batch([0], len(text), token_ids=context(text)))
     assert torch.equal(got.isfinite(), expected.isfinite())
+
+
+def test_a_bad_word_longer_than_the_text_has_not_begun():
+    """What stands before the first token is nothing, least of all that token again."""
+    processor = BadWords(CPU)
+    processor.add_row(new_row(0, SamplingParams(bad_words_token_ids=[[7, 7, 7, 9], [7, 11]])))
+    for text, banned in (([7], [11]), ([7, 7], [11]), ([7, 7, 7], [9, 11])):
+        got = processor.apply(logits(), batch([0], len(text), token_ids=context(text)))
+        assert got.isinf().nonzero()[:, 1].tolist() == banned
 
 
 @pytest.mark.parametrize("generated", range(5))

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import pytest
 
 from quire.structured_output.base import Compiled, GrammarError
+from quire.structured_output.metaschema import schema_fault, tag_fault
 from quire.structured_output.regexes import expanded_length
 from quire.structured_output.schemas import outside_guidance, outside_xgrammar
+from tests.structured_output import suite
+from tests.structured_output.cases import SCHEMAS, UNSUPPORTED
 
 Compile = Callable[..., Compiled]
 
@@ -67,3 +71,58 @@ def test_repeats_of_repeats_are_refused_where_all_states_are_made(compile: Compi
 def test_an_enum_that_is_none(compile: Compile) -> None:
     with pytest.raises(GrammarError):
         compile(json={"enum": 5}, backend="outlines")
+
+
+INVALID: list[dict[str, Any]] = [
+    {"type": "object", "contains": 1},
+    {"type": "string", "minItems": -1},
+    {"type": "string", "maxLength": 1.5},
+    {"type": "integer", "minLength": True},
+    {"type": "string", "multipleOf": 0},
+    {"type": "string", "required": "a"},
+    {"type": "string", "required": [1]},
+    {"type": "string", "uniqueItems": 1},
+    {"type": "string", "properties": {"a": 5}},
+    {"type": "string", "anyOf": []},
+    {"type": "object", "properties": {"a": {"type": "text"}}},
+    {"type": ["string", "text"]},
+    {"type": "string", "enum": "a"},
+    {"type": "string", "pattern": 5},
+    {"type": "string", "dependentRequired": {"a": "b"}},
+    {"type": "null", "not": None},
+    {"type": "null", "minimum": "1"},
+    {"type": "null", "prefixItems": [True, 7]},
+    {"type": "null", "items": 7},
+    {"type": "null", "$defs": {"unused": {"then": []}}},
+]
+
+
+@pytest.mark.parametrize("schema", INVALID, ids=str)
+def test_what_is_no_json_schema_is_refused_even_where_it_cannot_matter(schema: dict[str, Any]) -> None:
+    fault = schema_fault(schema)
+    assert fault is not None and "it must be" in fault
+    with pytest.raises(jsonschema.SchemaError) as refused:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    # Both name the keyword whose value is wrong, or the place in it.
+    assert fault.split()[0] in {str(step) for step in refused.value.absolute_path}
+
+
+def test_a_request_learns_which_keyword_is_wrong(compile: Compile) -> None:
+    with pytest.raises(GrammarError, match="not valid JSON Schema: contains is 1; it must be a schema"):
+        compile(json={"type": "object", "contains": 1})
+    tag = {
+        "type": "structural_tag",
+        "format": {"type": "json_schema", "json_schema": {"type": "null", "minItems": "1"}},
+    }
+    with pytest.raises(GrammarError, match="minItems is '1'; it must be a whole number"):
+        compile(structural_tag=tag)
+    assert tag_fault({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": True}}) is None
+
+
+def test_every_schema_of_the_suite_and_of_older_drafts_passes() -> None:
+    for group in suite.groups():
+        assert schema_fault(group.schema) is None, group.name
+    for schema in (*SCHEMAS.values(), *UNSUPPORTED.values()):
+        assert schema_fault(schema) is None, schema
+    older = {"items": [{"type": "null"}], "minimum": 0, "exclusiveMinimum": True, "title": None, "x-own": {"type": 5}}
+    assert schema_fault(older) is None

@@ -26,6 +26,8 @@ CHANGED = [
     ({"if": True, "then": {"const": 1}, "else": False}, {"allOf": [{"const": 1}]}),
     ({"contains": {}, "minContains": 2, "minItems": 3}, {"minItems": 3}),
     ({"uniqueItems": False}, {}),
+    ({"uniqueItems": True, "maxItems": 1}, {"maxItems": 1}),
+    ({"uniqueItems": True, "maxItems": 2}, {"uniqueItems": True, "maxItems": 2}),
     ({"not": {"type": ["object", "array", "string"]}}, {"type": ["number", "boolean", "null"]}),
     (NARROWER, {"type": ["boolean", "null"]}),
     ({"not": {}}, False),

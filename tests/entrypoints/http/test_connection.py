@@ -164,6 +164,14 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
                 time.sleep(0.05)  # a slow client
 
 
+def test_an_idle_connection_is_closed() -> None:
+    """One that is at work is not, however long an idle one may stay."""
+    with server_with(step_seconds=0.01, timeout_keep_alive=1) as server, connection(server) as sock:
+        sock.sendall(request(stream(150)))
+        said = answer(sock)
+        assert said.startswith(b"HTTP/1.1 200") and b"[DONE]" in said
+
+
 def test_a_client_that_never_reads_is_left() -> None:
     with server_with(timeout_response_write=SOON) as server, connection(server) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

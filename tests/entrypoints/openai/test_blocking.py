@@ -7,7 +7,7 @@ import pytest
 from tests.entrypoints.openai.attacks import ATTACKS, send, watched
 from tests.entrypoints.openai.processes import Served, eventually, serving
 
-BLOCKED = 2.0  # seconds, on a machine that runs other tests beside; the worst of these once took 45
+BLOCKED = 10.0  # seconds, on a machine that runs other tests beside; the worst of these once took 45
 
 
 @pytest.fixture(scope="module")

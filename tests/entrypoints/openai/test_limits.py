@@ -1,5 +1,6 @@
 """Requests that are too much: refused by a limit that is named, before anything expensive is done for them."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.engine.input_processor import InputProcessor
+from quire.entrypoints.openai.context import ServerContext
+from quire.entrypoints.openai.errors import ApiError
+from quire.messages.requests import SchedulerStats
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.entrypoints.openai.running import Running, running, stub_engine
 
@@ -198,6 +202,40 @@ def test_sequences_count_in_admission() -> None:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=long, timeout=20):
             assert "--max-waiting-requests" in refusal(server.post("/v1/completions", many), 503)
             assert server.post("/v1/completions", many | {"prompt": [1]}).status_code == 200
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5])
+def test_exactly_as_many_wait_as_may(limit: int) -> None:
+    engine = stub_engine()
+    engine.max_num_seqs = 3
+    context = ServerContext(engine, ServerConfig(max_waiting_requests=limit), engine.config)
+    with ExitStack() as jobs:
+        for _ in range(3 + limit):
+            context.admit()
+            jobs.enter_context(context.job("cmpl-", None, 1, 1))
+        with pytest.raises(ApiError, match=f"{limit} requests are waiting already"):
+            context.admit()
+    context.admit(3 + limit)
+    with pytest.raises(ApiError, match="3 can run"):
+        context.admit(4 + limit)
+
+
+def test_what_the_engine_says_waits_counts() -> None:
+    engine = stub_engine()
+    context = ServerContext(engine, ServerConfig(max_waiting_requests=2), engine.config)
+    with context.job("cmpl-", None, 1, 1):
+        engine.stats = SchedulerStats(num_waiting=2)
+        context.admit()
+        engine.stats = SchedulerStats(num_waiting=3)
+        with pytest.raises(ApiError, match="3 requests are waiting already"):
+            context.admit()
+
+
+def test_a_request_may_hold_so_many_prompts() -> None:
+    with running(stub_engine(), ServerConfig(max_prompts=2)) as server:
+        assert server.post("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 1}).status_code == 200
+        message = refusal(server.post("/v1/completions", {"prompt": [[1], [2], [3]], "max_tokens": 1}))
+        assert "prompt holds 3 prompts; at most 2 are allowed (--max-prompts)" in message
 
 
 def test_sequences_count_in_the_rate_limit() -> None:

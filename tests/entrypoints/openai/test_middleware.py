@@ -93,6 +93,25 @@ def test_cors() -> None:
         assert denied.status_code == 401 and denied.headers["access-control-allow-origin"] == "http://page"
 
 
+def test_cors_methods_headers_and_cookies_are_those_allowed() -> None:
+    import httpx
+
+    config = ServerConfig(
+        allowed_origins=("http://page",),
+        allowed_methods=("PUT",),
+        allowed_headers=("X-Own",),
+        allow_credentials=True,
+    )
+    asks = {"Origin": "http://page", "Access-Control-Request-Method": "PUT"}
+    with running(stub_engine(), config) as server:
+        url = f"{server.url}/v1/completions"
+        allowed = httpx.options(url, headers=asks | {"Access-Control-Request-Headers": "X-Own"})
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-credentials"] == "true"
+        assert "X-Own" in allowed.headers["access-control-allow-headers"]
+        assert httpx.options(url, headers=asks | {"Access-Control-Request-Method": "POST"}).status_code == 400
+        assert httpx.options(url, headers=asks | {"Access-Control-Request-Headers": "X-Other"}).status_code == 400
+
+
 def test_no_cors_unless_asked_for(server: Running) -> None:
     assert "access-control-allow-origin" not in server.get("/health", headers={"Origin": "http://page"}).headers
 

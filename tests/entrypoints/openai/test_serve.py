@@ -117,17 +117,20 @@ def test_wrong_flags(flags: list[str], message: str) -> None:
         server_config(serve.parser().parse(flags))
 
 
-def test_tls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("password", [None, "secret"])
+def test_tls(tmp_path: Path, password: str | None) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    how = "-nodes" if password is None else f"-passout pass:{password}"
     made = subprocess.run(
-        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 1 -subj /CN=localhost "
+        f"openssl req -x509 -newkey rsa:2048 {how} -keyout {key} -out {certificate} -days 1 -subj /CN=localhost "
         "-addext subjectAltName=IP:127.0.0.1",
         shell=True,
         capture_output=True,
     )
     if made.returncode:
         pytest.skip("no openssl to make a certificate with")
-    with running(stub_engine(), ServerConfig(ssl_keyfile=str(key), ssl_certfile=str(certificate))) as server:
+    config = ServerConfig(ssl_keyfile=str(key), ssl_certfile=str(certificate), ssl_keyfile_password=password)
+    with running(stub_engine(), config) as server:
         assert server.url.startswith("https://")
         trusted = ssl.create_default_context(cafile=str(certificate))
         assert httpx.get(f"{server.url}/health", verify=trusted).status_code == 200

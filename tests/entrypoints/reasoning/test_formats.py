@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.entrypoints.openai.text_parser import Chain, ParsedDelta, TextParser
 from quire.entrypoints.reasoning import FORMATS, TagFormat, reasoning_format
 from quire.entrypoints.reasoning.tags import MAX_BLANK
+from tests.properties import SEARCH
 
 
 def parse(parser: TextParser, pieces: Iterable[str]) -> tuple[str, str]:
@@ -121,7 +122,7 @@ def test_going_on_with_an_answer() -> None:
     assert format.is_open("So", goes_on=True) is False
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 * SEARCH)
 @given(st.sampled_from(sorted(FORMATS)), st.sampled_from([True, False, None]), st.data())
 def test_pieces_make_no_difference(name: str, open: bool | None, data: st.DataObject) -> None:
     format = FORMATS[name]

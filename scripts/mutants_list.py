@@ -1,0 +1,144 @@
+"""The bugs that `make mutants` plants: where, what the code says, what it says with the bug, who should notice."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    old: str  # occurs once in the file
+    new: str
+    tests: tuple[str, ...]
+
+
+SCHEDULER, MANAGER = "quire/core/scheduler.py", "quire/core/kv_cache_manager.py"
+POOL, GROUPS = "quire/core/block_pool.py", "quire/core/kv_groups.py"
+CORE = "quire/core/engine_core.py"
+RATE, CONTEXT = "quire/entrypoints/openai/rate_limit.py", "quire/entrypoints/openai/context.py"
+INPUT = "quire/engine/input_processor.py"
+MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
+META, SIMPLIFY = "quire/structured_output/metaschema.py", "quire/structured_output/simplify.py"
+
+SCHEDULING = ("tests/core/test_scheduler.py",)
+BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")
+HASHING = ("tests/core/test_hashing.py",)
+LIMITS = ("tests/entrypoints/openai/test_limits.py",)
+RATES = ("tests/entrypoints/openai/test_rate_limit.py",)
+INPUTS = ("tests/engine/test_input_processor.py",)
+SAMPLING = ("tests/sample/test_sampler.py",)
+MASKING = ("tests/sample/test_processors.py",)
+SCHEMAS = ("tests/structured_output/test_schemas.py",)
+SIMPLER = ("tests/structured_output/test_simplify.py",)
+
+MUTANTS = (
+    # Once alive
+    Mutant(RATE, "now - window.began >= self.interval", "False", RATES),
+    Mutant(
+        CONTEXT,
+        "waiting + max(0, num_sequences - free) > limit",
+        "waiting + max(0, num_sequences - free) > limit + 1",
+        LIMITS,
+    ),
+    Mutant(
+        CONTEXT,
+        "waiting + max(0, num_sequences - free) > limit",
+        "waiting + max(0, num_sequences - free) >= limit > 0",
+        LIMITS,
+    ),
+    Mutant(SCHEDULER, "        self.blocked.pop(request.request_id, None)\n", "", SCHEDULING),
+    Mutant(
+        SCHEDULER,
+        "failed=True)\n        self.kv.reset_prefix_cache()\n",
+        "failed=True)\n",
+        SCHEDULING,
+    ),
+    Mutant(
+        SCHEDULER,
+        "first = np.maximum(next_query - group.window + 1, 0)",
+        "first = np.maximum(next_query - group.window + 1 - group.block_size, 0)",
+        SCHEDULING,
+    ),
+    Mutant(MANAGER, "self.pool.free(reversed(blocks))", "self.pool.free(list(blocks))", BLOCKS),
+    Mutant(WARPERS, "chosen < least.unsqueeze(1)", "chosen <= least.unsqueeze(1)", SAMPLING),
+    Mutant(WARPERS, "logits < least, -torch.inf", "logits <= least, -torch.inf", SAMPLING),
+    Mutant(MASKS, " & (lengths <= position)", "", MASKING),
+    # Core
+    Mutant(
+        SCHEDULER,
+        "        if request.num_cached < 0:\n            # Who",
+        "        if True:\n            # Who",
+        SCHEDULING,
+    ),
+    Mutant(SCHEDULER, "self.kv.prefix_hits += hit.num_tokens", "self.kv.prefix_hits += known", SCHEDULING),
+    Mutant(
+        SCHEDULER,
+        "if (run.num_pending[rows] > 1).any():",
+        "if (run.num_pending[rows] > 2).any():",
+        ("tests/structured_output/test_engine.py",),
+    ),
+    Mutant(SCHEDULER, "at + 1 >= run.token_limit[rows]", "at + 1 > run.token_limit[rows]", SCHEDULING),
+    Mutant(SCHEDULER, "            request.frames_to_discard -= 1\n", "", SCHEDULING),
+    Mutant(SCHEDULER, "any(preempted.key < request.key for preempted in self._draining)", "False", SCHEDULING),
+    Mutant(
+        SCHEDULER,
+        "cut_at = long_prefill_token_threshold if chunked_prefill else 0",
+        "cut_at = long_prefill_token_threshold",
+        SCHEDULING,
+    ),
+    Mutant(SCHEDULER, "core.priority if self.by_priority else 0", "0", SCHEDULING),
+    Mutant(
+        MANAGER,
+        "length, before = request.block_hashes, num_tokens - 1, -1",
+        "length, before = request.block_hashes, num_tokens, -1",
+        BLOCKS,
+    ),
+    Mutant(MANAGER, "0 if group.window is not None else _common_length", "_common_length", SCHEDULING + BLOCKS),
+    Mutant(MANAGER, "self.alignment = math.lcm(*sizes)", "self.alignment = max(sizes)", BLOCKS),
+    Mutant(POOL, "if block.key is None and key not in self._cached:", "if block.key is None:", BLOCKS),
+    Mutant(
+        POOL,
+        "if block.key is None:\n                    self._link(self._head, block)",
+        "if False:\n                    self._link(self._head, block)",
+        BLOCKS,
+    ),
+    Mutant(POOL, "if b.ref == 0 and b is not self.null_block", "if b is not self.null_block", SCHEDULING + BLOCKS),
+    Mutant(
+        GROUPS,
+        "max(0, next_query - self.window + 1) // self.block_size",
+        "max(0, next_query - self.window + 2) // self.block_size",
+        SCHEDULING + BLOCKS,
+    ),
+    Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
+    Mutant(CORE, "model.max_model_len or model.longest}", "model.longest}", HASHING),
+    Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
+    # Engine
+    Mutant(INPUT, "if len(token_ids) >= self.max_model_len:", "if len(token_ids) > self.max_model_len:", INPUTS),
+    Mutant(
+        INPUT, "token_ids[-(longest if keep == -1 else keep) :]", "token_ids[: longest if keep == -1 else keep]", INPUTS
+    ),
+    Mutant(INPUT, "parsed = dataclasses.replace(parsed, token_ids=kept)", "parsed.token_ids = kept", INPUTS),
+    Mutant(INPUT, "self._count += params.n", "self._count += 1", INPUTS),
+    # Entrypoints
+    Mutant(RATE, "used + more > limit", "used + more >= limit", RATES),
+    Mutant(RATE, "window.requests += count", "window.requests += 1", RATES),
+    Mutant(RATE, "window.began + self.interval - self.clock()", "self.interval", RATES),
+    Mutant(CONTEXT, "if num_sequences > places + limit:", "if num_sequences > places + limit + 1:", LIMITS),
+    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - places)", "unfinished - places", LIMITS),
+    Mutant(CONTEXT, "            self._num_sequences -= num_sequences\n", "", LIMITS),
+    Mutant("quire/entrypoints/openai/completions.py", "if len(given) > most:", "if len(given) > 1024:", LIMITS),
+    # Sample
+    Mutant(
+        THRESHOLD, "(cumulative < top_p.unsqueeze(1)).sum(1)", "(cumulative < top_p.unsqueeze(1)).sum(1) + 1", SAMPLING
+    ),
+    Mutant(THRESHOLD, " & ~ties)", ")", SAMPLING),
+    Mutant(THRESHOLD, "top_k.clamp(1, count) - 1", "top_k.clamp(1, count)", SAMPLING),
+    Mutant(MASKS, "batch.positions[i] < first_allowed", "batch.positions[i] <= first_allowed", MASKING),
+    Mutant(MASKS, "logits[i] = -torch.inf\n", "pass\n", MASKING),
+    # Structured output
+    Mutant(META, "value >= 0 and value == int(value)", "value >= 0", SCHEMAS),
+    Mutant(META, "_is_number(value) and value > 0", "_is_number(value)", SCHEMAS),
+    Mutant(META, "if fault := schema_fault(part):", "if False and (fault := schema_fault(part)):", SCHEMAS),
+    Mutant(SIMPLIFY, 'max(least, schema.get("minItems", 0))', "least", SIMPLER),
+    Mutant(SIMPLIFY, 'schema.get("maxItems", 2) in (0, 1)', 'schema.get("maxItems", 2) in (0, 1, 2)', SIMPLER),
+    Mutant(SIMPLIFY, 'met = "then" if schema["if"] else "else"', 'met = "else" if schema["if"] else "then"', SIMPLER),
+)
