@@ -10,11 +10,18 @@ MAX_BYTES = 256 * 2**20  # the largest tokenizer.json has 40 MiB
 
 def read_json(file: Path) -> dict[str, Any] | None:
     """A JSON object; None where there is no such file."""
+    return parse_object(file.read_bytes(), f"{file}") if is_readable(file) else None
+
+
+def is_readable(file: Path) -> bool:
+    """Whether it is there. ValueError if reading it would not end, or not soon."""
     if not file.is_file():
-        return None
+        if file.exists():
+            raise ValueError(f"{file} is not a regular file; replace it by one")
+        return False
     if (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{file} has {size} bytes; at most {MAX_BYTES} are read of a JSON file")
-    return parse_object(file.read_bytes(), f"{file}")
+    return True
 
 
 def parse_object(text: bytes, source: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

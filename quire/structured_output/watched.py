@@ -90,12 +90,15 @@ def watched(compiled: Compiled, vocabulary: Vocabulary) -> WatchedCompiled:
     """The same grammar, after a trial. GrammarError if it is too slow already."""
     tried = WatchedCompiled(compiled)
     draw = random.Random(0)
-    _walk(tried, vocabulary, draw.choice, TRIAL_TOKENS)
 
-    def long_token(allowed: list[int]) -> int:
-        some = draw.sample(allowed, min(LONG_TRIAL_SAMPLE, len(allowed)))
-        return max(some, key=lambda token: len(vocabulary.tokens[token]))
+    def any_token(allowed: np.ndarray) -> int:
+        return int(allowed[draw.randrange(len(allowed))])
 
+    def long_token(allowed: np.ndarray) -> int:
+        places = draw.sample(range(len(allowed)), min(LONG_TRIAL_SAMPLE, len(allowed)))
+        return max(allowed[places].tolist(), key=lambda token: len(vocabulary.tokens[token]))
+
+    _walk(tried, vocabulary, any_token, TRIAL_TOKENS)
     tried.watch.restart()
     try:
         _walk(tried, vocabulary, long_token, LONG_TRIAL_TOKENS, LONG_TRIAL_BYTES)
@@ -109,7 +112,7 @@ def watched(compiled: Compiled, vocabulary: Vocabulary) -> WatchedCompiled:
 def _walk(
     tried: WatchedCompiled,
     vocabulary: Vocabulary,
-    choose: Callable[[list[int]], int],
+    choose: Callable[[np.ndarray], int],
     max_tokens: int,
     max_bytes: int | None = None,
 ) -> None:
@@ -124,7 +127,7 @@ def _walk(
         allowed = allowed[allowed != vocabulary.end_id]
         if not len(allowed):
             return
-        token = choose(allowed.tolist())
+        token = choose(allowed)
         if not matcher.accept(token):
             return
         num_bytes += len(vocabulary.tokens[token])

@@ -20,6 +20,10 @@ def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer
     """What AutoTokenizer makes of the folder's files; code that comes with a model is never run."""
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer.json and no other tokenizer files. {REMEDY}")
+    # Reading a device or a pipe would never end.
+    special = [entry.name for entry in folder.iterdir() if entry.exists() and not (entry.is_file() or entry.is_dir())]
+    if special:
+        raise ValueError(f"{folder / min(special)} is not a regular file; replace it by one")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

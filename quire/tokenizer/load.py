@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.checkpoint.config import read_json
+from quire.checkpoint.json_file import is_readable, read_json
 from quire.checkpoint.resolve import HUB_ID, Checkpoint
 from quire.tokenizer.tokenizer import TRIAL, Tokenizer
 
@@ -44,7 +44,7 @@ def _find(override: str) -> Path:
 def _load_folder(folder: Path, file: Path) -> Tokenizer:
     config = read_json(folder / "tokenizer_config.json") or {}
     chat_template = _chat_template(folder, config)
-    if not file.is_file():
+    if not is_readable(file):
         from quire.tokenizer.fallback import load_with_transformers
 
         return load_with_transformers(folder, chat_template)

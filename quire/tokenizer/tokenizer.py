@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 TRIAL = "Hello, world 12 é 😀\n\tdef f(x): ..."  # what every vocabulary must take when it is loaded
 
+MAX_REASON = 500  # characters of a library's message
+PANIC = "PanicException"  # of Rust: no Exception, and of a class that cannot be imported
+
 
 class TokenPieces(dict[int, bytes]):
     """Token id -> the bytes it adds to the text, filled on first use; unknown and `skipped` ids add nothing."""
@@ -72,17 +75,17 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab(True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, UnicodeError) as error:
-            raise _not_text(text) from error
+        # Not the library's own `encode`, which keeps the GIL: a long text would hold up every other thread.
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Like `encode` for each text, on several threads."""
+        """Like `encode` for each text, on several threads. ValueError if the library fails on one."""
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeError) as error:
-            raise next((_not_text(text) for text in texts if not _is_text(text)), _not_text(texts)) from error
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
+            raise _cannot_encode(texts, error) from error
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -125,7 +128,10 @@ def _is_text(value: object) -> bool:
         return False
 
 
-def _not_text(value: object) -> ValueError:
-    if isinstance(value, str):
+def _cannot_encode(texts: Sequence[str], error: BaseException) -> ValueError:
+    wrong = [text for text in texts if not _is_text(text)]
+    if not wrong:
+        return ValueError(f"the tokenizer cannot encode this text: {str(error)[:MAX_REASON]}")
+    if isinstance(wrong[0], str):
         return ValueError("The text is not valid Unicode: it holds half of a surrogate pair; send well-formed UTF-8")
-    return ValueError(f"Text to tokenize must be a string, not {type(value).__name__}")
+    return ValueError(f"Text to tokenize must be a string, not {type(wrong[0]).__name__}")

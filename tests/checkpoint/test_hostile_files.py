@@ -207,6 +207,15 @@ def test_json_that_is_none(tmp_path, file, content):
         load_hf_config(resolve_model(str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_json_file_that_would_never_end(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=rf"{name} is not a regular file"):
+        json_file.read_json(tmp_path / name)
+
+
 def test_a_json_file_is_not_read_if_it_is_a_book(tmp_path, monkeypatch):
     monkeypatch.setattr(json_file, "MAX_BYTES", 10)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')

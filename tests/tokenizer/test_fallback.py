@@ -1,6 +1,7 @@
 """Folders without tokenizer.json."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,13 @@ def test_slow_tokenizers_survive_ids_and_texts_that_are_none(bytes_folder):
         tokenizer.encode("bad \ud800")
     with pytest.raises(ValueError, match="must be a string, not int"):
         tokenizer.encode_batch(["good", 5])
+
+
+def test_files_that_are_no_regular_ones(gpt2_folder):
+    (gpt2_folder / "vocab.json").unlink()
+    os.mkfifo(gpt2_folder / "vocab.json")
+    with pytest.raises(ValueError, match=r"vocab\.json is not a regular file"):
+        load(gpt2_folder)
 
 
 def test_transformers_is_not_installed(gpt2_folder, monkeypatch):

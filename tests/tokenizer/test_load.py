@@ -1,14 +1,16 @@
+import asyncio
 import json
+import os
 import shutil
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from quire.checkpoint import resolve_model
+from quire.checkpoint import json_file, resolve_model
 from quire.checkpoint.resolve import Checkpoint
-from quire.tokenizer import load_tokenizer
+from quire.tokenizer import Tokenizer, load_tokenizer
 from tests.tokenizer.vocabularies import CHAT_TEMPLATE, CORPUS
 
 TEXTS = [*CORPUS, "", " ", "  two  spaces\n\n", "<|bos|>x<|end|>", "日本語 👩‍👩‍👧 e\u0301", "\t1234\r\n"]
@@ -97,6 +99,70 @@ def test_text_that_is_no_text(byte_level):
         byte_level.encode(5)
 
 
+def test_text_that_the_library_fails_on():
+    no_unknown = Backend(models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    for encode in (Tokenizer(no_unknown).encode, lambda text: Tokenizer(no_unknown).encode_batch(["a", text])):
+        with pytest.raises(ValueError, match=r"the tokenizer cannot encode this text: WordLevel error"):
+            encode("b")
+
+
+class Other:
+    """A backend that tokenizes in another way; all else is as in the one given."""
+
+    def __init__(self, backend, encode_batch_fast):
+        self._backend = backend
+        self.encode_batch_fast = encode_batch_fast
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (type("PanicException", (BaseException,), {})("index out of bounds"), ValueError),
+        (RuntimeError("index out of bounds"), ValueError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(), SystemExit),
+        (asyncio.CancelledError(), asyncio.CancelledError),
+    ],
+)
+def test_only_failures_of_the_library_are_errors_of_the_text(byte_level, raised, seen):
+    def fail(texts, add_special_tokens):
+        raise raised
+
+    tokenizer = Tokenizer(Other(byte_level.backend, fail))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(seen) as error:
+            encode("text")
+        assert seen is not ValueError or str(error.value).endswith("cannot encode this text: index out of bounds")
+
+
+def test_single_texts_go_the_way_that_leaves_other_threads_running(byte_level):
+    sent = []
+
+    def note(texts, add_special_tokens):
+        sent.append(texts)
+        return byte_level.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    assert Tokenizer(Other(byte_level.backend, note)).encode(CORPUS[0]) == byte_level.encode(CORPUS[0])
+    assert sent == [[CORPUS[0]]]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_files_that_are_no_regular_ones(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=rf"{name} is not a regular file"):
+        load(folder)
+
+
+def test_tokenizer_json_that_is_too_large(folder, monkeypatch):
+    monkeypatch.setattr(json_file, "MAX_BYTES", (folder / "tokenizer.json").stat().st_size - 1)
+    with pytest.raises(ValueError, match=r"tokenizer\.json has \d+ bytes; at most"):
+        load(folder)
+
+
 def test_single_tokens(byte_level):
     space_hello = byte_level.encode("a hello", add_special_tokens=False)[-1]
     assert byte_level.convert_ids_to_tokens([space_hello, 10**6]) == ["Ġhello", ""]
@@ -110,6 +176,4 @@ def test_added_tokens_keep_their_text(byte_level_folder):
     backend = Backend.from_file(str(byte_level_folder / "tokenizer.json"))
     backend.add_tokens([AddedToken("naïve 世", special=False)])
     token = backend.token_to_id("naïve 世")
-    from quire.tokenizer import Tokenizer
-
     assert Tokenizer(backend).token_text(token) == backend.decode([token]) == "naïve 世"
