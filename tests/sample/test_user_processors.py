@@ -107,9 +107,9 @@ def test_wrong_arguments_are_refused(tiny, llm):
     with pytest.raises(ValueError, match=r"extra_args: target_token is 'x'; .* \(OnlyToken\)"):
         llm.generate(PROMPTS, [params(), params({"target_token": "x"}), params()], use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
-    with pytest.raises(ValueError, match="extra_args is"):
+    with pytest.raises(ValueError, match="extra_args "):
         params([1])
-    with pytest.raises(ValueError, match="extra_args is"):
+    with pytest.raises(ValueError, match="extra_args "):
         params({1: 2})
     with start(tiny) as plain, pytest.raises(ValueError, match="the engine has none"):
         plain.generate(PROMPTS, params({"target_token": 5}), use_tqdm=False)
