@@ -86,13 +86,13 @@ class GenerationEndpoint(ABC, Generic[R]):
 
         search, params, sources = await context.off_loop_if(size > LONG_TEXT, prepared)
         num_sequences = len(sources) * (params.n if search is None else search.beams.beam_width)
-        await self._admit(num_sequences, scope)
-        prompts, params = await context.off_loop_if(self.takes_long(request, size), tokenized)
-        large = self._check_logprobs(request, prompts, params) > LARGE_ANSWER
-        for prompt in prompts:
-            prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
         wanted = self._wanted_id(request, scope)
-        with context.job(self.id_prefix, wanted, len(prompts), num_sequences) as job:
+        await self._admit(num_sequences, scope)
+        with context.job(self.id_prefix, wanted, len(sources), num_sequences) as job:
+            prompts, params = await context.off_loop_if(self.takes_long(request, size), tokenized)
+            large = self._check_logprobs(request, prompts, params) > LARGE_ANSWER
+            for prompt in prompts:
+                prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
             logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
             answer = self.answer(job.id, model, request, logprobs)
             priority = request.priority or 0
@@ -125,9 +125,9 @@ class GenerationEndpoint(ABC, Generic[R]):
         if num_sequences > most:
             message = f"prompts times n are {num_sequences} sequences; at most {most} are allowed (--max-sequences)"
             raise bad_request(message, "n", "too_many_sequences")
-        self.context.admit(num_sequences)
         if num_sequences > 1 and "quire.take" in scope:
             await scope["quire.take"](num_sequences - 1)
+        self.context.admit(num_sequences)
 
     def _check_logprobs(self, request: R, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> int:
         """How many the answer may hold. What a single sequence generates is not limited: it takes its time."""
