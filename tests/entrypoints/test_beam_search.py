@@ -273,8 +273,9 @@ def test_whoever_ends_the_request_ends_all_its_beams():
     with running(engine, ServerConfig(enable_admin=True)) as server, ThreadPoolExecutor() as pool:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + "/v1/completions", json=body, timeout=2)
-        server.wait_until(lambda: not engine.running and not engine.streams)
-        assert engine.aborted and all("-beam-" in one for one in engine.aborted)
+        server.wait_until(lambda: not server.server.context.jobs)
+        assert not engine.running and not engine.streams
+        assert engine.aborted and all(" beam " in one for one in engine.aborted)
         answer = pool.submit(server.post, "/v1/completions", body | {"request_id": "mine"})
         server.wait_until(lambda: len(engine.running) == 4)
         assert server.post("/abort_requests", {"request_ids": ["cmpl-mine"]}).json() == {"aborted": ["cmpl-mine"]}

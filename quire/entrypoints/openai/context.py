@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Scope
 
@@ -89,9 +89,12 @@ class ServerContext:
     def renderer(self) -> ChatRenderer:
         return ChatRenderer(self.tokenizer, self.engine_config.model.chat_template)
 
-    async def off_loop_if(self, long: bool, function: Callable[[], T]) -> T:
+    async def off_loop(self, function: Callable[..., T], *arguments: Any) -> T:
         """What takes long would hold up every stream of this process."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function) if long else function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def off_loop_if(self, long: bool, function: Callable[[], T]) -> T:
+        return await self.off_loop(function) if long else function()
 
     @cached_property
     def max_prompt_chars(self) -> int:

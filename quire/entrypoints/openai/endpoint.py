@@ -1,7 +1,6 @@
 """What both kinds of generation do with a request, from its body to the last byte of the answer."""
 
 import asyncio
-import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -191,11 +190,12 @@ class GenerationEndpoint(ABC, Generic[R]):
                 generation.check_outputs(batch)
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                data = await self.context.off_loop_if(large, lambda: answer.events(batch))
+                data = answer.events(batch) if not large else await self.context.off_loop(answer.events, batch)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
                     generation.check_outputs(batch)
-                    data = await self.context.off_loop_if(large, functools.partial(answer.events, batch))
+                    # Every token of every stream comes by here: no coroutine for it.
+                    data = answer.events(batch) if not large else await self.context.off_loop(answer.events, batch)
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 

@@ -27,7 +27,7 @@ def test_health_is_answered_meanwhile(server: Served, name: str) -> None:
     with watched(server) as watch:
         status = send(server, name)
     assert status in (200, 400), status
-    assert watch.seconds[-1] < BLOCKED and max(watch.seconds) < BLOCKED
+    assert max(watch.seconds, default=0.0) < BLOCKED
     assert idle(server)
 
 
@@ -35,4 +35,4 @@ def test_a_client_that_leaves_a_thousand_sequences(server: Served) -> None:
     with watched(server) as watch:
         assert send(server, "8 prompts x n 128", leave_after=0.05) in (None, 200)
         eventually(lambda: idle(server))
-    assert max(watch.seconds) < BLOCKED
+    assert max(watch.seconds, default=0.0) < BLOCKED
