@@ -1,3 +1,5 @@
+"""`python -m quire` is the command line."""
+
 import sys
 
 from quire.entrypoints.cli.main import main

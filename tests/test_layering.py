@@ -137,3 +137,12 @@ def test_a_wrong_import_is_seen(place: str, source: str) -> None:
 )
 def test_a_right_import_passes(place: str, source: str) -> None:
     assert not violations(source, ROOT / place)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        str(path)
+        for path in sorted(ROOT.rglob("*.py"))
+        if (text := path.read_text("utf-8")).strip() and ast.get_docstring(ast.parse(text)) is None
+    ]
+    assert not silent

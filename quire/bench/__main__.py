@@ -1,3 +1,5 @@
+"""`python -m quire.bench` is `quire bench`."""
+
 import sys
 
 from quire.entrypoints.cli.main import main

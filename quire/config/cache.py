@@ -1,3 +1,5 @@
+"""Options of the paged KV cache."""
+
 from dataclasses import dataclass
 
 from quire.config.fields import option, validate

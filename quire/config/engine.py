@@ -1,3 +1,5 @@
+"""All options of an engine: one config object per concern, and their keyword arguments."""
+
 import dataclasses
 import difflib
 from dataclasses import dataclass, field

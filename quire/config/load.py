@@ -1,3 +1,5 @@
+"""Options of loading weights."""
+
 from dataclasses import dataclass
 
 from quire.config.fields import option, validate

@@ -1,3 +1,5 @@
+"""Options of the model, and what is read from its files while they are resolved."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,3 +1,5 @@
+"""Options of logging, and of watching over the engine process."""
+
 from dataclasses import dataclass
 
 from quire.config.fields import option, validate

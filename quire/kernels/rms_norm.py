@@ -1,3 +1,5 @@
+"""RMSNorm, with the addition of a residual: the torch version, and the choice of a kernel."""
+
 import torch
 import torch.nn.functional as F
 

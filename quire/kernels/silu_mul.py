@@ -1,3 +1,5 @@
+"""SiLU of the gate times up: the torch version, and the choice of a kernel."""
+
 import torch
 import torch.nn.functional as F
 

@@ -1,3 +1,5 @@
+"""The slopes of ALiBi."""
+
 import math
 
 import torch

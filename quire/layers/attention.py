@@ -1,3 +1,5 @@
+"""The attention layer of every model: its shape, and its part of the KV cache."""
+
 from functools import cached_property
 
 import torch

@@ -1,3 +1,5 @@
+"""Token embedding and language-model head."""
+
 import torch
 from torch import nn
 

@@ -1,3 +1,5 @@
+"""RMSNorm and LayerNorm layers."""
+
 from typing import Protocol
 
 import torch

@@ -1,3 +1,5 @@
+"""A worker's place in tensor parallelism."""
+
 from dataclasses import dataclass
 
 import torch

@@ -1,3 +1,5 @@
+"""Cohere: Command R, Aya, Command R7B, Command A."""
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Falcon, all sizes."""
+
 from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel

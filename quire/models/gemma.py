@@ -1,3 +1,5 @@
+"""Gemma 1, 2 and 3 (text)."""
+
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -1,3 +1,5 @@
+"""GLM-4 and GLM-4-0414."""
+
 from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel

@@ -1,3 +1,5 @@
+"""GPT-2."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel

@@ -1,3 +1,5 @@
+"""GPT-NeoX and Pythia."""
+
 from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel

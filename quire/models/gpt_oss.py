@@ -1,3 +1,5 @@
+"""gpt-oss: experts with biases and clamped activations, attention sinks."""
+
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

@@ -1,3 +1,5 @@
+"""Granite, dense."""
+
 from typing import Any
 
 from quire.models.decoder import DecoderModel

@@ -1,3 +1,5 @@
+"""Granite with experts."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS

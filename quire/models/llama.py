@@ -1,3 +1,5 @@
+"""Llama and all that is shaped like it."""
+
 from typing import Any
 
 from quire.models.decoder import DecoderModel

@@ -1,3 +1,5 @@
+"""Mistral, dense."""
+
 from typing import Any
 
 from quire.models.decoder import DecoderModel

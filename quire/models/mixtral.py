@@ -1,3 +1,5 @@
+"""Mixtral."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS

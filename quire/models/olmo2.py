@@ -1,3 +1,5 @@
+"""OLMo 2 and 3."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS, DecoderModel

@@ -1,3 +1,5 @@
+"""OLMoE."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS

@@ -1,3 +1,5 @@
+"""OPT."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel

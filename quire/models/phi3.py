@@ -1,3 +1,5 @@
+"""Phi-3, Phi-3.5 and Phi-4."""
+
 from typing import Any
 
 from quire.models.decoder import DecoderModel

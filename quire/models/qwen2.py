@@ -1,3 +1,5 @@
+"""Qwen 2 and 2.5, dense."""
+
 from typing import Any
 
 from quire.models.decoder import DecoderModel

@@ -1,3 +1,5 @@
+"""Qwen 3, dense."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS, DecoderModel

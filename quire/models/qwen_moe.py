@@ -1,3 +1,5 @@
+"""Qwen 2 and 3 with experts."""
+
 from dataclasses import replace
 from typing import Any, ClassVar
 

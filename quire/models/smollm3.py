@@ -1,3 +1,5 @@
+"""SmolLM3."""
+
 from dataclasses import replace
 from typing import Any
 

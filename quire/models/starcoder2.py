@@ -1,3 +1,5 @@
+"""StarCoder2."""
+
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel

@@ -1,3 +1,5 @@
+"""Facts about a CPU as the device."""
+
 import torch
 
 from quire.platforms import cpu_cores, cpu_facts, cpu_isa

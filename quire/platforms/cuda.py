@@ -1,3 +1,5 @@
+"""Facts about a CUDA device."""
+
 import torch
 
 from quire.platforms.base import DTYPES

@@ -1,3 +1,5 @@
+"""What a quantization method is to a linear layer."""
+
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 

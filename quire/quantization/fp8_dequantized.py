@@ -1,3 +1,5 @@
+"""fp8 checkpoints where there is no fp8 arithmetic."""
+
 import torch
 from torch import nn
 

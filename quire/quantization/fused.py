@@ -1,3 +1,5 @@
+"""Products of few rows fused with norms, activations and residuals on a GPU."""
+
 import torch
 from torch import nn
 

@@ -1,3 +1,5 @@
+"""Linear layers of plain weights."""
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,3 +1,5 @@
+"""Activations of an MLP, with or without a gate."""
+
 import torch
 import triton
 import triton.language as tl

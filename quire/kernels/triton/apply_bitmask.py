@@ -1,3 +1,5 @@
+"""Grammar masks: logits of tokens that are not allowed become -inf."""
+
 import torch
 import triton
 import triton.language as tl

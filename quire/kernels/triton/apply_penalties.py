@@ -1,3 +1,5 @@
+"""Repetition, frequency and presence penalties on the rows that ask for them."""
+
 import torch
 import triton
 import triton.language as tl

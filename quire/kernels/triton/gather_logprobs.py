@@ -1,3 +1,5 @@
+"""Logprobs and ranks of the tokens that were sampled."""
+
 import torch
 import triton
 import triton.language as tl

@@ -1,3 +1,5 @@
+"""LayerNorm of a row, with the addition of a residual."""
+
 import torch
 import triton
 import triton.language as tl

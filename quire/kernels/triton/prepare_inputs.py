@@ -1,3 +1,5 @@
+"""A step's input ids, positions, cache slots and lengths from the state of its rows."""
+
 import torch
 import triton
 import triton.language as tl

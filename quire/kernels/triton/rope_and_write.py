@@ -1,3 +1,5 @@
+"""Norms of queries and keys, rotary embedding, and the write of keys and values into the cache."""
+
 import torch
 import triton
 import triton.language as tl

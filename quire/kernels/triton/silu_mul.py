@@ -1,3 +1,5 @@
+"""SiLU of the gate times up."""
+
 import torch
 import triton
 import triton.language as tl
