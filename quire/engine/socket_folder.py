@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "quire-ipc-"
+LONGEST_PARENT = 79  # a socket's path has at most 107 bytes, and ours end in PREFIX, eight letters and a name
+SHORT_PARENT = Path("/tmp")
 
 
 class SocketFolder:
@@ -18,9 +20,12 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
+        parent = Path(tempfile.gettempdir())
+        if len(os.fsencode(parent)) > LONGEST_PARENT:
+            parent = SHORT_PARENT
+        _remove_abandoned(parent)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             if self.path.exists():  # nobody took it for abandoned before it was locked

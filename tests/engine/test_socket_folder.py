@@ -1,7 +1,9 @@
 """No start leaves its sockets behind for longer than until the next start."""
 
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,19 @@ def test_a_folder_in_use_is_not_removed(parent: Path) -> None:
     first.remove()
     first.remove()
     second.remove()
+
+
+def test_a_long_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has at most 107 bytes."""
+    for length in (60, 79, 80, 150):
+        parent = tmp_path / "t"
+        parent = Path(str(parent).ljust(length, "x"))
+        parent.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        folder = SocketFolder()
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(str(folder.path / "out-host"))
+            assert (folder.path.parent == parent) is (len(str(parent)) <= 79)
+        finally:
+            folder.remove()
