@@ -4,8 +4,7 @@ import math
 
 from quire.core.block_pool import BlockPool
 from quire.core.kv_groups import make_group
-from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from quire.messages.kv_cache import make_groups as make_groups
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, make_groups
 
 
 def bytes_per_block(groups: tuple[KVCacheGroup, ...]) -> int:

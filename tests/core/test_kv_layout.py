@@ -1,7 +1,7 @@
 import pytest
 
-from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, make_groups, plan_kv_cache
-from quire.messages.kv_cache import KVCacheSpec
+from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
+from quire.messages.kv_cache import KVCacheSpec, make_groups
 
 
 def kind(window=None, heads=2, block_size=16):

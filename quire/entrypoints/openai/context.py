@@ -40,7 +40,6 @@ class Job:
 
     id: str
     num_prompts: int
-    num_sequences: int
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     beams: set[str] = field(default_factory=set)  # a beam search's requests in the engine at this moment
     ended: bool = False  # by an administrator
@@ -150,7 +149,7 @@ class ServerContext:
         id = f"{prefix}{wanted or uuid.uuid4().hex}"
         if id in self.jobs:
             id = f"{id}-{uuid.uuid4().hex[:8]}"
-        job = self.jobs[id] = Job(id, num_prompts, num_sequences)
+        job = self.jobs[id] = Job(id, num_prompts)
         self._num_sequences += num_sequences
         self.note_load()
         try:
