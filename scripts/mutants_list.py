@@ -14,7 +14,7 @@ class Mutant:
 SCHEDULER, MANAGER = "quire/core/scheduler.py", "quire/core/kv_cache_manager.py"
 POOL, GROUPS = "quire/core/block_pool.py", "quire/core/kv_groups.py"
 CORE = "quire/core/engine_core.py"
-RATE, CONTEXT = "quire/entrypoints/openai/rate_limit.py", "quire/entrypoints/openai/context.py"
+RATE, CONTEXT = "quire/entrypoints/http/rate_limit.py", "quire/entrypoints/http/context.py"
 INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
 META, SIMPLIFY = "quire/structured_output/metaschema.py", "quire/structured_output/simplify.py"

@@ -24,8 +24,8 @@ from quire.bench.report import Metric, Report
 from quire.bench.stub_engine import StubEngine, cycle
 from quire.config.flags import FlagParser
 from quire.config.server import ServerConfig
-from quire.entrypoints.openai import build_app
-from quire.entrypoints.openai.server import Server, bind
+from quire.entrypoints.http.app import build_app
+from quire.entrypoints.http.server import Server, bind
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 WARM_UP_TOKENS = 200

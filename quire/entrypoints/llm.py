@@ -16,7 +16,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
-    from quire.entrypoints.chat import ChatRenderer
+    from quire.entrypoints.chat_renderer import ChatRenderer
 
 
 class LLM:
@@ -71,7 +71,7 @@ class LLM:
 
         `chat_template` is a Jinja text or file to use instead of the model's own.
         """
-        from quire.entrypoints.chat import read_template
+        from quire.entrypoints.chat_renderer import read_template
 
         conversations = [messages] if _is_conversation(messages) else list(messages)
         params = self._per_prompt(sampling_params, len(conversations))
@@ -129,7 +129,7 @@ class LLM:
 
     @cached_property
     def _chat_renderer(self) -> "ChatRenderer":
-        from quire.entrypoints.chat import ChatRenderer
+        from quire.entrypoints.chat_renderer import ChatRenderer
 
         return ChatRenderer(self.get_tokenizer(), self.llm_engine.config.model.chat_template)
 

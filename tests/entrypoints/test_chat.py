@@ -13,7 +13,7 @@ import time
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.entrypoints.chat import content_format, normalize_messages, read_template
+from quire.entrypoints.chat_renderer import content_format, normalize_messages, read_template
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"

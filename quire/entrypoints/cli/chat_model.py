@@ -9,7 +9,7 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
-    from quire.entrypoints.chat import ChatRenderer
+    from quire.entrypoints.chat_renderer import ChatRenderer
     from quire.entrypoints.cli.api_client import ApiClient
 
 Messages = list[dict[str, str]]
@@ -17,7 +17,7 @@ NOT_SENT = ("n", "logprobs", "prompt_logprobs")  # nothing of them could be show
 
 
 @dataclass
-class ChatAnswer:
+class ChatResponse:
     text: str
     num_tokens: int | None  # None: the server did not say
     reason: str  # OpenAI's finish_reason, or "interrupted" after Ctrl-C
@@ -26,7 +26,7 @@ class ChatAnswer:
 class ChatModel(Protocol):
     name: str
 
-    def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatAnswer:
+    def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatResponse:
         """`settings` are the sampling parameters that somebody chose. Ctrl-C ends the answer."""
         ...
 
@@ -38,7 +38,7 @@ class LocalModel:
         self.name = engine.model_name
         self._count = 0
 
-    def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatAnswer:
+    def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatResponse:
         [prompt] = self.renderer.prompts([messages])
         self._count += 1
         request_id = f"chat-{self._count}"
@@ -57,7 +57,7 @@ class LocalModel:
                 reason = "interrupted"
         if error is not None:
             raise ValueError(error)
-        return ChatAnswer("".join(parts), tokens, reason)
+        return ChatResponse("".join(parts), tokens, reason)
 
 
 class RemoteModel:
@@ -65,7 +65,7 @@ class RemoteModel:
         self.client = client
         self.name = name
 
-    def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatAnswer:
+    def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatResponse:
         sent = to_send(settings)
         if "max_tokens" in sent:
             sent["max_completion_tokens"] = sent.pop("max_tokens")  # OpenAI's newer models know no other name
@@ -84,7 +84,7 @@ class RemoteModel:
                             write(text)
         except KeyboardInterrupt:
             reason = "interrupted"  # the connection is closed, so the server has stopped too
-        return ChatAnswer("".join(parts), tokens, reason)
+        return ChatResponse("".join(parts), tokens, reason)
 
 
 def to_send(settings: dict[str, Any]) -> dict[str, Any]:

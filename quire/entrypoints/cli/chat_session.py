@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.entrypoints.cli.chat_model import ChatAnswer, ChatModel
+from quire.entrypoints.cli.chat_model import ChatModel, ChatResponse
 from quire.entrypoints.cli.sampling_flags import fields, with_value
 from quire.entrypoints.cli.terminal import Terminal
 from quire.messages.sampling_params import SamplingParams
@@ -155,7 +155,7 @@ class ChatSession:
         return False
 
 
-def _summary(answer: ChatAnswer, seconds: float) -> str:
+def _summary(answer: ChatResponse, seconds: float) -> str:
     ended = {"length": "stopped by max_tokens or the model's length", "interrupted": "interrupted"}
     parts = (
         [] if answer.num_tokens is None else [f"{answer.num_tokens} tokens", f"{answer.num_tokens / seconds:.0f} tok/s"]

@@ -119,7 +119,7 @@ def _with_engine(args: argparse.Namespace, config: "ServerConfig", output: "Batc
     config.access_log = False
     from quire.engine.async_llm import AsyncLLM
     from quire.entrypoints.cli.batch_runner import InProcess
-    from quire.entrypoints.openai.app import build_app
+    from quire.entrypoints.http.app import build_app
 
     engine = AsyncLLM(engine_config)
     try:

@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     api_keys = load_api_keys(config, os.environ)
     engine_config = EngineConfig.from_kwargs(**ENGINE_DEFAULTS | engine_kwargs(args))
     from quire.engine.async_engine import EngineDeadError
-    from quire.entrypoints.openai.middleware import import_middleware
-    from quire.entrypoints.openai.server import bind
-    from quire.entrypoints.openai.tools.request import ToolSetup
+    from quire.entrypoints.http.middleware import import_middleware
+    from quire.entrypoints.http.server import bind
+    from quire.entrypoints.openai.tool_request import ToolSetup
 
     if config.otlp_traces_endpoint is not None:
         from quire.entrypoints.tracing import check_tracing
@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[str, ...], sock: socket.socket) -> int:
     """The exit code."""
     if config.api_server_count > 1:
-        from quire.entrypoints.openai.supervisor import Supervisor
+        from quire.entrypoints.http.supervisor import Supervisor
 
         return Supervisor(config, engine_config, api_keys, sock).run()
     from quire.engine.async_llm import AsyncLLM
-    from quire.entrypoints.openai.app import build_app
-    from quire.entrypoints.openai.server import Server, announce, base_url
+    from quire.entrypoints.http.app import build_app
+    from quire.entrypoints.http.server import Server, announce, base_url
 
     engine = AsyncLLM(engine_config)
     server = None

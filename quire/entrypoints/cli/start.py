@@ -9,7 +9,7 @@ from quire.config.flags import engine_kwargs
 
 if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
-    from quire.entrypoints.chat import ChatRenderer
+    from quire.entrypoints.chat_renderer import ChatRenderer
 
 
 def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "LLMEngine":
@@ -26,7 +26,7 @@ def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "
 
 
 def chat_renderer(engine: "LLMEngine") -> "ChatRenderer":
-    from quire.entrypoints.chat import ChatRenderer
+    from quire.entrypoints.chat_renderer import ChatRenderer
 
     if engine.tokenizer is None:
         raise ValueError("a chat needs a tokenizer: drop --skip-tokenizer-init")

@@ -1,1 +1,1 @@
-"""What an HTTP server needs whatever it speaks: connections and bodies within their limits."""
+"""The HTTP server without a dialect: connections, limits, jobs, processes, and the endpoints of operators."""

@@ -11,14 +11,15 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.entrypoints.beam_search import Beam, BeamSearch, BeamSearchParams, check_engine
-from quire.entrypoints.openai.context import Job, ServerContext
-from quire.entrypoints.openai.errors import bad_request, refused_value
-from quire.entrypoints.openai.generation import Batch
+from quire.entrypoints.http.context import Job, ServerContext
+from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
-# They change any other answer, and a beam search knows nothing of them: refused, rather than dropped. With the value
+# They change any other response, and a beam search knows nothing of them: refused, rather than dropped. With the value
 # that asks for nothing. Fields that only matter for drawing (temperature, top_p, seed, ...) are accepted.
 UNSUITABLE: dict[str, Any] = {
     "stop": [],
@@ -49,22 +50,22 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class BeamRequest:
     beams: BeamSearchParams
-    n: int  # sequences to answer with
+    n: int  # sequences to return
     params: SamplingParams  # the same as a sampled request would have it: for the text, for traces
     num_logprobs: int | None
 
 
-def beam_request(request: GenerationRequest, context: ServerContext) -> BeamRequest:
+def beam_request(request: GenerationRequest, context: ServerContext, builder: ParamsBuilder) -> BeamRequest:
     _refuse_unsuitable(request)
     n = 1 if request.n is None else request.n
     width, limit, logprobs = n, request.max_tokens, None
     if isinstance(request, CompletionRequest):
         width = n if request.best_of is None else request.best_of
-        limit = context.params.completion_max_tokens if limit is None else limit
+        limit = builder.completion_max_tokens if limit is None else limit
         logprobs = request.logprobs
     elif isinstance(request, ChatRequest):
         limit = request.max_completion_tokens if request.max_completion_tokens is not None else limit
-        limit = context.params.max_tokens if limit is None else limit
+        limit = builder.max_tokens if limit is None else limit
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
     if not 1 <= n <= width or width > context.config.max_n:
         name = "best_of" if width != n else "n"
@@ -236,5 +237,5 @@ def _completion(
 
 
 def _chosen_and_best(token: int, entry: dict[int, Logprob], count: int) -> dict[int, Logprob]:
-    """As other answers have them: the token itself first, then the likeliest."""
+    """As other responses have them: the token itself first, then the likeliest."""
     return {token: entry[token], **dict(list(entry.items())[:count])}

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
-from quire.entrypoints.openai.answer import Answer
-from quire.entrypoints.openai.chat_answer import ChatAnswer, text_of
-from quire.entrypoints.openai.context import LONG_TEXT, ServerContext
+from quire.entrypoints.http.context import LONG_TEXT, ServerContext
+from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.openai.chat_response import ChatResponse, text_of
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
-from quire.entrypoints.openai.errors import bad_request, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
-from quire.entrypoints.openai.parsed_chat import ParsedChatAnswer
-from quire.entrypoints.openai.parsing import Parsing, ReasoningSetup
+from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningSetup
+from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.parsed_chat_response import ParsedChatResponse
 from quire.entrypoints.openai.protocol import ChatRequest, TokenizeRequest
-from quire.entrypoints.openai.tools.request import ToolSetup
+from quire.entrypoints.openai.response import ResponseBuilder
+from quire.entrypoints.openai.tool_request import ToolSetup
 from quire.messages.sampling_params import SamplingParams
 
 
@@ -22,14 +23,14 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     id_prefix = "chatcmpl-"
     prompt_field = "messages"
 
-    def __init__(self, context: ServerContext) -> None:
-        super().__init__(context)
+    def __init__(self, context: ServerContext, params: ParamsBuilder) -> None:
+        super().__init__(context, params)
         name, tokenizer = context.config.reasoning_parser, context.engine.tokenizer
         self.reasoning = ReasoningSetup(name, tokenizer) if name is not None and tokenizer is not None else None
         self.tools = ToolSetup(context.config, tokenizer)
 
     def params(self, request: ChatRequest) -> SamplingParams:
-        return self.context.params.for_chat(request)
+        return self.builder.for_chat(request)
 
     def sources(self, request: ChatRequest) -> Sequence[Any]:
         return [request.messages]
@@ -49,19 +50,19 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         parsing = self.parsing(request)
         return params if parsing is None else parsing.adjust(params, prompts[0].text or "")
 
-    def answer(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> Answer:
+    def response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> ResponseBuilder:
         parsing = self.parsing(request)
         if parsing is None:
-            return ChatAnswer(id, model, self.context.fingerprint, request, logprobs)
-        return ParsedChatAnswer(id, model, self.context.fingerprint, request, logprobs, parsing)
+            return ChatResponse(id, model, self.context.fingerprint, request, logprobs)
+        return ParsedChatResponse(id, model, self.context.fingerprint, request, logprobs, parsing)
 
-    def parsing(self, request: ChatRequest) -> Parsing | None:
-        """None where the text is the answer as it is."""
+    def parsing(self, request: ChatRequest) -> OutputParsing | None:
+        """None where the text is the response as it is."""
         tools = self.tools.use(request)
         if self.reasoning is None and tools is None:
             return None
         continued = text_of(request.messages[-1]) if request.continue_final_message and request.messages else None
-        return Parsing(self.reasoning, continued, tools)
+        return OutputParsing(self.reasoning, continued, tools)
 
 
 def takes_long(request: ChatRequest | TokenizeRequest, size: int) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.entrypoints.openai.answer import Answer, encode
+from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
-from quire.entrypoints.openai.errors import bad_request, refused_value
-from quire.entrypoints.openai.generation import Batch
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.protocol import CompletionRequest
+from quire.entrypoints.openai.response import ResponseBuilder, encode
 from quire.messages.sampling_params import SamplingParams
 
 GROUP_CHARS = 1 << 20  # of prompts that are tokenized together
@@ -23,7 +23,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     prompt_field = "prompt"
 
     def params(self, request: CompletionRequest) -> SamplingParams:
-        return self.context.params.for_completion(request)
+        return self.builder.for_completion(request)
 
     def sources(self, request: CompletionRequest) -> Sequence[Any]:
         given = as_prompts(request.prompt)
@@ -57,8 +57,8 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         shown = (request.prompt_logprobs is not None) + bool(request.echo and request.logprobs is not None)
         return params.n * shown
 
-    def answer(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> Answer:
-        return CompletionAnswer(id, model, self.context.fingerprint, request, logprobs)
+    def response(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> ResponseBuilder:
+        return CompletionResponse(id, model, self.context.fingerprint, request, logprobs)
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -87,7 +87,7 @@ def as_prompts(prompt: Any) -> list[str] | list[list[int]]:
     return [prompt] if kinds == {int} else prompt
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(ResponseBuilder):
     object = chunk_object = "text_completion"
     text_opens, text_closes = b',"text":', b""
     no_text = b',"text":""'

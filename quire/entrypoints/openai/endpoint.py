@@ -1,4 +1,4 @@
-"""What both kinds of generation do with a request, from its body to the last byte of the answer."""
+"""What both kinds of generation do with a request, from its body to the last byte of the response."""
 
 import asyncio
 import re
@@ -13,24 +13,27 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import RequestOutput
-from quire.entrypoints.openai import beam, generation
-from quire.entrypoints.openai.answer import DONE, Answer
-from quire.entrypoints.openai.beam import BeamRequest
-from quire.entrypoints.openai.body import ClientDisconnected
-from quire.entrypoints.openai.context import LONG_TEXT, Job, ServerContext
-from quire.entrypoints.openai.errors import (
+from quire.entrypoints.http import generation
+from quire.entrypoints.http.body import ClientDisconnected
+from quire.entrypoints.http.context import LONG_TEXT, Job, ServerContext
+from quire.entrypoints.http.errors import (
     SERVER,
     ApiError,
     as_api_error,
     bad_request,
+    openai_body,
     refused_value,
 )
-from quire.entrypoints.openai.generation import Batch
+from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.openai import beam
+from quire.entrypoints.openai.beam import BeamRequest
 from quire.entrypoints.openai.logprobs import LogprobFormat
+from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import GenerationRequest
+from quire.entrypoints.openai.response import DONE, ResponseBuilder, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
-LARGE_ANSWER = 10_000  # logprobs; writing them would hold up every other stream
+LARGE_RESPONSE = 10_000  # logprobs; writing them would hold up every other stream
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,8 +50,9 @@ class GenerationEndpoint(ABC, Generic[R]):
     id_prefix: str
     prompt_field: str
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, params: ParamsBuilder) -> None:
         self.context = context
+        self.builder = params
 
     @abstractmethod
     def params(self, request: R) -> SamplingParams: ...
@@ -66,7 +70,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         return params
 
     @abstractmethod
-    def answer(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> Answer: ...
+    def response(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> ResponseBuilder: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self.context
@@ -75,7 +79,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         context.admit()
 
         def prepared() -> tuple[BeamRequest | None, SamplingParams, Sequence[Any]]:
-            search = beam.beam_request(request, context) if request.use_beam_search else None
+            search = beam.beam_request(request, context, self.builder) if request.use_beam_search else None
             params = self.params(request) if search is None else search.params
             return search, params, self.sources(request)
 
@@ -89,11 +93,11 @@ class GenerationEndpoint(ABC, Generic[R]):
         await self._admit(num_sequences, scope)
         with context.job(self.id_prefix, wanted, len(sources), num_sequences) as job:
             prompts, params = await context.off_loop_if(self.takes_long(request, size), tokenized)
-            large = self._check_logprobs(request, prompts, params) > LARGE_ANSWER
+            large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
             logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
-            answer = self.answer(job.id, model, request, logprobs)
+            response = self.response(job.id, model, request, logprobs)
             priority = request.priority or 0
             if search is not None:
                 outputs = beam.outputs(context, job, prompts, search, params, priority)
@@ -103,16 +107,16 @@ class GenerationEndpoint(ABC, Generic[R]):
                 outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:
                 if request.stream:
-                    await self._stream(outputs, answer, large, job, scope, receive, send)
+                    await self._stream(outputs, response, large, job, scope, receive, send)
                 else:
                     collected = self._collect(outputs, len(prompts))
                     finals = await self._watched(collected, receive, job)
-                    body = await context.off_loop_if(large, lambda: answer.body(finals))
+                    body = await context.off_loop_if(large, lambda: response.body(finals))
                     await Response(body, media_type="application/json")(scope, receive, send)
             finally:
                 charge = scope.get("quire.charge")
                 if charge is not None:
-                    charge(answer.usage.total)
+                    charge(response.usage.total)
 
     def takes_long(self, request: R, size: int) -> bool:
         """Whether making the prompts would hold up every other stream."""
@@ -129,8 +133,8 @@ class GenerationEndpoint(ABC, Generic[R]):
         self.context.admit(num_sequences)
 
     def _check_logprobs(self, request: R, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> int:
-        """How many the answer may hold. What a single sequence generates is not limited: it takes its time."""
-        vocab, longest = self.context.params.vocab_size, self.context.engine.max_model_len
+        """How many the response may hold. What a single sequence generates is not limited: it takes its time."""
+        vocab, longest = self.builder.vocab_size, self.context.engine.max_model_len
         per_prompt, per_output = (
             0 if asked is None else 1 + (vocab if asked == ALL_LOGPROBS else asked)
             for asked in (params.prompt_logprobs, params.logprobs)
@@ -140,12 +144,12 @@ class GenerationEndpoint(ABC, Generic[R]):
         count = of_prompts + (of_outputs if len(prompts) * params.n > 1 else 0)
         most = self.context.config.max_logprob_entries
         if count > most:
-            message = f"the answer may hold {count} logprobs; at most {most} are allowed (--max-logprob-entries)"
+            message = f"the response may hold {count} logprobs; at most {most} are allowed (--max-logprob-entries)"
             raise bad_request(message, "logprobs", "too_many_logprobs")
         return of_prompts + of_outputs
 
     def prompt_copies(self, request: R, params: SamplingParams) -> int:
-        """How often the answer shows a prompt's logprobs."""
+        """How often the response shows a prompt's logprobs."""
         return 1
 
     async def _watched(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
@@ -174,7 +178,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def _stream(
         self,
         outputs: AsyncGenerator[Batch, None],
-        answer: Answer,
+        response: ResponseBuilder,
         large: bool,
         job: Job,
         scope: Scope,
@@ -190,18 +194,18 @@ class GenerationEndpoint(ABC, Generic[R]):
                 generation.check_outputs(batch)
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                data = answer.events(batch) if not large else await self.context.off_loop(answer.events, batch)
+                data = response.events(batch) if not large else await self.context.off_loop(response.events, batch)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
                     generation.check_outputs(batch)
                     # Every token of every stream comes by here: no coroutine for it.
-                    data = answer.events(batch) if not large else await self.context.off_loop(answer.events, batch)
+                    data = response.events(batch) if not large else await self.context.off_loop(response.events, batch)
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
             await self._watched(events(), receive, job)
-            last = answer.end()
+            last = response.end()
         except ClientDisconnected:
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
@@ -209,7 +213,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         except BaseException as error:  # also a panic of a Rust library
             if not started:
                 raise
-            last = as_api_error(error, scope).event() + DONE
+            last = event(openai_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def check_length(self, request: R, num_tokens: int, place: int | None = None) -> None:

@@ -10,11 +10,11 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.config.server import ServerConfig
-from quire.entrypoints.chat import TEXT_PARTS
-from quire.entrypoints.openai.openapi_answers import ANSWERS
+from quire.entrypoints.chat_renderer import TEXT_PARTS
+from quire.entrypoints.http.admin import AbortRequest
+from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.params import MAX_PRIORITY
 from quire.entrypoints.openai.protocol import (
-    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -45,7 +45,7 @@ ERRORS = {
 ANYWHERE = ("401", "429", "500", "503")
 WITH_BODY = ("400", "404", "408", "413")
 OPEN_PATHS = ("/health", "/ready", "/ping")
-EMPTY_PATHS = OPEN_PATHS  # the status is all they answer
+EMPTY_PATHS = OPEN_PATHS  # the status is all they return
 TEXT_PATHS = {"/metrics": "text/plain"}
 ERROR_SCHEMA = {
     "type": "object",
@@ -97,7 +97,7 @@ MESSAGE = {
 def openapi_document(
     routes: Sequence[Route], config: ServerConfig, model_names: Sequence[str], with_keys: bool = False
 ) -> dict[str, Any]:
-    kinds = [*BODIES.values(), *ANSWERS.values()]
+    kinds = [*BODIES.values(), *RESPONSES.values()]
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     by_kind = dict(zip(kinds, references, strict=True))
     for kind in BODIES.values():
@@ -106,10 +106,10 @@ def openapi_document(
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         operations = paths.setdefault(re.sub(r"{(\w+):\w+}", r"{\1}", route.path), {})
-        kinds_here = BODIES.get(route.path), ANSWERS.get(route.path)
-        body, answer = (by_kind[kind] if kind is not None else None for kind in kinds_here)
+        kinds_here = BODIES.get(route.path), RESPONSES.get(route.path)
+        body, response = (by_kind[kind] if kind is not None else None for kind in kinds_here)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(route, body, answer, with_keys)
+            operations[method.lower()] = _operation(route, body, response, with_keys)
     components: dict[str, Any] = {"schemas": {**schemas, "Error": ERROR_SCHEMA}}
     if with_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -188,15 +188,15 @@ def _add_limits(properties: dict[str, Any], limits: dict[str, dict[str, Any]]) -
 
 
 def _operation(
-    route: Route, body: dict[str, Any] | None, answer: dict[str, Any] | None, with_keys: bool
+    route: Route, body: dict[str, Any] | None, response: dict[str, Any] | None, with_keys: bool
 ) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     names = re.findall(r"{(\w+)", route.path)
     statuses = [*ANYWHERE, *(WITH_BODY if body else ()), *(["404"] if names else [])]
     statuses += ["504"] if route.path in GENERATING else []
-    answers = {"200": {"description": "the answer", **_content(route.path, answer)}}
-    answers |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
-    operation: dict[str, Any] = {"responses": answers}
+    responses = {"200": {"description": "the response", **_content(route.path, response)}}
+    responses |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
+    operation: dict[str, Any] = {"responses": responses}
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     if names:
@@ -208,12 +208,12 @@ def _operation(
     return operation
 
 
-def _content(path: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+def _content(path: str, response: dict[str, Any] | None) -> dict[str, Any]:
     if path in EMPTY_PATHS:
         return {}
     if path in TEXT_PATHS:
         return {"content": {TEXT_PATHS[path]: {"schema": {"type": "string"}}}}
-    content: dict[str, Any] = {"application/json": {"schema": answer or {"type": "object"}}}
+    content: dict[str, Any] = {"application/json": {"schema": response or {"type": "object"}}}
     if path in GENERATING:
         content["text/event-stream"] = {}
     return {"content": content}

@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.config import ModelConfig
 from quire.config.server import ServerConfig
-from quire.entrypoints.openai.errors import bad_request, not_available, refused_value
+from quire.entrypoints.http.errors import bad_request, not_available, refused_value
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from quire.entrypoints.openai.structured import structured_outputs
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -54,7 +54,7 @@ class ParamsBuilder:
         given = self._given(request)
         limit = self.completion_max_tokens if request.max_tokens is None else request.max_tokens
         if request.echo and limit == 0:
-            limit = 1  # the prompt is all that is wanted; what is generated is left out of the answer
+            limit = 1  # the prompt is all that is wanted; what is generated is left out of the response
         given["max_tokens"] = limit
         if request.logprobs is not None:
             if request.logprobs < -1:

@@ -63,7 +63,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None  # for logits processors of users
 
-    # The form of the answer: see structured.py
+    # The form of the response: see structured.py
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -149,7 +149,3 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[TokenId]
     model: str | None = None
     skip_special_tokens: bool | None = None
-
-
-class AbortRequest(msgspec.Struct, kw_only=True):
-    request_ids: list[str]

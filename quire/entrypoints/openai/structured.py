@@ -1,8 +1,8 @@
-"""The fields that give the answer a form: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+"""The fields that give the response a form: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
 
 from typing import Any
 
-from quire.entrypoints.openai.errors import bad_request, refused_value
+from quire.entrypoints.http.errors import bad_request, refused_value
 from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.messages.checks import shown
 from quire.messages.structured import FIELDS, StructuredOutputsParams, as_structured
@@ -24,7 +24,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | 
     if not given:
         return None
     if len(given) > 1:
-        raise bad_request(f"{' and '.join(given)} each give the answer a form; send only one of them", given[-1])
+        raise bad_request(f"{' and '.join(given)} each give the response a form; send only one of them", given[-1])
     name = given[0]
     try:
         return _build(name, getattr(request, name), request)

@@ -12,8 +12,8 @@ import openai
 
 from quire.bench.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
-from quire.entrypoints.openai import build_app
-from quire.entrypoints.openai.server import Server, base_url, bind
+from quire.entrypoints.http.app import build_app
+from quire.entrypoints.http.server import Server, base_url, bind
 
 TEXT = " one two three four five six seven eight nine ten eleven twelve"
 MODEL = "stub"

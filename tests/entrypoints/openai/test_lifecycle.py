@@ -10,7 +10,7 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.engine.async_engine import EngineStalledError
-from quire.entrypoints.openai.server import bind
+from quire.entrypoints.http.server import bind
 from quire.messages.requests import ErrorKind, FinishReason, RequestError
 from tests.entrypoints.openai.processes import resident
 from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
@@ -60,7 +60,7 @@ def test_the_death_of_an_engine_is_told_to_everyone(slow: Running) -> None:
 
 
 def test_requests_to_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.entrypoints.openai.server.TICKS_PER_CHECK", 10**9)  # it would end the server
+    monkeypatch.setattr("quire.entrypoints.http.server.TICKS_PER_CHECK", 10**9)  # it would end the server
     with running(stub_engine()) as server:
         server.in_loop(lambda: setattr(server.engine, "dead", "gone"))
         for answer in (server.post("/v1/completions", ENDLESS), server.get("/health"), server.get("/ready")):

@@ -9,8 +9,8 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.engine.input_processor import InputProcessor
-from quire.entrypoints.openai.context import ServerContext
-from quire.entrypoints.openai.errors import ApiError
+from quire.entrypoints.http.context import ServerContext
+from quire.entrypoints.http.errors import ApiError
 from quire.messages.requests import SchedulerStats
 from quire.tokenizer.tokenizer import Tokenizer
 from tests.entrypoints.openai.running import Running, running, stub_engine

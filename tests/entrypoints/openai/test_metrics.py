@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import CacheConfig
 from quire.engine.metrics import HELP, Counter, cache_config_info
-from quire.entrypoints.openai.http_metrics import prometheus_text
+from quire.entrypoints.http.metrics import prometheus_text
 from tests.entrypoints.openai.running import MODEL, Running
 
 ROOT = Path(__file__).parents[3]

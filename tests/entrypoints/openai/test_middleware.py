@@ -7,7 +7,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig, load_api_keys
-from quire.entrypoints.openai.middleware import import_middleware
+from quire.entrypoints.http.middleware import import_middleware
 from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3}

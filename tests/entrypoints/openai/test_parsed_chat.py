@@ -12,7 +12,7 @@ import pytest
 
 from quire.bench.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
-from quire.entrypoints.reasoning import TagFormat
+from quire.entrypoints.parsers.reasoning import TagFormat
 from quire.messages.requests import EngineCoreRequest
 from tests.entrypoints.openai.running import MODEL, Running, running
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.entrypoints.openai.rate_limit import Windows
+from quire.entrypoints.http.rate_limit import Windows
 
 
 class Clock:

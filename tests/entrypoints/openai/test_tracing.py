@@ -128,5 +128,5 @@ def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nothing_is_imported_unless_asked_for() -> None:
-    program = "import sys, quire.entrypoints.openai.app; print([m for m in sys.modules if 'opentelemetry' in m])"
+    program = "import sys, quire.entrypoints.http.app; print([m for m in sys.modules if 'opentelemetry' in m])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.text_parser import Chain, ParsedDelta, TextParser
-from quire.entrypoints.reasoning import FORMATS, TagFormat, reasoning_format
-from quire.entrypoints.reasoning.tags import MAX_BLANK
+from quire.entrypoints.parsers.base import Chain, ParsedDelta, TextParser
+from quire.entrypoints.parsers.reasoning import FORMATS, TagFormat, reasoning_format
+from quire.entrypoints.parsers.reasoning.tags import MAX_BLANK
 from tests.properties import SEARCH
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.entrypoints.openai.text_parser import ParsedDelta, TextParser
-from quire.entrypoints.openai.tools.registry import tool_parser
+from quire.entrypoints.parsers.base import ParsedDelta, TextParser
+from quire.entrypoints.parsers.tools.registry import tool_parser
 
 WEATHER = {
     "type": "object",

@@ -251,7 +251,7 @@ def test_ids() -> None:
 
 
 def test_arguments_stream_as_they_come() -> None:
-    from quire.entrypoints.openai.tools.registry import tool_parser
+    from quire.entrypoints.parsers.tools.registry import tool_parser
 
     parser = tool_parser("hermes")([])
     assert parser.feed('<tool_call>{"name": "f", "argu').tool_calls == []

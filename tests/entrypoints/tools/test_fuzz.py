@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.entrypoints.openai.tools.forced import NamedParser, RequiredParser
-from quire.entrypoints.openai.tools.reader import Reader
-from quire.entrypoints.openai.tools.registry import BUILT_IN, tool_parser
+from quire.entrypoints.parsers.tools.forced import NamedParser, RequiredParser
+from quire.entrypoints.parsers.tools.reader import Reader
+from quire.entrypoints.parsers.tools.registry import BUILT_IN, tool_parser
 from tests.entrypoints.tools.parsed import TOOLS, Result, parse
 from tests.entrypoints.tools.rendered import UNQUOTED, WRITERS, Call, as_json, listed
 from tests.properties import SEARCH

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from quire.entrypoints.openai.tools.base import MAX_CALLS, MAX_NAME
-from quire.entrypoints.openai.tools.reader import Reader
-from quire.entrypoints.openai.tools.registry import BUILT_IN, tool_parser
+from quire.entrypoints.parsers.tools.base import MAX_CALLS, MAX_NAME
+from quire.entrypoints.parsers.tools.reader import Reader
+from quire.entrypoints.parsers.tools.registry import BUILT_IN, tool_parser
 from tests.entrypoints.tools.parsed import TOOLS, cuts, parse, same_in_pieces, whole
 from tests.entrypoints.tools.test_formats import CASES, Case
 

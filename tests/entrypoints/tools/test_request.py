@@ -8,11 +8,11 @@ import jsonschema
 import pytest
 
 from quire.config.server import ServerConfig
-from quire.entrypoints.openai.errors import ApiError
+from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.openai.protocol import ChatRequest
-from quire.entrypoints.openai.tools.registry import known_parsers, tool_parser
-from quire.entrypoints.openai.tools.request import ToolSetup, ToolUse
-from quire.entrypoints.openai.tools.validation import MAX_SCHEMA_BYTES
+from quire.entrypoints.openai.tool_request import ToolSetup, ToolUse
+from quire.entrypoints.openai.tool_validation import MAX_SCHEMA_BYTES
+from quire.entrypoints.parsers.tools.registry import known_parsers, tool_parser
 from quire.messages.sampling_params import SamplingParams
 from tests.entrypoints.tools.parsed import TOOLS, Result, cuts, parse
 
@@ -213,7 +213,7 @@ def test_all_parsers_can_be_made() -> None:
 
 
 PLUGIN = '''
-from quire.entrypoints.openai.tools import ToolParser, register_tool_parser
+from quire.entrypoints.parsers.tools import ToolParser, register_tool_parser
 
 @register_tool_parser("shouting")
 class Shouting(ToolParser):

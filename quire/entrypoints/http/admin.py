@@ -1,0 +1,95 @@
+"""The endpoints of operators: health, metrics, load, and those of --enable-admin."""
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.engine.async_engine import EngineDeadError
+from quire.engine.metrics import combined
+from quire.entrypoints.http.context import ServerContext
+from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
+from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
+
+Handler = Callable[[Request], Awaitable[Response]]
+SECRETS = ("api_key", "ssl_keyfile_password")
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    request_ids: list[str]
+
+
+class AdminEndpoints:
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.engine = context.engine
+
+    def routes(self) -> list[Route]:
+        routes: list[tuple[str, Handler, tuple[str, ...]]] = [
+            ("/health", self.health, ("GET",)),
+            ("/ready", self.ready, ("GET",)),
+            ("/ping", self.health, ("GET", "POST")),
+            ("/version", self.version, ("GET",)),
+            ("/metrics", self.metrics, ("GET",)),
+            ("/load", self.load, ("GET",)),
+        ]
+        if self.context.config.enable_admin:
+            routes += [
+                ("/reset_prefix_cache", self.reset_prefix_cache, ("POST",)),
+                ("/abort_requests", self.abort_requests, ("POST",)),
+                ("/server_info", self.server_info, ("GET",)),
+            ]
+        return [Route(path, handler, methods=list(methods)) for path, handler, methods in routes]
+
+    async def health(self, request: Request) -> Response:
+        try:
+            await self.engine.check_health()
+        except EngineDeadError:
+            raise engine_dead() from None
+        return Response(status_code=200)
+
+    async def ready(self, request: Request) -> Response:
+        """Unlike /health also 503 while the server shuts down, so that no new work is sent to it."""
+        if self.context.draining:
+            return Response(status_code=503)
+        return await self.health(request)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        others = await self.context.peers.metrics()
+        if others is None:  # a sum without them would look like a restart
+            raise overloaded("an API process of this server does not answer", 1)
+        metrics = combined([self.context.own_metrics(), *others])
+        return Response(prometheus_text(metrics), headers={"content-type": CONTENT_TYPE})
+
+    async def load(self, request: Request) -> Response:
+        stats, jobs = self.engine.stats, self.context.peers.num_jobs
+        shape = {"server_load": jobs, "running": stats.num_running, "waiting": stats.num_waiting}
+        return json_response(shape)
+
+    # For administrators
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        return json_response({"reset": await self.engine.reset_prefix_cache()})
+
+    async def abort_requests(self, http: Request) -> Response:
+        request, _ = await self.context.bodies.read(http.scope, http.receive, AbortRequest)
+        aborted = await self.context.abort(request.request_ids)
+        aborted += await self.context.peers.abort(request.request_ids)
+        return json_response({"aborted": aborted})
+
+    async def server_info(self, request: Request) -> Response:
+        server = dataclasses.asdict(self.context.config)
+        server |= {name: "hidden" for name in SECRETS if server[name]}
+        engine = dataclasses.asdict(self.context.engine_config)
+        engine["model"].pop("hf_config", None)
+        state = await self.engine.get_state()
+        state["front_end"]["jobs"] = len(self.context.jobs)
+        shape = {"version": __version__, "model": self.engine.model_name, "server": server, "engine": engine}
+        return json_response(shape | {"state": state})

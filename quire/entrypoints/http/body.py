@@ -1,0 +1,164 @@
+"""A request's body: read and decoded within its limits, and checked for fields that nobody knows."""
+
+import asyncio
+import difflib
+import functools
+import logging
+import re
+from collections.abc import Collection
+from typing import TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from quire.config.server import ServerConfig
+from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
+from quire.entrypoints.http.json_scan import JsonCounts, count_json
+
+logger = logging.getLogger("quire")
+
+SCANNED_BYTES = 1 << 16  # a smaller body cannot hold enough to matter
+DEFAULT_VALUES = 1 << 18
+MAX_WARNINGS = 1000  # names come from outside, so remembering them has to end
+MAX_HINTS = 4  # in one request
+UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ClientDisconnected(Exception):
+    """Nobody is left to answer."""
+
+
+class BodyReader:
+    """Bodies as requests, within the limits of one body and of all that are being read."""
+
+    def __init__(self, config: ServerConfig, max_model_len: int) -> None:
+        self.max_bytes = config.max_request_bytes
+        self.max_total = config.max_request_bytes_in_all
+        self.seconds = config.timeout_request_body
+        values = config.max_request_values or max(DEFAULT_VALUES, 2 * max_model_len)
+        most = JsonCounts(values, config.max_request_objects, config.max_request_fields)
+        self.decoder = BodyDecoder(config.strict_fields, most)
+        self._held = 0  # bytes that have arrived, of bodies that are not decoded yet
+
+    async def read(self, scope: Scope, receive: Receive, into: type[T]) -> tuple[T, int]:
+        """The request, and how many bytes it came in."""
+        arrived = bytearray()
+        try:
+            await self._read(scope, receive, arrived)
+            return await self.decoder.decode(bytes(arrived), into), len(arrived)
+        finally:
+            self._held -= len(arrived)
+
+    async def _read(self, scope: Scope, receive: Receive, arrived: bytearray) -> None:
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdigit() and int(declared) > self.max_bytes:
+            raise _too_large(self.max_bytes)
+        try:
+            # One that stops in the middle must not hold its connection for ever.
+            async with asyncio.timeout(self.seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    part = message.get("body", b"")
+                    arrived += part
+                    self._held += len(part)
+                    if len(arrived) > self.max_bytes:
+                        raise _too_large(self.max_bytes)
+                    if self._held > self.max_total:
+                        full = f"request bodies fill {self.max_total} bytes already (--max-request-bytes-in-all)"
+                        raise overloaded(full, 1, {"Connection": "close"})
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            late = f"the body did not arrive within {self.seconds:g} seconds (--timeout-request-body)"
+            raise ApiError(408, late, code="timeout", headers={"Connection": "close"}) from None
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the request body is larger than {limit} bytes (--max-request-bytes)"
+    # What is left of the body will not be read, so the connection cannot be used again.
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+class BodyDecoder:
+    """From bytes to a request, without building more than the limits allow."""
+
+    def __init__(self, strict: bool, limits: JsonCounts) -> None:
+        self.strict = strict
+        self.limits = limits
+        self._warned: set[str] = set()
+
+    async def decode(self, body: bytes, into: type[T]) -> T:
+        if len(body) > SCANNED_BYTES:
+            self._check(await asyncio.to_thread(count_json, body, self.limits))
+        try:
+            try:
+                return msgspec.json.decode(body, type=_without_unknown(into))
+            except msgspec.ValidationError as error:
+                unknown = UNKNOWN.search(str(error))
+                if unknown is None:
+                    raise
+            request = msgspec.json.decode(body, type=into)
+            names: Collection[str] = (unknown[1],)  # the first of them, which has to do for a large body
+            if len(body) <= SCANNED_BYTES:
+                names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+        except msgspec.ValidationError as error:
+            raise _wrong_type(str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        except RecursionError:
+            raise bad_request("the body is nested too deeply", code="invalid_json") from None
+        self._check(JsonCounts(fields=len(names)))
+        self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
+        return request
+
+    def _check(self, found: JsonCounts) -> None:
+        for count, most, what, flag in (
+            (found.fields, self.limits.fields, "fields", "--max-request-fields"),
+            (found.containers, self.limits.containers, "lists and objects", "--max-request-objects"),
+            (found.values, self.limits.values, "values", "--max-request-values"),
+        ):
+            if count > most:
+                raise bad_request(f"the body holds more than {most} {what} ({flag})", code="request_too_large")
+
+    def _unknown(self, names: list[str], known: tuple[str, ...]) -> None:
+        new = [name[:64] for name in names if name[:64] not in self._warned]
+        hints = {name: _hint(name, known) for name in new[:MAX_HINTS]}  # looking for one takes a millisecond
+        if self.strict and names:
+            shown = names[0][:64]
+            hint = hints.get(shown) or _hint(shown, known)
+            raise bad_request(f"unknown field {shown!r}{hint}", param=shown, code="unknown_field")
+        for name, hint in hints.items():
+            if len(self._warned) < MAX_WARNINGS:
+                self._warned.add(name)
+                logger.warning("a request has the unknown field %r, which is ignored%s", name, hint)
+
+
+@functools.cache
+def _without_unknown(into: type[T]) -> type[T]:
+    return msgspec.defstruct(f"Known{into.__name__}", [], bases=(into,), forbid_unknown_fields=True)  # type: ignore[return-value]
+
+
+def _hint(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _wrong_type(message: str) -> ApiError:
+    """msgspec says: Expected `int`, got `str` - at `$.max_tokens`."""
+    missing = re.search(r"missing required field `(\w+)`", message)
+    if missing:
+        return bad_request(f"{missing[1]} is required", missing[1], "missing_field")
+    found = FIELD.search(message)
+    what, _, where = message.partition(" - at ")
+    if found is None:
+        if where in ("", "`$`"):
+            return bad_request(f"the body must be a JSON object; {what}", code="invalid_json")
+        return bad_request(message)
+    place = where.strip("`").removeprefix("$.")
+    return bad_request(f"{place}: {what[:1].lower()}{what[1:]}".replace("`", ""), found[1], "invalid_type")

@@ -1,0 +1,146 @@
+"""Small ASGI layers around the endpoints, each of which can be understood alone."""
+
+import asyncio
+import hashlib
+import hmac
+import importlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.entrypoints.http.body import ClientDisconnected
+from quire.entrypoints.http.errors import ApiError, as_api_error
+from quire.entrypoints.http.metrics import HttpMetrics
+
+access_logger = logging.getLogger("quire.access")
+
+# Answered without a key and without a rate limit, for the probes of load balancers.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
+
+
+def path_of(scope: Scope) -> str:
+    """The path as routes spell it, without --root-path."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+class Tracking:
+    """Request ids in and out, counters, and the access log."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: HttpMetrics, routes: Iterable[str], log: bool, unlogged: frozenset[str]
+    ) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.routes = frozenset(routes)
+        self.log = log
+        self.unlogged = unlogged
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        if CLIENT_REQUEST_ID.fullmatch(given):
+            scope["quire.client_request_id"] = given
+        request_id = scope["quire.request_id"] = scope.get("quire.client_request_id") or uuid.uuid4().hex
+        status = 499  # the client left before an answer began
+        began = time.perf_counter()
+
+        async def send_start(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self.metrics.in_progress += 1
+        try:
+            await self.app(scope, receive, send_start)
+        finally:
+            self.metrics.in_progress -= 1
+            self._ended(scope, status, time.perf_counter() - began)
+
+    def _ended(self, scope: Scope, status: int, seconds: float) -> None:
+        path, method = path_of(scope), scope["method"]
+        handler = path if path in self.routes else "other"
+        self.metrics.ended(method if method in METHODS else "other", handler, status, seconds)
+        if self.log and path not in self.unlogged:
+            client = scope["client"][0] if scope.get("client") else "-"
+            raw = scope.get("raw_path", b"").decode("latin-1")  # still percent-encoded, so it cannot break the line
+            text = '%s "%s %s" %d %.1f ms %s'
+            access_logger.info(text, client, method, raw, status, 1e3 * seconds, scope["quire.request_id"])
+
+
+class Errors:
+    """Whatever is raised within becomes an answer, in the shape of the path's dialect."""
+
+    def __init__(self, app: ASGIApp, bodies: Mapping[str, Callable[[ApiError], bytes]] | None = None) -> None:
+        self.app = app
+        self.bodies = bodies or {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noting)
+        except ClientDisconnected:
+            pass
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic of a Rust library
+            answer = as_api_error(error, scope)
+            if not started:
+                body = self.bodies.get(path_of(scope))
+                await answer.response(body)(scope, receive, send)
+
+
+class ApiKeys:
+    """`Authorization: Bearer KEY` for everything but OPEN_PATHS. Every key is compared, each in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app = app
+        self.digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            given = _digest(key.strip().encode("latin-1"))  # the header's own bytes
+            matches = [hmac.compare_digest(given, digest) for digest in self.digests]
+            if scheme.lower() != "bearer" or not any(matches):
+                missing = "no API key was sent; use the header Authorization: Bearer KEY"
+                message = "the API key is not known" if key else missing
+                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            scope["quire.key"] = given
+        await self.app(scope, receive, send)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def import_middleware(place: str) -> Any:
+    """`module:Class`, a class that takes the app."""
+    module, _, name = place.partition(":")
+    if not module or not name:
+        raise ValueError(f"middleware {place!r} must be written module:Class (--middleware)")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"middleware {place!r} cannot be imported: {error} (--middleware)") from error

@@ -1,0 +1,161 @@
+"""What the supervisor of a server and its API processes say to each other, over a socket pair for each process."""
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from quire.engine.metrics import Counter, Gauge, Histogram, Metric
+
+LENGTH = struct.Struct("<I")
+
+
+class RateLimitExceeded(msgspec.Struct, tag=True):
+    """A rate limit is used up."""
+
+    kind: str
+    message: str
+    seconds_left: float
+
+
+class GetMetrics(msgspec.Struct, tag=True):
+    pass
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class Metrics(msgspec.Struct, tag=True):
+    counters: list[Counter]
+    gauges: list[Gauge]
+    histograms: list[Histogram]
+
+    @classmethod
+    def of(cls, metrics: list[Metric]) -> "Metrics":
+        return cls(
+            [metric for metric in metrics if isinstance(metric, Counter)],
+            [metric for metric in metrics if isinstance(metric, Gauge)],
+            [metric for metric in metrics if isinstance(metric, Histogram)],
+        )
+
+    def all(self) -> list[Metric]:
+        return [*self.counters, *self.gauges, *self.histograms]
+
+
+class Aborted(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+Question = GetMetrics | Abort
+Reply = Metrics | Aborted
+
+
+# From an API process
+
+
+class Started(msgspec.Struct, tag=True):
+    """It listens."""
+
+    model_name: str
+    summary: list[str]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """It cannot start."""
+
+    cause: str
+
+
+class AskPeers(msgspec.Struct, tag=True):
+    """A question for all the other API processes."""
+
+    number: int
+    question: Question
+
+
+class PeerReply(msgspec.Struct, tag=True):
+    number: int
+    reply: Reply
+
+
+class RateLimitRequest(msgspec.Struct, tag=True):
+    """May this client have so many more requests?"""
+
+    number: int
+    client: bytes
+    count: int
+
+
+class TokensUsed(msgspec.Struct, tag=True):
+    client: bytes
+    tokens: int
+
+
+# To an API process
+
+
+class PeerQuestion(msgspec.Struct, tag=True):
+    number: int
+    question: Question
+
+
+class PeerReplies(msgspec.Struct, tag=True):
+    number: int
+    replies: list[Reply]
+    complete: bool  # whether all have answered in time
+
+
+class RateLimitReply(msgspec.Struct, tag=True):
+    number: int
+    refusal: RateLimitExceeded | None
+
+
+class Drain(msgspec.Struct, tag=True):
+    """Admit no more requests, let those that run end, then end."""
+
+
+class End(msgspec.Struct, tag=True):
+    """End now: a part of the server has died. `engine_cause` is set if that was the engine."""
+
+    engine_cause: str | None
+
+
+FromApi = Started | Failed | AskPeers | PeerReply | RateLimitRequest | TokensUsed
+ToApi = PeerQuestion | PeerReplies | RateLimitReply | Drain | End
+
+
+class MessageChannel:
+    """Messages over a stream socket, each with its length in front."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
+        """`received` is the union of messages that this side takes."""
+        self._reader = reader
+        self._writer = writer
+        self._decoder = msgspec.msgpack.Decoder(received)
+
+    @classmethod
+    async def over(cls, sock: socket.socket, received: Any) -> "MessageChannel":
+        return cls(*await asyncio.open_unix_connection(sock=sock), received)
+
+    def send(self, message: Any) -> None:
+        """A side that has gone hears nothing; its end is noticed elsewhere."""
+        self._writer.write(frame(message))
+
+    async def receive(self) -> Any | None:
+        """None when the other side has gone."""
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            return self._decoder.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def frame(message: Any) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(data)) + data

@@ -1,0 +1,110 @@
+"""So many requests, and so many tokens, per interval for each client."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.config.server import ServerConfig
+from quire.entrypoints.http.errors import ApiError, retry
+from quire.entrypoints.http.middleware import OPEN_PATHS, path_of
+from quire.entrypoints.http.process_messages import RateLimitExceeded
+
+MAX_CLIENTS = 65536  # remembered; the one not seen for longest is forgotten first
+
+
+@dataclass(slots=True)
+class Window:
+    began: float
+    requests: int = 0
+    tokens: int = 0
+
+
+class Limiter(Protocol):
+    async def take(self, client: bytes, count: int) -> RateLimitExceeded | None:
+        """So many more requests of this client, unless they are refused."""
+        ...
+
+    def charge(self, client: bytes, tokens: int) -> None: ...
+
+
+class Windows:
+    """What each client has used of its interval. Tokens are known only at the end of a request: who has used up an
+    interval's waits for the next one."""
+
+    def __init__(
+        self,
+        interval: float,
+        requests: int | None,
+        tokens: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.interval = interval
+        self.requests = requests
+        self.tokens = tokens
+        self.clock = clock
+        self.windows: OrderedDict[bytes, Window] = OrderedDict()
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "Windows | None":
+        """None if nothing is limited."""
+        if config.rate_limit_requests is None and config.rate_limit_token is None:
+            return None
+        return cls(config.rate_limit_interval, config.rate_limit_requests, config.rate_limit_token)
+
+    async def take(self, client: bytes, count: int) -> RateLimitExceeded | None:
+        return self.take_now(client, count)
+
+    def take_now(self, client: bytes, count: int = 1) -> RateLimitExceeded | None:
+        """A request counts as many times as it has sequences."""
+        window = self._window(client)
+        for kind, used, more, limit in (
+            ("requests", window.requests, count, self.requests),
+            ("tokens", window.tokens, 1, self.tokens),
+        ):
+            if limit is not None and used + more > limit:
+                asked = f" and {more} asked for" if more > 1 else ""
+                message = f"{used} {kind} used{asked} within {self.interval:g} seconds; the limit is {limit}"
+                return RateLimitExceeded(kind, message, window.began + self.interval - self.clock())
+        window.requests += count
+        return None
+
+    def charge(self, client: bytes, tokens: int) -> None:
+        self._window(client).tokens += tokens
+
+    def _window(self, client: bytes) -> Window:
+        now = self.clock()
+        window = self.windows.get(client)
+        if window is None or now - window.began >= self.interval:
+            window = self.windows[client] = Window(now)
+        self.windows.move_to_end(client)
+        if len(self.windows) > MAX_CLIENTS:
+            self.windows.popitem(last=False)
+        return window
+
+
+class RateLimit:
+    """A client is an API key, or an address where there are no keys."""
+
+    def __init__(self, app: ASGIApp, limiter: Limiter) -> None:
+        self.app = app
+        self.limiter = limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
+            address = scope["client"][0] if scope.get("client") else ""
+            client: bytes = scope.get("quire.key") or address.encode()
+
+            async def take(count: int) -> None:
+                refusal = await self.limiter.take(client, count)
+                if refusal is not None:
+                    headers = retry(refusal.seconds_left)
+                    raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
+
+            await take(1)
+            scope["quire.take"] = take
+            scope["quire.charge"] = lambda tokens: self.limiter.charge(client, tokens)
+        await self.app(scope, receive, send)

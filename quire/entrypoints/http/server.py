@@ -1,0 +1,171 @@
+"""Running the application: the socket, the signals, and an orderly end."""
+
+import asyncio
+import contextlib
+import errno
+import functools
+import json
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from quire.config.server import ServerConfig
+from quire.engine.async_engine import EngineDeadError, EngineStalledError
+from quire.entrypoints.http.connection import connection_factory
+from quire.entrypoints.http.context import ServerContext
+
+logger = logging.getLogger("quire")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BACKLOG = 2048
+GRACE = 2.0  # seconds for the last bytes of requests that were ended
+TICKS_PER_CHECK = 5  # uvicorn's, of a tenth of a second
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Take the port before anything slow happens. It does not listen yet, so early clients are refused, not kept
+    waiting."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ValueError(f"host {config.host!r} is not an address of this machine: {error.strerror} (--host)") from None
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        where = f"{config.host}:{config.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"{where} is in use; stop what listens there, or choose another port (--port)") from None
+        raise ValueError(f"cannot listen on {where}: {error.strerror} (--host, --port)") from None
+    return sock
+
+
+def base_url(sock: socket.socket, config: ServerConfig) -> str:
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if config.ssl_certfile else 'http'}://{shown}:{port}{config.root_path}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with our order of events at the end. `exit_code` is 1 if the engine died, `failure` says how."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        config: ServerConfig,
+        ready: Callable[[], None] | None = None,
+        *,
+        supervised: bool = False,
+    ) -> None:
+        """`ready` is called in the event loop when the server listens. A supervised server leaves signals, and words
+        about the end, to its supervisor."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=connection_factory(config),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                root_path=config.root_path,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile_password=config.ssl_keyfile_password,
+                timeout_keep_alive=config.timeout_keep_alive,
+                timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE + 1),
+            )
+        )
+        self.context: ServerContext = app.state.context
+        self.drain_seconds = config.shutdown_timeout
+        self.ready = ready
+        self.supervised = supervised
+        self.exit_code = 0
+        self.failure: str | None = None
+        self.signal = 0  # the second one, if that ended the server
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.ready is not None:
+            self.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.context.note_load()
+        if counter % TICKS_PER_CHECK == 0 and not self.should_exit:
+            try:
+                await self.context.engine.check_health()
+            except EngineDeadError as error:
+                self.fail(str(error))
+            except EngineStalledError:
+                pass  # it may recover; until then /health says so
+        return await super().on_tick(counter)
+
+    def fail(self, engine_cause: str | None) -> None:
+        """A part of the server has died: every request ends with an error, and then the server."""
+        if engine_cause is not None:
+            self.failure = f"the engine has died: {engine_cause}"
+            if not self.supervised:
+                logger.error(self.failure)
+        self.exit_code, self.should_exit = 1, True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.context.draining = True
+        loop, seconds = asyncio.get_running_loop(), 0.0 if self.exit_code else self.drain_seconds
+        open_requests = len(self.context.jobs)
+        if open_requests and not self.exit_code:
+            logger.info("shutting down; %d requests have %g s to end", open_requests, seconds)
+        # A client that does not even read its error cannot hold up the end.
+        end = functools.partial(self.context.abort_all, engine_died=self.failure is not None)
+        timers = [loop.call_later(seconds, end), loop.call_later(seconds + GRACE, self._force)]
+        await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
+        if self.context.tracer is not None and not self.force_exit:
+            await asyncio.to_thread(self.context.tracer.close)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second leaves at once."""
+        if self.should_exit:
+            self.force_exit, self.signal = True, sig
+        self.should_exit = True
+
+    def _force(self) -> None:
+        self.force_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        # uvicorn would raise the signal again afterwards, which ends the process before its engine is shut down.
+        if self.supervised or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in signals_to_act_on()}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def signals_to_act_on() -> list[signal.Signals]:
+    """Not those that the server was started to ignore, as `nohup` does with SIGHUP."""
+    return [sig for sig in SIGNALS if signal.getsignal(sig) is not signal.SIG_IGN]
+
+
+def announce(url: str, name: str) -> None:
+    logger.info("serving %s at %s/v1", name, url)
+    message = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    logger.info("try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'", url, message)

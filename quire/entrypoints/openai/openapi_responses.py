@@ -1,0 +1,184 @@
+"""What the endpoints return, for the OpenAPI document only: responses themselves are joined from bytes.
+
+A test compares these shapes with real responses.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Lists side by side, an entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatToken(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprobs(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | None
+    refusal: None
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Model(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[Model]
+
+
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(msgspec.Struct):
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Load(msgspec.Struct):
+    server_load: int
+    running: int
+    waiting: int
+
+
+class CacheReset(msgspec.Struct):
+    reset: bool
+
+
+class Aborted(msgspec.Struct):
+    aborted: list[str]
+
+
+class State(msgspec.Struct):
+    """What is held right now: requests, streams, blocks."""
+
+    front_end: dict[str, int]
+    core: dict[str, int]
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    model: str
+    server: dict[str, Any]
+    engine: dict[str, Any]
+    state: State
+
+
+RESPONSES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": Completion,
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/models": ModelList,
+    "/v1/models/{name:path}": Model,
+    "/tokenize": Tokens,
+    "/detokenize": Text,
+    "/version": Version,
+    "/load": Load,
+    "/reset_prefix_cache": CacheReset,
+    "/abort_requests": Aborted,
+    "/server_info": ServerInfo,
+}

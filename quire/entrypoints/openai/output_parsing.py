@@ -1,0 +1,101 @@
+"""Which parsers a response's text goes through, and what they need of the engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.entrypoints.http.errors import bad_request
+from quire.entrypoints.openai.tool_request import ToolUse
+from quire.entrypoints.parsers.base import Chain, TextParser
+from quire.entrypoints.parsers.reasoning import ReasoningFormat, reasoning_format
+from quire.messages.sampling_params import ReasoningTokens, SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+BUDGET = "thinking_token_budget"
+MAX_BEFORE_START = 32  # tokens; reasoning that has not begun by then does not come
+
+
+class ReasoningSetup:
+    """A reasoning format in the tokens of a model."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+        self.format: ReasoningFormat = reasoning_format(name)
+        self.start = tokenizer.encode(self.format.start, add_special_tokens=False)
+        self.end = tokenizer.encode(self.format.end, add_special_tokens=False)
+        special = (tokenizer.special_id(marker) for marker in self.format.markers)
+        self.visible = sorted({token for token in special if token is not None})
+        ends = [tokenizer.encode(end, add_special_tokens=False) for end in self.format.end_markers]
+        # Tags of several tokens have other tokens beside other text, so they are not counted by.
+        self.end_ids = frozenset(ids[0] for ids in ends if len(ids) == 1)
+        self.countable = len(self.start) == 1 and len(self.end) == 1
+
+    def adjust(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
+        """What the engine has to know: grammars begin after the reasoning, a thinking budget ends it."""
+        if params.thinking_token_budget is not None and not self.countable:
+            tags = f"{self.format.start!r} and {self.format.end!r}"
+            raise bad_request(f"{BUDGET}: {tags} are not tokens of this model, so none are counted", BUDGET)
+        reasoning = ReasoningTokens(start=self.start, end=self.end, open=is_open)
+        visible = sorted({*params.visible_token_ids, *self.visible})
+        return params.with_known(reasoning=reasoning, visible_token_ids=visible)
+
+
+class ReasoningCount:
+    """Tokens of reasoning, without its tags."""
+
+    def __init__(self, start: int, ends: frozenset[int], is_open: bool | None) -> None:
+        self.start, self.ends = start, ends
+        self.inside = is_open is True
+        self.over = is_open is False
+        self.seen = 0
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """How many of these are reasoning."""
+        count = 0
+        for token in token_ids:
+            if self.over:
+                break
+            self.seen += 1
+            if token in self.ends:
+                self.over = True
+            elif token == self.start:
+                self.inside = True
+            elif self.inside:
+                count += 1
+            elif self.seen >= MAX_BEFORE_START:
+                self.over = True
+        return count
+
+
+@dataclass
+class OutputParsing:
+    """Of one request."""
+
+    reasoning: ReasoningSetup | None = None
+    continued: str | None = None  # the text of the response so far, where the request goes on with one
+    tools: ToolUse | None = None
+
+    def adjust(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        if self.tools is not None:
+            params = self.tools.adjust(params)
+        return params if self.reasoning is None else self.reasoning.adjust(params, self.is_open(prompt))
+
+    def is_open(self, prompt: str) -> bool | None:
+        """See ReasoningFormat.is_open()."""
+        if self.reasoning is None:
+            return False
+        if self.continued:
+            return self.reasoning.format.is_open(self.continued, goes_on=True)
+        return self.reasoning.format.is_open(prompt)
+
+    def parser(self, is_open: bool | None) -> TextParser:
+        """For one response."""
+        tools = self.tools.parser() if self.tools is not None else None
+        if self.reasoning is None:
+            assert tools is not None
+            return tools
+        first = self.reasoning.format.parser(is_open)
+        return first if tools is None else Chain(first, tools)
+
+    def count(self, is_open: bool | None) -> ReasoningCount | None:
+        if self.reasoning is None or not self.reasoning.countable:
+            return None
+        return ReasoningCount(self.reasoning.start[0], self.reasoning.end_ids, is_open)

@@ -1,0 +1,135 @@
+"""Chat responses whose text is parsed: reasoning and tool calls beside the content."""
+
+from typing import Any
+
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.entrypoints.openai.chat_response import ChatResponse
+from quire.entrypoints.openai.logprobs import LogprobFormat
+from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningCount
+from quire.entrypoints.openai.protocol import ChatRequest
+from quire.entrypoints.openai.response import encode
+from quire.entrypoints.parsers.base import ParsedDelta, TextParser, ToolCallDelta
+
+
+class ParsedChatResponse(ChatResponse):
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        fingerprint: str,
+        request: ChatRequest,
+        logprobs: LogprobFormat,
+        parsing: OutputParsing,
+    ) -> None:
+        super().__init__(id, model, fingerprint, request, logprobs)
+        self._plain = False
+        self.parsing = parsing
+        self.with_reasoning = request.include_reasoning is not False
+        self._parsers: dict[int, TextParser] = {}
+        self._counts: dict[int, ReasoningCount] = {}
+        self._called: set[int] = set()
+
+    def first_events(self, choice: int, place: int, output: RequestOutput) -> list[bytes]:
+        self._begin(choice, output)
+        return super().first_events(choice, place, output)
+
+    def _begin(self, choice: int, output: RequestOutput) -> TextParser:
+        is_open = self.parsing.is_open(output.prompt or "")
+        parser = self._parsers[choice] = self.parsing.parser(is_open)
+        count = self.parsing.count(is_open)
+        if count is not None:
+            self._counts[choice] = count
+        return parser
+
+    # Streams
+
+    def _full_event(self, index: int, completion: CompletionOutput) -> bytes:
+        self._count(index, completion)
+        deltas = self._deltas(index, self._parsers[index].feed(completion.text, completion.token_ids))
+        more = b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
+        if not deltas and (self.with_logprobs or more):
+            deltas = [{}]  # the tokens are told at once, even if their text is held back
+        events = []
+        for place, delta in enumerate(deltas):
+            first = place == 0
+            logprobs = encode(self.logprobs(index, completion)) if first and self.with_logprobs else b"null"
+            events.append(self.event(index, _delta(delta), logprobs, more=more if first else b""))
+        return b"".join(events)
+
+    def last_event(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        held = self._deltas(index, self._parsers[index].finish())
+        events = [self.event(index, _delta(delta)) for delta in held]
+        events.append(super().last_event(index, self._finish_reason(index, finish_reason), stop_reason))
+        return b"".join(events)
+
+    def _deltas(self, index: int, found: ParsedDelta) -> list[dict[str, Any]]:
+        """One for each kind of news: many clients look for one at a time."""
+        deltas: list[dict[str, Any]] = []
+        if found.reasoning and self.with_reasoning:
+            deltas.append({"reasoning": found.reasoning, "reasoning_content": found.reasoning})
+        if found.content:
+            deltas.append({"content": found.content})
+        for call in found.tool_calls:
+            self._called.add(index)
+            deltas.append({"tool_calls": [_call_delta(call)]})
+        return deltas
+
+    # Whole responses
+
+    def choice(self, index: int, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        parser = self._begin(index, output)
+        self._count(index, completion)
+        fed, held = parser.feed(completion.text, completion.token_ids), parser.finish()
+        calls = _whole_calls([*fed.tool_calls, *held.tool_calls])
+        if calls:
+            self._called.add(index)
+        content: str | None = self.before + fed.content + held.content
+        reasoning: str | None = fed.reasoning + held.reasoning if self.with_reasoning else None
+        if not content and (calls or fed.reasoning or held.reasoning):
+            content = None
+        shape = super().choice(index, place, output, completion)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if self.parsing.reasoning is not None or reasoning:
+            message |= {"reasoning": reasoning or None, "reasoning_content": reasoning or None}
+        shape["message"] = message | ({"tool_calls": calls} if calls else {})
+        shape["finish_reason"] = self._finish_reason(index, completion.finish_reason)
+        return shape
+
+    # Both
+
+    def _finish_reason(self, index: int, reason: Any) -> Any:
+        # OpenAI keeps "stop" where the request named the function.
+        named = isinstance(self.request.tool_choice, dict)
+        return "tool_calls" if reason == "stop" and index in self._called and not named else reason
+
+    def _count(self, index: int, completion: CompletionOutput) -> None:
+        if index in self._counts:
+            new = self._counts[index].add(completion.token_ids)
+            self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + new
+
+
+def _delta(shape: dict[str, Any]) -> bytes:
+    return b',"delta":' + encode(shape)
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: list[ToolCallDelta]) -> list[dict[str, Any]]:
+    calls: dict[int, ToolCallDelta] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        calls.setdefault(delta.index, delta)
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": "".join(arguments[index])},
+        }
+        for index, call in sorted(calls.items())
+    ]

@@ -1,0 +1,32 @@
+"""OpenAI's dialect: its endpoints, and vLLM's beside them."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.entrypoints.http.context import ServerContext
+from quire.entrypoints.http.dialect import Dialect
+from quire.entrypoints.http.errors import json_response
+from quire.entrypoints.openai.chat import ChatEndpoint
+from quire.entrypoints.openai.completions import CompletionEndpoint
+from quire.entrypoints.openai.models import ModelEndpoints
+from quire.entrypoints.openai.openapi import openapi_document
+from quire.entrypoints.openai.params import ParamsBuilder
+
+
+def routes(context: ServerContext) -> list[Route]:
+    params = ParamsBuilder(context.config, context.engine.max_model_len, context.engine_config.model)
+
+    async def openapi(request: Request) -> Response:
+        served = [route for route in request.app.routes if route.path != request.scope["path"]]
+        return json_response(openapi_document(served, context.config, context.model_names, context.has_keys))
+
+    return [
+        Route("/v1/completions", CompletionEndpoint(context, params), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(context, params), methods=["POST"]),
+        *ModelEndpoints(context).routes(),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    ]
+
+
+OPENAI = Dialect("openai", routes)

@@ -1,0 +1,122 @@
+"""What a chat request asks of tools: which are offered, whether they must be called, and who reads the calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.server import ServerConfig
+from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.openai.protocol import ChatRequest
+from quire.entrypoints.openai.tool_validation import check_tools, named_function
+from quire.entrypoints.parsers.base import ParsedDelta, TextParser
+from quire.entrypoints.parsers.tools.forced import NamedParser, RequiredParser
+from quire.entrypoints.parsers.tools.registry import ParserFactory, load_plugin, tool_parser
+from quire.entrypoints.parsers.tools.schema import arguments_schema, calls_schema
+from quire.messages.sampling_params import SamplingParams
+from quire.messages.structured import StructuredOutputsParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+NEEDS_FLAGS = (
+    'tool_choice "auto", which is the default with tools, needs a server started with --enable-auto-tool-choice and '
+    '--tool-call-parser; use "none", "required" or a named function'
+)
+
+
+class ToolSetup:
+    """Of a server."""
+
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+        self.max_tools = config.max_tools
+        self.factory: ParserFactory | None = None
+        if config.tool_parser_plugin is not None:
+            load_plugin(config.tool_parser_plugin)
+        if config.tool_call_parser is not None:
+            self.factory = tool_parser(config.tool_call_parser)
+        self.auto = config.enable_auto_tool_choice and self.factory is not None
+        markers = getattr(self.factory, "markers", ())
+        special = (tokenizer.special_id(marker) for marker in markers) if tokenizer is not None else ()
+        self.visible = sorted({token for token in special if token is not None})
+
+    def check(self, request: ChatRequest) -> None:
+        """Refuses what cannot be; tools that must not be called are not offered."""
+        check_tools(request.tools or [], self.max_tools)
+        name = named_function(request.tool_choice)
+        if name is not None or request.tool_choice == "required":
+            if not request.tools:
+                raise bad_request("tool_choice asks for a call, but tools offers no function", "tool_choice")
+            offered = [tool["function"]["name"] for tool in request.tools]
+            if name is not None and name not in offered:
+                raise bad_request(f"tool_choice names {name[:64]!r}, which is not in tools", "tool_choice")
+        elif request.tool_choice == "none":
+            request.tools = None
+        elif request.tools and not self.auto:
+            raise bad_request(NEEDS_FLAGS, "tool_choice")
+
+    def use(self, request: ChatRequest) -> "ToolUse | None":
+        """Of a request that was checked; None where no call is to be looked for."""
+        if not request.tools:
+            return None
+        name = named_function(request.tool_choice)
+        parallel = request.parallel_tool_calls is not False
+        if name is not None or request.tool_choice == "required":
+            return ToolUse(request.tools, parallel, name, None, [])
+        return ToolUse(request.tools, parallel, None, self.factory, self.visible)
+
+
+@dataclass
+class ToolUse:
+    """Of a request: a factory reads the model's own format; without one a grammar makes the calls."""
+
+    tools: Sequence[Mapping[str, Any]]
+    parallel: bool
+    name: str | None
+    factory: ParserFactory | None
+    visible: list[int]
+
+    def parser(self) -> TextParser:
+        """A new one, for one response."""
+        if self.factory is not None:
+            parser = self.factory(self.tools)
+            return parser if self.parallel else OneCall(parser)
+        return RequiredParser(self.tools) if self.name is None else NamedParser(self.name, self.tools)
+
+    def schema(self) -> dict[str, Any] | None:
+        """What the response has to be; None where the model decides."""
+        if self.factory is not None:
+            return None
+        if self.name is None:
+            return calls_schema(self.tools, self.parallel)
+        return arguments_schema(self.tools, self.name)
+
+    def adjust(self, params: SamplingParams) -> SamplingParams:
+        schema = self.schema()
+        if schema is None:
+            return params.with_known(visible_token_ids=sorted({*params.visible_token_ids, *self.visible}))
+        if params.structured_outputs is not None:
+            raise bad_request("tool_choice and structured output both want the form of the response", "tool_choice")
+        try:
+            # Where line breaks, or arguments of the model's own, are allowed anywhere, small models may write nothing
+            # else until their tokens run out.
+            form = StructuredOutputsParams(
+                json=schema, disable_any_whitespace=True, disable_additional_properties=True, field="tool_choice"
+            )
+            return params.replace(structured_outputs=form)
+        except ValueError as error:
+            raise refused_value(error, ("tool_choice",), "tool_choice") from None
+
+
+class OneCall:
+    """Leaves out all calls but the first: the request has parallel_tool_calls false."""
+
+    def __init__(self, parser: TextParser) -> None:
+        self.parser = parser
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta:
+        return self._first(self.parser.feed(text, token_ids))
+
+    def finish(self) -> ParsedDelta:
+        return self._first(self.parser.finish())
+
+    def _first(self, delta: ParsedDelta) -> ParsedDelta:
+        delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
+        return delta

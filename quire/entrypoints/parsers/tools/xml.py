@@ -1,0 +1,172 @@
+"""Formats that write each argument between tags, without quotes: its type comes from the function's schema."""
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from quire.entrypoints.parsers.tools.base import MAX_NAME, ToolParser
+from quire.entrypoints.parsers.tools.json_text import loads
+from quire.entrypoints.parsers.tools.reader import Malformed, Reading
+
+NAME = re.compile(r"[\w.:/-]*")
+KEY = re.compile(r"[^<>\n]*")
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class TaggedParser(ToolParser):
+    opens: ClassVar[tuple[str, ...]]
+    closes: ClassVar[str] = "</tool_call>"
+    value_closes: ClassVar[tuple[str, ...]]
+
+    def steps(self) -> Reading[None]:
+        reader = self.reader
+        marker = yield from reader.until(*self.opens, emit=self.content)
+        while marker:
+            before = self.num_calls
+            whole = yield from self.attempt(self.marked(marker), marker)
+            if not whole and self.num_calls > before:
+                marker = yield from reader.until(self.closes, *self.opens, emit=self.content)
+                if marker != self.closes:
+                    continue
+            marker = yield from reader.until(*self.opens, emit=self.content)
+
+    @abstractmethod
+    def marked(self, marker: str) -> Reading[None]:
+        """What follows an opening marker."""
+
+    def argument(self, function: str, key: str, first: bool) -> Reading[None]:
+        """A value up to its closing tag. A string streams; anything else must be whole to be known."""
+        self.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        types = types_of(self.schemas.get(function, {}), key)
+        if types == {"string"}:
+            self.arguments('"')
+            closed = yield from self.reader.until(*self.value_closes, emit=self._quoted)
+            if closed:
+                self.arguments('"')
+        else:
+            pieces: list[str] = []
+            closed = yield from self.reader.until(*self.value_closes, emit=pieces.append)
+            text = "".join(pieces)
+            self.arguments(as_json(text, types) if closed else text)
+        if not closed:
+            raise Malformed
+
+    def _quoted(self, text: str) -> None:
+        self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """The JSON types that a schema gives an argument; none where it does not say."""
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    if not isinstance(found, Mapping):
+        return set()
+    types: set[str] = set()
+    alternatives = [found, *_as_list(found.get("anyOf")), *_as_list(found.get("oneOf"))]
+    for one in alternatives:
+        if not isinstance(one, Mapping):
+            continue
+        given = one.get("type")
+        types.update(name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str))
+        values = one.get("enum")
+        if given is None and isinstance(values, list) and all(isinstance(value, str) for value in values):
+            types.add("string")
+    return types
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def as_json(text: str, types: set[str]) -> str:
+    stripped = text.strip()
+    stripped = PYTHON_WORDS.get(stripped, stripped)
+    if "string" not in types or stripped == "null" or stripped[:1] in ("{", "["):
+        try:
+            value = loads(stripped)
+            known = "string" not in types or value is None or _kind(value) in types
+            # As it was written, but for control characters in strings, which the decoder let pass.
+            if known:
+                return json.dumps(value, ensure_ascii=False) if "\n" in stripped else stripped
+        except Malformed:
+            pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kind(value: Any) -> str:
+    return "object" if isinstance(value, dict) else "array" if isinstance(value, list) else ""
+
+
+class Glm45Parser(TaggedParser):
+    """<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>: GLM 4.5 and later."""
+
+    opens = ("<tool_call>",)
+    value_closes = ("</arg_value>",)
+    markers = (*opens, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", *value_closes)
+
+    def marked(self, marker: str) -> Reading[None]:
+        reader = self.reader
+        yield from reader.space()
+        name = yield from reader.match(NAME, MAX_NAME)
+        if not name:
+            raise Malformed
+        yield from reader.space()
+        first = True
+        while True:
+            tag = yield from reader.expect("<arg_key>", self.closes)
+            if first:
+                self.call(name)
+            if tag == self.closes:
+                self.arguments("{}" if first else "}")
+                return
+            key = yield from reader.match(KEY, MAX_NAME)
+            yield from reader.expect("</arg_key>")
+            yield from reader.space()
+            yield from reader.expect("<arg_value>")
+            yield from self.argument(name, key.strip(), first)
+            yield from reader.space()
+            first = False
+
+
+class Qwen3CoderParser(TaggedParser):
+    """<tool_call><function=f><parameter=a>\\n1\\n</parameter></function></tool_call>: Qwen3-Coder."""
+
+    opens = ("<tool_call>", "<function=")
+    value_closes = ("\n</parameter>", "</parameter>")
+    markers = ("<tool_call>", "</tool_call>")
+
+    def marked(self, marker: str) -> Reading[None]:
+        reader = self.reader
+        if marker == "<tool_call>":
+            yield from reader.space()
+            yield from reader.expect("<function=")
+        while True:
+            yield from self.function()
+            yield from reader.space()
+            reader.keep()
+            if (yield from reader.has("<function=", self.closes)) != "<function=":
+                return
+
+    def function(self) -> Reading[None]:
+        reader = self.reader
+        name = yield from reader.match(NAME, MAX_NAME)
+        if not name:
+            raise Malformed
+        yield from reader.expect(">")
+        yield from reader.space()
+        first = True
+        while True:
+            tag = yield from reader.expect("<parameter=", "</function>")
+            if first:
+                self.call(name)
+            if tag == "</function>":
+                self.arguments("{}" if first else "}")
+                return
+            key = yield from reader.match(KEY, MAX_NAME)
+            yield from reader.expect(">")
+            yield from reader.has("\n")
+            yield from self.argument(name, key.strip(), first)
+            yield from reader.space()
+            first = False

@@ -1,7 +1,0 @@
-"""Telling a model's reasoning from its answer."""
-
-from quire.entrypoints.reasoning.formats import FORMATS
-from quire.entrypoints.reasoning.registry import ReasoningFormat, reasoning_format
-from quire.entrypoints.reasoning.tags import TagFormat, TagParser
-
-__all__ = ["FORMATS", "ReasoningFormat", "TagFormat", "TagParser", "reasoning_format"]
