@@ -17,7 +17,7 @@ CORE = "quire/core/engine_core.py"
 RATE, CONTEXT = "quire/entrypoints/http/rate_limit.py", "quire/entrypoints/http/context.py"
 INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
-META, SIMPLIFY = "quire/structured_output/metaschema.py", "quire/structured_output/simplify.py"
+META, SIMPLIFY = "quire/structured_output/schema/metaschema.py", "quire/structured_output/schema/simplify.py"
 
 SCHEDULING = ("tests/core/test_scheduler.py",)
 BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from quire import LLM, SamplingParams
-from quire.bench.card_models import CPU_MODELS, engine_options
+from quire.bench.internal.card.models import CPU_MODELS, engine_options
 from quire.bench.machine import describe_machine
 from quire.bench.workloads import FIRST_TOKEN_ID
 from quire.kernels import native

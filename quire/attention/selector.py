@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.attention.cpu import TorchBackend
 from quire.attention.native import NativeBackend
+from quire.attention.torch import TorchBackend
 from quire.kernels import native
 from quire.kernels.paged_attention import AttentionShape as AttentionShape
 from quire.platforms.base import Platform

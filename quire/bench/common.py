@@ -59,13 +59,6 @@ def positive(text: str) -> int:
     return value
 
 
-def is_anchored(args: argparse.Namespace, shape: Shape, anchored: Shape) -> bool:
-    """Whether this is the very workload the reference numbers were taken with: the embedded model and default shape."""
-    given = engine_kwargs(args)
-    own_weights = given.get("model") is None and given.get("load_format", "auto") != "dummy"
-    return own_weights and shape == anchored and args.token_id_limit == CPU_TOKEN_ID_LIMIT
-
-
 def timed_generate(llm: "LLM", workload: Workload, temperature: float = 0.0) -> float:
     """Seconds of one blocking call: to exactly the wanted lengths, without detokenization."""
     from quire import SamplingParams

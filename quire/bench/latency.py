@@ -3,8 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from quire.bench import anchors
-from quire.bench.common import add_shape_flags, bench_parser, is_anchored, print_report, timed_generate, warm_up
+from quire.bench.common import add_shape_flags, bench_parser, print_report, timed_generate, warm_up
 from quire.bench.report import Metric
 from quire.bench.workloads import CPU_SHAPES, Shape, random_workload
 from quire.config.flags import FlagParser, engine_kwargs
@@ -41,16 +40,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         llm.shutdown()
 
-    anchored = is_anchored(args, shape, DEFAULT)
     metrics = [
-        Metric(
-            "time to first token",
-            "ms",
-            [s * 1e3 for s in first],
-            lower_is_better=True,
-            anchors=anchors.LATENCY_TTFT if anchored else (),
-        ),
-        Metric("decode", "tok/s", decode, anchors=anchors.LATENCY_DECODE if anchored else ()),
+        Metric("time to first token", "ms", [s * 1e3 for s in first], lower_is_better=True),
+        Metric("decode", "tok/s", decode),
     ]
     workload_facts = {"requests": 1, "input_len": shape.own, "output_len": shape.output}
     print_report("latency", args, workload_facts, metrics)

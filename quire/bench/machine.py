@@ -7,10 +7,11 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.platforms.cpu_cores import allowed_cpus
+from quire.platforms.machine import cpu_model, git_commit
 
 
 def describe_machine(probe: bool) -> dict[str, Any]:
@@ -21,39 +22,9 @@ def describe_machine(probe: bool) -> dict[str, Any]:
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "cpu": cpu_model(),
-        "cores": usable_cores(),
+        "cores": len(allowed_cpus()),
     }
     return facts | {"probe": run_probe()} if probe else facts
-
-
-def git_commit() -> str | None:
-    """The commit of a source checkout, with `-dirty` if files differ from it; None for an installed package."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str | None:
-        try:
-            return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    # Installed inside someone else's repository, git would answer with that one's commit.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    commit = git("rev-parse", "--short=12", "HEAD")
-    return f"{commit}-dirty" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_probe(environment: dict[str, str] | None = None) -> dict[str, Any]:

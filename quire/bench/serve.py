@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             if watched:
                 api_cost.append(1e6 * cost / one.output_tokens)
 
-    measured = metrics(stats, args.percentile_metrics, args.metric_percentiles, row.anchors if row else {})
+    measured = metrics(stats, args.percentile_metrics, args.metric_percentiles)
     if child is not None:
         if api_cost:
             measured.append(Metric("api cpu per token", "us", api_cost, lower_is_better=True))
@@ -145,7 +145,6 @@ def run(args: argparse.Namespace) -> int:
         describe_machine(args.probe),
         measured,
         details={"runs": [one.details() for one in stats], "target": target.url if child is None else "started here"},
-        **({"anchors_taken_on": row.taken_on} if row else {}),
     )
     _write(args, report, stats)
     if args.plot:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.anchors import Anchor
 from quire.bench.report import Metric
 from quire.bench.serve_client import Record, Run
 from quire.config.flags import number
@@ -89,9 +88,7 @@ def peak_concurrency(records: Sequence[Record]) -> int:
     return int(np.cumsum([change for _, change in changes]).max(initial=0))
 
 
-def metrics(
-    runs: Sequence[Stats], shown: Sequence[str], percentiles: Sequence[float], anchors: dict[str, tuple[Anchor, ...]]
-) -> list[Metric]:
+def metrics(runs: Sequence[Stats], shown: Sequence[str], percentiles: Sequence[float]) -> list[Metric]:
     """A value per run."""
     rates = {
         "requests": ("/s", [len(run.completed) / run.duration for run in runs]),
@@ -101,7 +98,7 @@ def metrics(
     good = [run.good / run.duration for run in runs if run.good is not None]
     if good:
         rates["goodput"] = ("/s", good)
-    made = [Metric(name, unit, values, anchors=anchors.get(name, ())) for name, (unit, values) in rates.items()]
+    made = [Metric(name, unit, values) for name, (unit, values) in rates.items()]
     for name in shown:
         measured = [run.latencies[name] for run in runs if len(run.latencies[name])]
         if not measured:
@@ -109,10 +106,7 @@ def metrics(
         columns = {"mean": [float(values.mean()) for values in measured]}
         for percentile in percentiles:
             columns[f"p{percentile:g}"] = [float(np.percentile(values, percentile)) for values in measured]
-        made += [
-            Metric(f"{name} {column}", "ms", values, lower_is_better=True, anchors=anchors.get(f"{name} {column}", ()))
-            for column, values in columns.items()
-        ]
+        made += [Metric(f"{name} {column}", "ms", values, lower_is_better=True) for column, values in columns.items()]
     return made
 
 

@@ -30,7 +30,7 @@ class RopeParameters:
     def from_hf(cls, hf: dict[str, Any], head_dim: int, layer_type: str = "full_attention") -> "RopeParameters":
         """From `rope_parameters` (transformers 5; may hold one dict per layer type) or `rope_scaling`, `rope_theta`.
 
-        `max_model_len` in `hf` is no key of any config: models/loader.py adds it where the user set a limit.
+        `max_model_len` in `hf` is no key of any config: models/loading/loader.py adds it where the user set a limit.
         """
         given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         given = given.get(layer_type, given) if isinstance(given, dict) else given

@@ -11,7 +11,7 @@ from quire.layers.attention import Attention
 
 
 class LanguageModel(Protocol):
-    """A causal language model over paged attention, loaded and ready (`models/loader.py`)."""
+    """A causal language model over paged attention, loaded and ready (`models/loading/loader.py`)."""
 
     num_parameters: int
     kernel_row_counts: tuple[int, ...]  # numbers of tokens from which on other kernels serve; they are compiled ahead

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.models.registry import ModelRegistry, Registry
-from quire.models.transformers_import import why_not
+from quire.models.transformers.class_import import why_not
 
 
 @dataclass(frozen=True)

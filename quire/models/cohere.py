@@ -5,8 +5,8 @@ from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS, DecoderModel
 from quire.models.decoder_config import SLIDING, DecoderConfig, layer_types, renamed, windows_of_types
-from quire.models.transforms import halves_from_pairs, in_each_row
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.transforms import halves_from_pairs, in_each_row
+from quire.models.loading.weight_map import Rule, WeightMap
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 

@@ -17,7 +17,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.config_checks import check_keys
 from quire.models.decoder_config import DecoderConfig
 from quire.models.decoder_layers import MLP, Build, DecoderLayer, FeedForward
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.weight_map import Rule, WeightMap
 from quire.quantization.base import Quantization
 from quire.quantization.packed import packed_weights
 from quire.quantization.unquantized import UNQUANTIZED
@@ -67,7 +67,7 @@ class DecoderModel(nn.Module):
     num_parameters: int
     capturable = True
     leaves_panels_only = True  # where the layers do
-    mapped_bytes = 0  # of weights that are a file's pages (models/packed_cache.py)
+    mapped_bytes = 0  # of weights that are a file's pages (models/loading/packed_cache.py)
     max_fused_rows = 0
     kernel_row_counts: tuple[int, ...] = ()
 
@@ -106,7 +106,7 @@ class DecoderModel(nn.Module):
         tp: TensorParallel = SINGLE,
         quantization: Quantization = UNQUANTIZED,
     ) -> None:
-        """Parameters are left uninitialised; models/fill.py fills them."""
+        """Parameters are left uninitialised; models/loading/fill.py fills them."""
         super().__init__()
         self.hf = hf
         self.config = c = self.read_config(hf)

@@ -4,8 +4,8 @@ from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names, renamed
-from quire.models.transforms import qkv_by_head
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.transforms import qkv_by_head
+from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "transformer.h.{i}", "layers.{i}"
 NAMES = Names(LAYER, "self_attention", ("query_key_value",), "dense", "mlp", ("dense_h_to_4h",), "dense_4h_to_h")

@@ -13,8 +13,8 @@ from quire.models.decoder_config import (
     ropes_by_layer_type,
     windows_of_types,
 )
-from quire.models.transforms import plus_one
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.transforms import plus_one
+from quire.models.loading.weight_map import Rule, WeightMap
 
 DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}  # which configs leave out
 LAYER, OUR_LAYER = "model.layers.{i}", "layers.{i}"

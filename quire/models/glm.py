@@ -4,8 +4,8 @@ from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names
-from quire.models.transforms import halves_from_pairs, of_queries_and_keys
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.transforms import halves_from_pairs, of_queries_and_keys
+from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "model.layers.{i}", "layers.{i}"
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names, renamed
-from quire.models.transforms import transposed
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.transforms import transposed
+from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "transformer.h.{i}", "layers.{i}"
 NAMES = Names(LAYER, "attn", ("c_attn",), "c_proj", "mlp", ("c_fc",), "c_proj")

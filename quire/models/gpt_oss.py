@@ -9,8 +9,8 @@ from quire.checkpoint.mxfp4 import pair_mxfp4
 from quire.checkpoint.tensors import CheckpointTensor
 from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig, layer_types, windows_of_types
+from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.moe import Experts, MoEModel
-from quire.models.weight_map import Rule, WeightMap
 
 
 def gate_before_up(rows: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig
 from quire.models.granite import GraniteForCausalLM
+from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.moe import Experts, MoEModel
-from quire.models.weight_map import Rule, WeightMap
 
 BLOCK = "model.layers.{i}.block_sparse_moe"
 

@@ -15,7 +15,7 @@ from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
 from quire.models.decoder_layers import MLP, Build, FeedForward
-from quire.models.weight_map import Rule
+from quire.models.loading.weight_map import Rule
 
 EXPERTS = (
     Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
@@ -114,5 +114,5 @@ class MoEModel(DecoderModel):
     def make_mlp(self, build: Build, layer: int) -> FeedForward:
         if not self.is_sparse(layer):
             return MLP(build, layer)
-        # As with max_model_len, the backend is no key of any config: models/loader.py adds it.
+        # As with max_model_len, the backend is no key of any config: models/loading/loader.py adds it.
         return SparseMLP(build, layer, self.configure_experts(self.hf), self.hf.get("moe_backend", "auto"))

@@ -12,7 +12,7 @@ from quire.models.decoder_config import (
     ropes_by_layer_type,
     windows_of_types,
 )
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.weight_map import Rule, WeightMap
 
 
 class Olmo2ForCausalLM(DecoderModel):

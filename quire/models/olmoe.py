@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
 from quire.models.decoder_config import DecoderConfig
+from quire.models.loading.weight_map import WeightMap
 from quire.models.moe import EXPERTS, Experts, MoEModel
-from quire.models.weight_map import WeightMap
 
 
 class OlmoeForCausalLM(MoEModel):

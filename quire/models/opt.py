@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names, renamed
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "model.decoder.layers.{i}", "layers.{i}"
 NAMES = Names(LAYER, "self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj", "", ("fc1",), "fc2")

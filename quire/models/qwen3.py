@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS, DecoderModel
 from quire.models.decoder_config import DecoderConfig, windows_by_layer_type
-from quire.models.weight_map import WeightMap
+from quire.models.loading.weight_map import WeightMap
 
 
 class Qwen3ForCausalLM(DecoderModel):

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
 from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of_types
+from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.moe import EXPERTS, Experts, MoEModel
 from quire.models.qwen3 import Qwen3ForCausalLM
-from quire.models.weight_map import Rule, WeightMap
 
 SHARED = (
     Rule("model.layers.{i}.mlp.shared_expert.gate_proj.{p}", "layers.{i}.mlp.shared.up_proj.{p}", 0),

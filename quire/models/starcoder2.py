@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel
 from quire.models.decoder_config import DecoderConfig, Names, renamed
-from quire.models.weight_map import Rule, WeightMap
+from quire.models.loading.weight_map import Rule, WeightMap
 
 DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 

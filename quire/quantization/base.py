@@ -68,7 +68,7 @@ class LinearMethod(Protocol):
 
 @runtime_checkable
 class HasPanels(Protocol):
-    """A LinearMethod whose layers can be kept packed in a file (models/packed_cache.py)."""
+    """A LinearMethod whose layers can be kept packed in a file (models/loading/packed_cache.py)."""
 
     def panels(self, layer: nn.Module) -> torch.Tensor | None:
         """What the weight has become, if it has."""

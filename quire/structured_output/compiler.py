@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from quire.messages.requests import ErrorKind, RequestError, failure_of, invalid
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import Compiled, GrammarBusyError, GrammarError
+from quire.structured_output.backends.base import Compiled, GrammarBusyError, GrammarError
 
 logger = logging.getLogger("quire")
 

@@ -15,11 +15,11 @@ from quire.config import EngineConfig
 from quire.messages.plan import GrammarMask
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, RequestError, invalid
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import Compiled, GrammarBusyError, GrammarError, Matcher
+from quire.structured_output.backends.base import Compiled, GrammarBusyError, GrammarError, Matcher
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.bits import has, put
 from quire.structured_output.compiler import GrammarCompiler, Key, library_failure
 from quire.structured_output.reasoning_gate import ReasoningGate
-from quire.structured_output.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 
 logger = logging.getLogger("quire")

@@ -4,7 +4,7 @@ from functools import cached_property
 
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
-from quire.structured_output.base import GrammarError
+from quire.structured_output.backends.base import GrammarError
 from quire.tokenizer.load import load_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

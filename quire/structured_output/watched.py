@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.structured_output.base import Compiled, GrammarError, Matcher
+from quire.structured_output.backends.base import Compiled, GrammarError, Matcher
 from quire.structured_output.vocabulary import Vocabulary
 
 # Processor seconds of the thread, so that a busy machine changes nothing. Masks usually take 0.0001.

@@ -12,7 +12,7 @@ from quire.distributed.kv_connector import worker_connector
 from quire.kernels import native
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes

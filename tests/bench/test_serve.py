@@ -139,7 +139,7 @@ def test_figures_of_known_records() -> None:
     assert stats.latencies["itl"] == pytest.approx([100, 200])
     assert stats.latencies["e2el"] == pytest.approx([400, 300])
     assert stats.good == 1 and stats.output_tokens == 6
-    figures = {metric.name: metric.median for metric in metrics([stats], ["ttft"], [50, 99], {})}
+    figures = {metric.name: metric.median for metric in metrics([stats], ["ttft"], [50, 99])}
     assert figures["output"] == pytest.approx(15) and figures["requests"] == pytest.approx(5)
     assert figures["ttft mean"] == pytest.approx(200) and figures["ttft p50"] == pytest.approx(200)
     assert peak_concurrency(run.records) == 2
@@ -190,7 +190,6 @@ def test_rows_are_the_reference_workloads() -> None:
     args = Namespace(seed=0, **ROWS["h200-32"].flags())
     found = items(args, 0)
     assert len(found) == 512 and {(len(one.prompt), one.output_len) for one in found} == {(512, 128)}
-    assert ROWS["cpu-4"].anchors["ttft p99"][0].value == 134
 
 
 def test_flags_for_the_server_that_is_started() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from quire.bench.internal.soak.command import Memory, leftovers
+from quire.bench.internal.soak.probe import PROMPTS, Probe
+from quire.bench.internal.soak.server import WallClock
 from quire.bench.processes import Process
 from quire.bench.serve_client import Target
-from quire.bench.soak import Memory, leftovers
-from quire.bench.soak_probe import PROMPTS, Probe
-from quire.bench.soak_server import WallClock
 from quire.entrypoints.cli.main import main
 
 

@@ -237,7 +237,7 @@ def run_family(hf: dict[str, Any]) -> None:
     from quire.config.values import whole_number
     from quire.kernels import native
     from quire.models.config_checks import count_parameters
-    from quire.models.loader import load_model
+    from quire.models.loading.loader import load_model
     from quire.models.registry import ModelRegistry, model_class
     from tests.models.helpers import TinyRunner
 

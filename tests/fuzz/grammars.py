@@ -15,7 +15,7 @@ from tests.fuzz.child import Child
 from tests.fuzz.mutate import Raw, dumps, mutated_text, mutated_value, nested
 
 if TYPE_CHECKING:
-    from quire.structured_output.registry import BackendRegistry
+    from quire.structured_output.backends.registry import BackendRegistry
 
 SECONDS = 30.0  # a compile in an engine is given up before; none may go on for much longer
 MEGABYTES = 1024
@@ -89,7 +89,7 @@ def mutated_form(rng: random.Random, form: dict[str, Any]) -> str:
 
 @functools.cache
 def registry() -> "BackendRegistry":
-    from quire.structured_output.registry import BackendRegistry
+    from quire.structured_output.backends.registry import BackendRegistry
     from tests.structured_output.model import save_model, vocabulary_of
 
     folder = tempfile.TemporaryDirectory(prefix="quire-fuzz-")

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from quire.bench.soak import leftovers
+from quire.bench.internal.soak.command import leftovers
 from quire.config.fields import flag
 from quire.config.server import ServerConfig
 from tests.structured_output.model import save_model

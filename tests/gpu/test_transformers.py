@@ -38,7 +38,7 @@ def test_equal_to_transformers(tmp_path, model_type):
 def test_steps_in_bf16_can_be_captured(tmp_path, model_type):
     from quire.checkpoint.config import load_hf_config
     from quire.checkpoint.resolve import resolve_model
-    from quire.models.loader import load_model
+    from quire.models.loading.loader import load_model
 
     save(model_type, tmp_path)
     checkpoint = resolve_model(str(tmp_path))

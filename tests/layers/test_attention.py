@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from quire.attention.base import ForwardContext, StepInputs
-from quire.attention.cpu import TorchBackend
+from quire.attention.torch import TorchBackend
 from quire.kernels.paged_attention import Scoring, paged_attention
 from quire.layers.attention import Attention
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from quire.attention.base import ForwardContext, StepInputs
-from quire.attention.cpu import TorchBackend
+from quire.attention.torch import TorchBackend
 from quire.models.decoder import DecoderModel
-from quire.models.fill import fill_from
+from quire.models.loading.fill import fill_from
 from quire.models.registry import model_class
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.checkpoint.tensors import open_tensors
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.models.registry import model_class
 
 

@@ -2,9 +2,9 @@ import pytest
 
 from quire.layers.rope_scaling import Linear
 from quire.layers.rotary import RopeParameters
+from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.qwen2 import Qwen2ForCausalLM
 from quire.models.registry import model_class
-from quire.models.weight_map import Rule, WeightMap
 from tests.models.references import SMALL
 
 

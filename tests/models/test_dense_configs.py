@@ -5,7 +5,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.setup import longest_sequence
-from quire.models.fill import fill_from
+from quire.models.loading.fill import fill_from
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, ours_from, tensors_of

@@ -6,7 +6,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from tests.models.helpers import CPU, TinyRunner
 from tests.tiny_models import FAMILIES, make_reference, prompts, save_tiny
 

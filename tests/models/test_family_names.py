@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.models.fill import fill_from
+from quire.models.loading.fill import fill_from
 from quire.models.registry import model_class
 from tests.models.helpers import CPU, MemoryTensor, tensors_of
 from tests.tiny_models import save_tiny

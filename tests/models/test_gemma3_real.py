@@ -9,7 +9,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.native import quantized
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.quantization.packed import packed_weights
 from quire.tokenizer.load import load_tokenizer
 from tests.models.gemma3_weights import gemma3_file

@@ -10,7 +10,7 @@ import torch
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.native import quantized
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.quantization.packed import packed_weights
 from tests.gguf_models import write_gguf_of
 from tests.models.helpers import CPU, TinyRunner, ours_from

@@ -11,9 +11,9 @@ from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.checkpoint.tensors import open_tensors
 from quire.layers.parallel import TensorParallel
-from quire.models.fill import fill_from, fill_with_random, with_progress
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loader import load_model
+from quire.models.loading.fill import fill_from, fill_with_random, with_progress
+from quire.models.loading.loader import load_model
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, tensors_of
 from tests.models.references import LONGROPE, SMALL, build_reference
 

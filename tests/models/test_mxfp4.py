@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.mxfp4 import pair_mxfp4
 from quire.checkpoint.resolve import resolve_model
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner
 from tests.tiny_models import prompts, save_tiny
 

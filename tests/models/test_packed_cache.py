@@ -17,9 +17,9 @@ from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.kernels.packed_linear import panel_layout
-from quire.models import loader
 from quire.models.llama import LlamaForCausalLM
-from quire.models.packed_cache import ALIGNMENT
+from quire.models.loading import loader
+from quire.models.loading.packed_cache import ALIGNMENT
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from tests.models.helpers import TinyRunner
 from tests.tiny_models import save_tiny
@@ -263,7 +263,7 @@ def test_whoever_does_more_after_loading_is_not_kept(tiny, folder, caplog, monke
 
 
 def test_a_method_with_processing_of_its_own_has_to_say_what_it_leaves():
-    from quire.models.packed_cache import _leaves_panels_only
+    from quire.models.loading.packed_cache import _leaves_panels_only
     from quire.quantization.unquantized import UnquantizedLinearMethod
 
     assert _leaves_panels_only(UnquantizedLinearMethod) and _leaves_panels_only(LlamaForCausalLM)

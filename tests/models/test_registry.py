@@ -8,10 +8,10 @@ import pytest
 
 import quire
 from quire.checkpoint import gguf_config
-from quire.models import transformers_import
 from quire.models.choose import choose_implementation
 from quire.models.llama import LlamaForCausalLM
 from quire.models.registry import ARCHITECTURES, NATIVE, ModelRegistry, Registry, model_class
+from quire.models.transformers import class_import
 from tests.entrypoints.openai.processes import serving
 from tests.models import out_of_tree
 from tests.tiny_models import greedy, prompts, save_tiny
@@ -96,7 +96,7 @@ def test_whose_code_runs_a_model(hf_config: dict, options: dict, impl: str | Non
 
 
 def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_import, "is_installed", lambda: False)
+    monkeypatch.setattr(class_import, "is_installed", lambda: False)
     choice = choose_implementation(BLOOM)
     assert choice.impl is None and "pip install" in choice.why
 

@@ -10,9 +10,9 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.resolve import resolve_model
-from quire.models.loader import load_model
-from quire.models.transformers_attention import Unsupported, window_of
-from quire.models.transformers_fuse import GatedMLP, Linear, RMSNorm
+from quire.models.loading.loader import load_model
+from quire.models.transformers.attention import Unsupported, window_of
+from quire.models.transformers.fuse import GatedMLP, Linear, RMSNorm
 from tests.models.transformers_sweep import is_greedy, prompts, save
 
 NUM_TOKENS = 24

@@ -11,9 +11,9 @@ from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.kernels.quantize_fp8 import FP8, quantize_fp8_torch
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.parallel import TensorParallel
-from quire.models.fill import fill_with_random
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loader import load_model
+from quire.models.loading.fill import fill_with_random
+from quire.models.loading.loader import load_model
 from quire.quantization.fp8 import Fp8Quantization, OnlineFp8LinearMethod
 from quire.quantization.fp8_config import Fp8Config
 from tests.models.helpers import CPU, TinyRunner

@@ -16,7 +16,7 @@ from quire.kernels import native
 from quire.kernels.native import quantized
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.parallel import TensorParallel
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.platforms.cpu_facts import cpu_flags
 from quire.quantization.packed import PackedLinearMethod, packed_weights
 from quire.quantization.select import choose_quantization

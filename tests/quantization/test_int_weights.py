@@ -6,7 +6,7 @@ import torch
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.native import quantized
-from quire.models.loader import load_model
+from quire.models.loading.loader import load_model
 from quire.quantization.select import choose_quantization
 from tests.models.helpers import CPU, TinyRunner
 from tests.quantization.test_fp8_config import compressed

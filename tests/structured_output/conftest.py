@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import Compiled
-from quire.structured_output.registry import BackendRegistry
+from quire.structured_output.backends.base import Compiled
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.model import save_model, vocabulary_of
 

@@ -10,8 +10,8 @@ import jsonschema
 
 from quire import LLM, SamplingParams
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import Compiled, GrammarError
-from quire.structured_output.registry import BackendRegistry
+from quire.structured_output.backends.base import Compiled, GrammarError
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.walk import allowed_tokens
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire import LLM
-from quire.structured_output.registry import BackendRegistry
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output import suite
 from tests.structured_output.model import open_engine, save_model, vocabulary_of

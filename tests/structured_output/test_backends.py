@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jsonschema
 import pytest
 
-from quire.structured_output.base import Compiled, GrammarError
+from quire.structured_output.backends.base import Compiled, GrammarError
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.cases import EBNF, LARK, REGEXES, SCHEMAS, TRIGGERED, UNSUPPORTED
 from tests.structured_output.walk import allowed_tokens, draw

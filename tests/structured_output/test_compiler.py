@@ -7,9 +7,9 @@ import pytest
 
 from quire.messages.requests import ErrorKind
 from quire.messages.structured import MAX_DEPTH, MAX_REGEX, MAX_TEXT, StructuredOutputsParams
-from quire.structured_output.base import GrammarBusyError
+from quire.structured_output.backends.base import GrammarBusyError
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.compiler import GrammarCache, GrammarCompiler
-from quire.structured_output.registry import BackendRegistry
 
 
 @dataclass
@@ -71,7 +71,7 @@ def test_whatever_a_library_raises_is_the_requests_error() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.structured_output.registry.installed", lambda name: False)
+    monkeypatch.setattr("quire.structured_output.backends.registry.installed", lambda name: False)
     registry = BackendRegistry(lambda: None)  # type: ignore[arg-type,return-value]
     for backend, package in (("auto", "xgrammar"), ("guidance", "llguidance"), ("outlines", "outlines_core")):
         with pytest.raises(ValueError, match=f"pip install {package}"):

@@ -10,9 +10,9 @@ from quire.messages.plan import GrammarMask
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import StructuredOutputsParams
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.bits import has
 from quire.structured_output.manager import StructuredOutputManager
-from quire.structured_output.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.random_forms import is_small, matches_regex, random_grammar, random_regex
 from tests.structured_output.walk import allowed_tokens

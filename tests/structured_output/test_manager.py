@@ -10,7 +10,7 @@ import pytest
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import GrammarError
+from quire.structured_output.backends.base import GrammarError
 from quire.structured_output.manager import StructuredOutputManager
 from quire.structured_output.vocabulary import Vocabulary
 

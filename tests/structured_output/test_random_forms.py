@@ -11,8 +11,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import GrammarError
-from quire.structured_output.registry import BackendRegistry
+from quire.structured_output.backends.base import GrammarError
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.model import open_engine
 from tests.structured_output.random_forms import Grammar, is_small, matches_regex, random_grammar, random_regex

@@ -6,10 +6,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.structured_output.base import Compiled, GrammarError
-from quire.structured_output.metaschema import schema_fault, tag_fault
-from quire.structured_output.regexes import expanded_length
-from quire.structured_output.schemas import outside_guidance, outside_xgrammar
+from quire.structured_output.backends.base import Compiled, GrammarError
+from quire.structured_output.schema.metaschema import schema_fault, tag_fault
+from quire.structured_output.schema.regexes import expanded_length
+from quire.structured_output.schema.schemas import outside_guidance, outside_xgrammar
 from tests.structured_output import suite
 from tests.structured_output.cases import SCHEMAS, UNSUPPORTED
 

@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 
 from quire.structured_output.bits import has
-from quire.structured_output.formats import PATTERNS
-from quire.structured_output.property_names import NameSpelling, Place
-from quire.structured_output.simplify import simpler
+from quire.structured_output.schema.formats import PATTERNS
+from quire.structured_output.schema.property_names import NameSpelling, Place
+from quire.structured_output.schema.simplify import simpler
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output import suite
 from tests.structured_output.cases import SCHEMAS, UNSUPPORTED

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quire.structured_output.registry import BackendRegistry
+from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output import suite
 from tests.structured_output.model import open_engine

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.structured_output import watched as module
-from quire.structured_output.base import Compiled, GrammarError
+from quire.structured_output.backends.base import Compiled, GrammarError
 from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.watched import (
     BURST,

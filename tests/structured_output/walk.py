@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from quire.structured_output.base import Compiled, Matcher
+from quire.structured_output.backends.base import Compiled, Matcher
 from quire.structured_output.vocabulary import Vocabulary
 
 CLOSING = (b'"', b"}", b"]", b'"}', b"}}", b")", b",")

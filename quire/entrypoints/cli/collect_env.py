@@ -93,7 +93,7 @@ def each(**facts: Callable[[], Any]) -> Facts:
 
 
 def quire_facts() -> Facts:
-    from quire.bench.machine import git_commit
+    from quire.platforms.machine import git_commit
 
     return each(version=lambda: __version__, commit=git_commit, folder=lambda: str(Path(__file__).parents[2]))
 
@@ -109,10 +109,10 @@ def system_facts() -> Facts:
 
 
 def cpu_facts() -> Facts:
-    from quire.bench.machine import cpu_model
     from quire.platforms import cpu_facts
     from quire.platforms.cpu_cores import usable_cores
     from quire.platforms.cpuid import load_cpuid
+    from quire.platforms.machine import cpu_model
 
     def shown_flags() -> str:
         present = cpu_facts.cpu_flags()

@@ -30,12 +30,19 @@ COMMANDS = {
     "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),
     "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
     "bench serve": Command("quire.bench.serve", "a server under load: throughput, latencies, goodput"),
-    "bench http": Command("quire.bench.http_offline", "HTTP streaming against offline, same requests, in one run"),
     "bench structured": Command("quire.bench.structured", "requests under a JSON schema against free ones, in turn"),
-    "bench soak": Command("quire.bench.soak", "minutes of mixed traffic; memory and blocks must come back"),
-    "bench frontend": Command("quire.bench.frontend", "tokens per second that one API process can stream"),
-    "bench card": Command("quire.bench.card", "all workloads of the reference numbers, beside vLLM's figures"),
-    "bench core": Command("quire.bench.core_step", "host time of a decode step, without the model"),
+    # What this project measures itself by
+    "bench http": Command(
+        "quire.bench.internal.http_offline", "HTTP streaming against offline, same requests, in one run"
+    ),
+    "bench soak": Command(
+        "quire.bench.internal.soak.command", "minutes of mixed traffic; memory and blocks must come back"
+    ),
+    "bench frontend": Command("quire.bench.internal.frontend", "tokens per second that one API process can stream"),
+    "bench card": Command(
+        "quire.bench.internal.card.command", "all workloads of the reference numbers, beside vLLM's figures"
+    ),
+    "bench core": Command("quire.bench.internal.core_step", "host time of a decode step, without the model"),
 }
 
 

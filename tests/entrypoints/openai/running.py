@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 
-from quire.bench.stub_engine import StubEngine, cycle
+from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.app import build_app
 from quire.entrypoints.http.server import Server, base_url, bind

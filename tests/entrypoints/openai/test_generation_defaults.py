@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.stub_engine import StubEngine, cycle
+from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config import EngineConfig
 from quire.messages.sampling_params import SamplingParams
 from tests.entrypoints.openai.running import Running, running

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.bench.stub_engine import StubEngine, cycle
+from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
 from quire.entrypoints.parsers.reasoning import TagFormat
 from quire.messages.requests import EngineCoreRequest

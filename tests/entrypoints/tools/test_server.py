@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.bench.stub_engine import StubEngine, cycle
+from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
 from quire.messages.requests import EngineCoreRequest
 from tests.entrypoints.openai.running import MODEL, Running, running

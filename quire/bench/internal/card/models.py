@@ -5,9 +5,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from quire.bench.anchors import CPU_BARS, H200_BARS, Bar
-from quire.bench.card_child import Task
-from quire.bench.card_workloads import CPU_WORKLOADS, GPU_WORKLOADS
+from quire.bench.internal.anchors import CPU_BARS, H200_BARS, Bar
+from quire.bench.internal.card.child import Task
+from quire.bench.internal.card.workloads import CPU_WORKLOADS, GPU_WORKLOADS
 from quire.bench.workloads import MODEL_SHAPES, TINY_SHAPE
 from quire.config import EngineConfig
 from quire.models.registry import ARCHITECTURES

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import GrammarError, first_line
+from quire.structured_output.backends.base import GrammarError, first_line
 from quire.structured_output.bits import has
-from quire.structured_output.property_names import NameSpelling, Place
-from quire.structured_output.schemas import closed_objects, open_names, outside_guidance
+from quire.structured_output.schema.property_names import NameSpelling, Place
+from quire.structured_output.schema.schemas import closed_objects, open_names, outside_guidance
 from quire.structured_output.vocabulary import Vocabulary
 
 BYTES_PER_CHARACTER = 512  # of a grammar's text; what llguidance keeps is not told

@@ -2,7 +2,7 @@
 
 The client is another process and does no more than count events. One event per token, detokenization included.
 
-    python -m quire.bench.frontend --streams 64 --tokens 2000
+    python -m quire.bench.internal.frontend --streams 64 --tokens 2000
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from quire.bench.common import positive
+from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.bench.machine import describe_machine
 from quire.bench.report import Metric, Report
-from quire.bench.stub_engine import StubEngine, cycle
 from quire.config.flags import FlagParser
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.app import build_app

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import GrammarError, first_line
-from quire.structured_output.regexes import expanded_length
-from quire.structured_output.schemas import outside_regular
+from quire.structured_output.backends.base import GrammarError, first_line
+from quire.structured_output.schema.regexes import expanded_length
+from quire.structured_output.schema.schemas import outside_regular
 from quire.structured_output.vocabulary import Vocabulary
 
 MAX_ROLLBACK = 32  # tokens a drafter may have to take back

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import GrammarError, first_line
+from quire.structured_output.backends.base import GrammarError, first_line
 from quire.structured_output.bits import has, mask_of
-from quire.structured_output.regexes import outside_xgrammar, without_anchors
-from quire.structured_output.schemas import outside_xgrammar as schema_outside_xgrammar
+from quire.structured_output.schema.regexes import outside_xgrammar, without_anchors
+from quire.structured_output.schema.schemas import outside_xgrammar as schema_outside_xgrammar
 from quire.structured_output.vocabulary import Vocabulary
 
 COMPILE_THREADS = 1  # a step needs the cores more

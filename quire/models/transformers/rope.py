@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.models.transformers_attention import Unsupported
+from quire.models.transformers.attention import Unsupported
 
 FIXED = "fixed"  # no rope_type of transformers, so that it recomputes nothing
 

@@ -13,8 +13,8 @@ from torch import nn
 from quire.checkpoint.tensors import CheckpointTensor, reader_pool
 from quire.layers.load_slot import LoadSlot, all_load_slots
 from quire.models.decoder import DecoderModel
-from quire.models.transforms import RowOrder
-from quire.models.weight_map import Target
+from quire.models.loading.transforms import RowOrder
+from quire.models.loading.weight_map import Target
 from quire.quantization.packed import StoredBlocks
 
 MAX_NAMES_IN_ERROR = 5

@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.bench import anchors
-from quire.bench.card_child import START_UP, Begun, Event, Failed, Measured, Profiled, Started, Task, run_task
-from quire.bench.card_figures import CPU_ROWS, H200_ROWS, Figure, ModelCard, Row, table
-from quire.bench.card_models import (
+from quire.bench.common import positive
+from quire.bench.internal import anchors
+from quire.bench.internal.card.child import START_UP, Begun, Event, Failed, Measured, Profiled, Started, Task, run_task
+from quire.bench.internal.card.figures import CPU_ROWS, H200_ROWS, Figure, ModelCard, Row, table
+from quire.bench.internal.card.models import (
     EMBEDDED,
     GPU_DEFAULT,
     GPU_MODELS,
@@ -29,12 +30,13 @@ from quire.bench.card_models import (
     unpacked_tokenizer,
     workload_names,
 )
-from quire.bench.card_profile import BATCHES, profile_text
-from quire.bench.card_workloads import CPU_WORKLOADS, GPU_WORKLOADS
-from quire.bench.common import positive
-from quire.bench.machine import cpu_model, describe_machine, run_probe, usable_cores
+from quire.bench.internal.card.profile import BATCHES, profile_text
+from quire.bench.internal.card.workloads import CPU_WORKLOADS, GPU_WORKLOADS
+from quire.bench.machine import describe_machine, run_probe
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
+from quire.platforms.cpu_cores import allowed_cpus
 from quire.platforms.cpu_facts import ONEDNN_ISA, SAFE_ISA, cpu_flags
+from quire.platforms.machine import cpu_model
 
 PHASES = ("interpreter", "import", "init", "first token")
 ANCHORED_SERVING = ("qwen3-0.6b", SMOLLM2)
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             cards.append(recorder.card)
             run_task(task, args.limit, recorder.hear)
             if rows:
-                from quire.bench.card_serving import run_serving
+                from quire.bench.internal.card.serving import run_serving
 
                 run_serving(
                     recorder.card,
@@ -136,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 def serving_rows(args: argparse.Namespace) -> list[str]:
     if not args.serving:
         return []
-    from quire.bench.card_serving import row_names
+    from quire.bench.internal.card.serving import row_names
 
     return row_names(args.cpu, [rate.strip() for rate in (args.serving_rates or "").split(",") if rate.strip()])
 
@@ -213,7 +215,7 @@ def card_facts(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any
 
 def machine_kind() -> dict[str, Any]:
     """What decides whether the CPU figures of other engines hold here."""
-    return {"cpu": cpu_model(), "cores": usable_cores(), "has_amx": "amx_bf16" in cpu_flags()}
+    return {"cpu": cpu_model(), "cores": len(allowed_cpus()), "has_amx": "amx_bf16" in cpu_flags()}
 
 
 def heading(facts: dict[str, Any], cpu: bool, peers: bool = True) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.models.transformers_attention import (
+from quire.models.transformers.attention import (
     NO_INTERFACE,
     PROBING,
     SERVING,

@@ -5,13 +5,12 @@ import io
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire.bench import serve
-from quire.bench.anchors import H200_BARS, SERVING_BARS, Bar
-from quire.bench.card_figures import SERVER_START_UP, Figure, ModelCard, Row
+from quire.bench.internal.anchors import H200_BARS, SERVING_BARS, Bar
+from quire.bench.internal.card.figures import SERVER_START_UP, Figure, ModelCard, Row
 from quire.bench.serve_child import serving
 from quire.bench.serve_rows import ROWS
 
@@ -94,14 +93,6 @@ def _add(card: ModelCard, name: str, report: dict[str, Any], anchored: bool, pee
         if found is None:
             continue
         row = Row(f"server {name.partition('-')[2]}: {metric}", found["unit"], metric != "output")
-        bar = bar_of(name, metric) if anchored else Bar()
+        bar = SERVING_BARS[name].get(metric, Bar()) if anchored else Bar()
         card.figures[f"{name} {metric}"] = Figure(row, found["values"], bar if peers else bar.without_peers())
     card.notes.setdefault("serving", {})[name] = report
-
-
-def bar_of(name: str, metric: str) -> Bar:
-    values = [anchor.value for anchor in ROWS[name].anchors.get(metric, ())]
-    bar = SERVING_BARS.get(name, {}).get(metric, Bar())
-    if len(values) > 1:
-        bar = replace(bar, llama_cpp=values[1], llama_cpp_file="Q4_1")
-    return replace(bar, vllm=values[0] if values else None)

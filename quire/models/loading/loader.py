@@ -12,7 +12,7 @@ from quire.checkpoint.tensors import count_tensors, open_tensors
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
 from quire.models.choose import choose_implementation
-from quire.models.fill import fill_from, fill_with_random, with_progress
+from quire.models.loading.fill import fill_from, fill_with_random, with_progress
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 
@@ -54,10 +54,10 @@ def load_model(
     if choice.impl is None:
         raise ValueError(choice.why)
     if choice.impl == "transformers":
-        from quire.models.transformers_model import load_transformers_model
+        from quire.models.transformers.model import load_transformers_model
 
         if packed_weights_cache:
-            from quire.models.packed_cache import does_nothing
+            from quire.models.loading.packed_cache import does_nothing
 
             does_nothing("a model that transformers runs")
         with large_buffers_mapped():
@@ -92,7 +92,7 @@ def load_model(
         model = build()
         cache = None
         if packed_weights_cache:
-            from quire.models.packed_cache import open_cache
+            from quire.models.loading.packed_cache import open_cache
 
             cache = open_cache(packed_weights_cache, model, ckpt, dtype, decisive)
         if cache is not None and cache.exists:

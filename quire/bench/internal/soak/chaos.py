@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from quire.bench.internal.soak.probe import Probe
+from quire.bench.internal.soak.server import ChaosServer, Surroundings, temporary_folder
+from quire.bench.internal.soak.traffic import COMPLETIONS, TEXT, Shot, Traffic
 from quire.bench.machine import describe_machine
 from quire.bench.report import Metric, Report
 from quire.bench.serve_client import Target
-from quire.bench.soak_probe import Probe
-from quire.bench.soak_server import ChaosServer, Surroundings, temporary_folder
-from quire.bench.soak_traffic import COMPLETIONS, TEXT, Shot, Traffic
 
 REQUEST_SECONDS = 90.0  # a request that has not ended by then hangs
 REST_SECONDS = 60.0
@@ -267,7 +267,7 @@ async def _run(args: argparse.Namespace, server: ChaosServer, rng: random.Random
 
 async def _at_rest(chaos: Chaos, target: Target) -> tuple[list[str], dict[str, Any]]:
     """What the last server still holds once there is nothing more to do. It may be about to end from the last act."""
-    from quire.bench.soak import leftovers, read_state
+    from quire.bench.internal.soak.command import leftovers, read_state
 
     deadline = time.monotonic() + REST_SECONDS
     while True:

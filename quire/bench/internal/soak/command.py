@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from quire.bench.common import positive
+from quire.bench.internal.soak.traffic import Tally, Traffic
 from quire.bench.machine import describe_machine
 from quire.bench.processes import Process, server_processes
 from quire.bench.report import Metric, Report
 from quire.bench.serve_child import ServerChild, serving
 from quire.bench.serve_client import Target, ask
-from quire.bench.soak_traffic import Tally, Traffic
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, number, whole_number
 
 IDLE_SECONDS = 30.0  # in which an engine without requests must come to rest
@@ -98,7 +98,7 @@ class Memory:
 def run(args: argparse.Namespace) -> int:
     options = DEFAULTS | engine_kwargs(args, leave_out=("seed",))
     if args.chaos:
-        from quire.bench.soak_chaos import run_chaos
+        from quire.bench.internal.soak.chaos import run_chaos
 
         return run_chaos(args, options)
     with serving(options, ["--enable-admin", *shlex.split(args.server_args)]) as child:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.anchors import Bar
+from quire.bench.internal.anchors import Bar
 
 ERROR_WIDTH = 100  # of an error in the table; the whole text is in the JSON
 

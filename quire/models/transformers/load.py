@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from quire.checkpoint.resolve import Checkpoint
-from quire.models.fill import some
-from quire.models.transformers_attention import NO_INTERFACE, Unsupported
-from quire.models.transformers_import import import_transformers
+from quire.models.loading.fill import some
+from quire.models.transformers.attention import NO_INTERFACE, Unsupported
+from quire.models.transformers.class_import import import_transformers
 
 
 def check_attention(config: Any) -> None:

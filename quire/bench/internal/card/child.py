@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.bench.card_workloads import Caller
+    from quire.bench.internal.card.workloads import Caller
 
 START_UP = "start-up"
 PROFILE = "profile"
@@ -89,7 +89,7 @@ def child_main(pipe: Connection, task: Task) -> None:
     tell(Begun(START_UP))
     try:
         from quire import LLM
-        from quire.bench.card_workloads import Caller, device_facts
+        from quire.bench.internal.card.workloads import Caller, device_facts
         from quire.bench.workloads import Workload
 
         marks["import"] = time.time()
@@ -125,7 +125,7 @@ def _run_parts(caller: "Caller", task: Task, tell: Tell) -> bool:
 
 
 def _repeat(caller: "Caller", task: Task, part: str, tell: Tell) -> None:
-    from quire.bench.card_workloads import measure
+    from quire.bench.internal.card.workloads import measure
 
     for repetition in range(task.repetitions):
         began = time.perf_counter()
@@ -134,7 +134,7 @@ def _repeat(caller: "Caller", task: Task, part: str, tell: Tell) -> None:
 
 
 def _profile(caller: "Caller", task: Task, tell: Tell) -> None:
-    from quire.bench.card_profile import profile_decode
+    from quire.bench.internal.card.profile import profile_decode
 
     for batch in task.profile_batches:
         tell(Profiled(profile_decode(caller.llm, caller.vocab_size, batch, tiny=task.tiny)))

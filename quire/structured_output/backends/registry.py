@@ -10,9 +10,9 @@ from collections.abc import Callable
 import msgspec
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import Backend, Compiled, GrammarError
-from quire.structured_output.metaschema import schema_fault, tag_fault
-from quire.structured_output.simplify import simpler, simpler_tag
+from quire.structured_output.backends.base import Backend, Compiled, GrammarError
+from quire.structured_output.schema.metaschema import schema_fault, tag_fault
+from quire.structured_output.schema.simplify import simpler, simpler_tag
 from quire.structured_output.vocabulary import Vocabulary
 from quire.structured_output.watched import watched
 
@@ -20,11 +20,11 @@ logger = logging.getLogger("quire")
 
 # name -> our module and class, the library's module, and the package to install
 BACKENDS = {
-    "xgrammar": ("quire.structured_output.xgrammar_backend", "XGrammarBackend", "xgrammar", "xgrammar"),
-    "guidance": ("quire.structured_output.guidance_backend", "GuidanceBackend", "llguidance", "llguidance"),
-    "outlines": ("quire.structured_output.outlines_backend", "OutlinesBackend", "outlines_core", "outlines_core"),
+    "xgrammar": ("quire.structured_output.backends.xgrammar", "XGrammarBackend", "xgrammar", "xgrammar"),
+    "guidance": ("quire.structured_output.backends.guidance", "GuidanceBackend", "llguidance", "llguidance"),
+    "outlines": ("quire.structured_output.backends.outlines", "OutlinesBackend", "outlines_core", "outlines_core"),
     "lm-format-enforcer": (
-        "quire.structured_output.enforcer_backend",
+        "quire.structured_output.backends.enforcer",
         "EnforcerBackend",
         "lmformatenforcer",
         "lm-format-enforcer",

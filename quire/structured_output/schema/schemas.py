@@ -8,7 +8,7 @@ import json
 from decimal import Decimal
 from typing import Any
 
-from quire.structured_output.regexes import pattern_outside_xgrammar
+from quire.structured_output.schema.regexes import pattern_outside_xgrammar
 
 ANNOTATIONS = {
     "$comment",

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.models.weight_map import Transform
+from quire.models.loading.weight_map import Transform
 
 
 def plus_one(weight: torch.Tensor) -> torch.Tensor:

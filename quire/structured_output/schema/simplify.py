@@ -7,7 +7,7 @@ Whatever is valid under the result is valid under the schema. It is the other wa
 from collections.abc import Callable
 from typing import Any
 
-from quire.structured_output.formats import PATTERNS
+from quire.structured_output.schema.formats import PATTERNS
 
 Schema = dict[str, Any]
 

@@ -12,7 +12,7 @@ from quire.attention.base import ForwardContext
 from quire.checkpoint.resolve import Checkpoint
 from quire.layers.attention import Attention
 from quire.models.decoder import MAX_EXTRA_FOR_TIED_HEAD
-from quire.models.transformers_attention import (
+from quire.models.transformers.attention import (
     NO_INTERFACE,
     SERVING,
     AttentionFacts,
@@ -22,10 +22,10 @@ from quire.models.transformers_attention import (
     handle_calls,
     register,
 )
-from quire.models.transformers_fuse import pack_weights, replace_parts
-from quire.models.transformers_import import auto_config
-from quire.models.transformers_load import check_attention, load_weights, progress_bars, random_weights
-from quire.models.transformers_probe import (
+from quire.models.transformers.class_import import auto_config
+from quire.models.transformers.fuse import pack_weights, replace_parts
+from quire.models.transformers.load import check_attention, load_weights, progress_bars, random_weights
+from quire.models.transformers.probe import (
     Anatomy,
     Head,
     examine,
@@ -35,7 +35,7 @@ from quire.models.transformers_probe import (
     relative_error,
     tolerance,
 )
-from quire.models.transformers_rope import freeze_rope
+from quire.models.transformers.rope import freeze_rope
 
 logger = logging.getLogger("quire")
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.base import GrammarError, first_line
-from quire.structured_output.regexes import expanded_length
+from quire.structured_output.backends.base import GrammarError, first_line
+from quire.structured_output.schema.regexes import expanded_length
 from quire.structured_output.vocabulary import Vocabulary
 
 BYTES_PER_CHARACTER = 4096  # of the text; states are made on the way

@@ -1,0 +1,1 @@
+"""All workloads of the reference numbers, beside the figures of other engines."""

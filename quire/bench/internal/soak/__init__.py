@@ -1,0 +1,1 @@
+"""Minutes of mixed traffic, and of faults: nothing may be lost, mixed up or left behind."""

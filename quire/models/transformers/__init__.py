@@ -1,0 +1,1 @@
+"""Models of the transformers library that have no family here, run with our attention and kernels."""
