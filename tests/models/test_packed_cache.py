@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.kernels.packed_linear import panel_layout
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loading import loader
+from quire.models.loading import loader, packed_cache
 from quire.models.loading.packed_cache import ALIGNMENT
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from tests.models.helpers import TinyRunner
@@ -164,6 +164,18 @@ def test_what_decides_about_weights_decides_about_the_file(tiny, tmp_path, folde
     checkpoint.rename(tiny / "model-1.safetensors")
     load(tiny, folder)
     assert len(files(folder)) == 4
+
+
+def test_our_own_source_decides_about_the_file(tiny, tmp_path, folder, monkeypatch):
+    assert all((packed_cache.PACKAGE / name).is_dir() for name in packed_cache.CODE_FOLDERS)
+    package = tmp_path / "package"
+    (package / "kernels" / "native").mkdir(parents=True)
+    source = package / "kernels" / "native" / "quantized.py"
+    monkeypatch.setattr(packed_cache, "PACKAGE", package)
+    for text in ("1", "2"):
+        source.write_text(text)
+        load(tiny, folder)
+    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "garbage", "lacks", "extra", "shape"])

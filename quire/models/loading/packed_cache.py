@@ -28,6 +28,7 @@ logger = logging.getLogger("quire")
 ALIGNMENT = 64  # a panel's vectors are read whole; across two cache lines that takes twice as long
 PANELS = "panels"
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a checkpoint's file
+PACKAGE = Path(__file__).parents[2]
 CODE_FOLDERS = ("checkpoint", "kernels", "layers", "models", "quantization")
 OLD = 24 * 3600  # seconds after which an unfinished file is nobody's
 OURS = __name__.partition(".")[0]
@@ -162,7 +163,7 @@ def _code(model: nn.Module) -> tuple[str | None, ...]:
     """Whose code, and of what it is made: a version says little of a checkout."""
     digest = hashlib.sha256()
     for folder in CODE_FOLDERS:
-        for source in sorted((Path(__file__).parents[1] / folder).glob("*.py")):
+        for source in sorted((PACKAGE / folder).rglob("*.py")):
             digest.update(source.read_bytes())
     return type(model).__module__, type(model).__qualname__, digest.hexdigest(), torch.__version__, panel_layout()
 
