@@ -6,13 +6,13 @@ class is looked up, and typically calls `ModelRegistry.register_model`.
 
 import functools
 import logging
-import os
 from importlib.metadata import EntryPoint, entry_points
+
+from quire.config.environment import QUIRE_PLUGINS
 
 logger = logging.getLogger("quire")
 
 GROUP = "quire.general_plugins"
-VARIABLE = "QUIRE_PLUGINS"  # names, with commas between; unset: all that are installed
 
 
 @functools.cache
@@ -28,15 +28,14 @@ def chosen_plugins() -> list[EntryPoint]:
     """In the order of their names, so that the order of installation does not matter."""
     # A package that is on the path twice is found twice.
     installed = {plugin.name: plugin for plugin in reversed(list(entry_points(group=GROUP)))}
-    wanted = os.environ.get(VARIABLE)
-    if wanted is None:
+    names = QUIRE_PLUGINS.get()
+    if names is None:
         return [installed[name] for name in sorted(installed)]
-    names = [name.strip() for name in wanted.split(",") if name.strip()]
     for name in names:
         if name not in installed:
             logger.warning(
                 "%s names %r, which no installed package has; there are: %s",
-                VARIABLE,
+                QUIRE_PLUGINS.name,
                 name,
                 ", ".join(sorted(installed)) or "none",
             )

@@ -139,6 +139,40 @@ def test_a_right_import_passes(place: str, source: str) -> None:
     assert not violations(source, ROOT / place)
 
 
+# Beside the module that is there for it, benchmarks: they start servers and probes in environments of their own.
+READS_ENVIRONMENT = {ROOT / "config" / "environment.py"}
+
+
+def environment_uses(source: str) -> list[int]:
+    """Lines that read or change the process's environment."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used = node.value.id == "os" and node.attr in names
+        else:
+            imported = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+            used = isinstance(node, ast.ImportFrom) and node.module == "os" and bool(names & imported)
+        if used:
+            found.append(node.lineno)
+    return found
+
+
+def test_one_module_touches_the_environment() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: use or extend config/environment.py"
+        for path in sorted(set(ROOT.rglob("*.py")) - READS_ENVIRONMENT)
+        for line in environment_uses(path.read_text("utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_a_use_of_the_environment_is_seen() -> None:
+    source = "import os\nos.getenv('A')\nfrom os import environ\ndef f(e=os.environ): pass\nos.environ['A'] = ''"
+    assert sorted(environment_uses(source)) == [2, 3, 4, 5]
+    assert environment_uses("environ = {}\nenviron['A'] = os.path") == []
+
+
 def test_every_module_says_what_it_is_for() -> None:
     silent = [
         str(path)

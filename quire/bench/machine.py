@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire import __version__
+from quire.config.environment import process_environment
 from quire.platforms.cpu_cores import allowed_cpus
 from quire.platforms.machine import cpu_model, git_commit
 
@@ -30,7 +30,7 @@ def describe_machine(probe: bool) -> dict[str, Any]:
 def run_probe(environment: dict[str, str] | None = None) -> dict[str, Any]:
     """The probe's measurements; if it dies half-way, those it made and a note."""
     command = [sys.executable, "-m", "quire.bench.probe"]
-    child = subprocess.run(command, capture_output=True, text=True, env=os.environ | (environment or {}))
+    child = subprocess.run(command, capture_output=True, text=True, env=process_environment(environment))
     measured: dict[str, Any] = {}
     for line in child.stdout.splitlines():
         measured |= json.loads(line)

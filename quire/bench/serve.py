@@ -7,7 +7,6 @@ child with the engine flags given here, and its start-up time is part of the res
 import argparse
 import asyncio
 import json
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -34,10 +33,10 @@ from quire.bench.serve_stats import (
 )
 from quire.bench.serve_workloads import Item, add_workload_flags, arrivals, items, requests
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, number, whole_number
+from quire.entrypoints.cli.api_client import key_from
 
 WARM_UP_REQUESTS = 4
 WARM_UP_TOKENS = 16
-KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")
 
 
 def parser() -> FlagParser:
@@ -156,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _server(args: argparse.Namespace) -> Iterator[tuple[Target, ServerChild | None]]:
-    key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
+    key = key_from()
     url = args.base_url
     if url is None and (args.host is not None or args.port is not None):
         host = args.host or "127.0.0.1"

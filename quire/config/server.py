@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.environment import QUIRE_API_KEY
 from quire.config.fields import flag, option, options, validate
 from quire.config.flags import _add_flag
 
 logger = logging.getLogger("quire")
-
-API_KEY_VARIABLE = "QUIRE_API_KEY"
 
 
 @dataclass
@@ -27,7 +26,9 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in answers")
     root_path: str = option("", "path under which a proxy shows the server")
 
-    api_key: tuple[str, ...] = option((), f"key that clients must send; also from {API_KEY_VARIABLE}, comma-separated")
+    api_key: tuple[str, ...] = option(
+        (), f"key that clients must send; also from {QUIRE_API_KEY.name}, comma-separated"
+    )
     api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are left out")
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
@@ -140,7 +141,7 @@ def server_config(args: argparse.Namespace, only: Collection[str] | None = None)
     return ServerConfig(**(given | several))
 
 
-def load_api_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple[str, ...]:
+def load_api_keys(config: ServerConfig, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """All keys that open the server; none means that it is open. A source that was named but holds no key is an error:
     whoever named it did not want an open server."""
     keys = list(config.api_key)
@@ -155,9 +156,11 @@ def load_api_keys(config: ServerConfig, environment: Mapping[str, str]) -> tuple
         if not in_file:
             raise ValueError(f"{config.api_key_file} holds no key; write one per line (--api-key-file)")
         keys += in_file
-    if API_KEY_VARIABLE in environment:
-        in_environment = [key.strip() for key in environment[API_KEY_VARIABLE].split(",") if key.strip()]
+    if QUIRE_API_KEY.is_set(environ):
+        in_environment = QUIRE_API_KEY.get(environ)
         if not in_environment:
-            raise ValueError(f"{API_KEY_VARIABLE} is set but empty; give a key, or unset it for a server without keys")
+            raise ValueError(
+                f"{QUIRE_API_KEY.name} is set but empty; give a key, or unset it for a server without keys"
+            )
         keys += in_environment
     return tuple(dict.fromkeys(keys))

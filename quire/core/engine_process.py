@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, environment
 from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
 from quire.core.stats_logger import StatsLogger
@@ -345,12 +345,12 @@ def engine_process_main(config: EngineConfig, address: str, log_level: int = log
     set_up_logging(log_level)
     # Before torch is imported. libgomp's threads would spin for milliseconds between operations on cores that front
     # ends need; sleeping at once costs a single request a third of its speed. docs/performance.md has the figures.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    if not environment.OMP_WAIT_POLICY.is_set():
+        environment.GOMP_SPINCOUNT.set_default()
     # torch and oneDNN each keep 1024 compiled matrix products, one for every number of rows: a gigabyte that fills up
     # over minutes of mixed traffic. What is thrown away here is made again in half a millisecond.
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    environment.LRU_CACHE_CAPACITY.set_default()
+    environment.ONEDNN_PRIMITIVE_CACHE_CAPACITY.set_default()
     leave_signals_to_parent()
 
     def make_core() -> EngineCore:

@@ -1,12 +1,12 @@
 """A span for each request, for those who ask (`--otlp-traces-endpoint`). OpenTelemetry is imported only then."""
 
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from quire.config.environment import OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_SERVICE_NAME
 from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.messages.sampling_params import SamplingParams
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 SPAN_NAME = "llm_request"
 TRACE_HEADERS = ("traceparent", "tracestate")
-PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # OpenTelemetry's own
 EXPORT_SECONDS = 3.0  # that a collector has to take a batch, and the end of the server waits for it
 
 Batch = Sequence[tuple[int, RequestOutput]]  # which prompt of a request, and its news
@@ -32,9 +31,7 @@ def check_tracing() -> None:
             f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed ({error}); "
             "pip install 'quire[otel]', or leave the flag out"
         ) from None
-    protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
-    if protocol not in ("grpc", "http/protobuf"):
-        raise ValueError(f"{PROTOCOL_VARIABLE} is {protocol!r}; allowed: grpc, http/protobuf")
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.get()  # an unknown one is an error now
 
 
 class Tracer:
@@ -48,7 +45,7 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.model_name = model_name
-        service = os.environ.get("OTEL_SERVICE_NAME", "quire")
+        service = OTEL_SERVICE_NAME.get()
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}), shutdown_on_exit=False)
         self._provider.add_span_processor(
             SimpleSpanProcessor(exporter) if exporter is not None else BatchSpanProcessor(_otlp_exporter(endpoint))
@@ -156,7 +153,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _otlp_exporter(endpoint: str) -> "SpanExporter":
-    if os.environ.get(PROTOCOL_VARIABLE, "grpc") == "grpc":
+    if OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.get() == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)

@@ -1,12 +1,13 @@
 """Where an operation runs: as a Triton kernel or as its plain torch twin."""
 
 import functools
-import os
 
 import torch
 
+from quire.config.environment import TRITON_INTERPRET
+
 # Triton's interpreter runs kernels on CPU tensors; tests compare them with their twins that way.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = TRITON_INTERPRET.get()
 
 
 def use_triton(x: torch.Tensor) -> bool:

@@ -1,11 +1,12 @@
 """What this process may use of the CPU: instructions and memory. Cores: cpu_cores.py."""
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from quire.config.environment import ONEDNN_MAX_CPU_ISA, Environ
 from quire.platforms import cpu_cgroup
-from quire.platforms.cpu_isa import ONEDNN_ISA, allows
+from quire.platforms.cpu_isa import allows
 from quire.platforms.cpuid import Cpuid
 
 SAFE_ISA = "AVX512_CORE_FP16"  # the highest level below AMX
@@ -25,23 +26,23 @@ def amx_is_broken(cpuid: Cpuid) -> bool:
     return cpuid(0, 0).eax < _TILE_LEAF or cpuid(_TILE_LEAF, 0).eax == 0
 
 
-def cap_onednn_if_amx_is_broken(cpuid: Cpuid | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
+def cap_onednn_if_amx_is_broken(cpuid: Cpuid | None, environ: Environ | None = None) -> str | None:
     """Keep oneDNN off AMX where it would die with SIGILL. Call before the first matmul: oneDNN reads the variable once.
 
     Returns a sentence to log, or None where nothing was done.
     """
-    if cpuid is None or not amx_is_broken(cpuid) or ONEDNN_ISA in environ:
+    if cpuid is None or not amx_is_broken(cpuid) or ONEDNN_MAX_CPU_ISA.is_set(environ):
         return None
-    environ[ONEDNN_ISA] = SAFE_ISA
+    ONEDNN_MAX_CPU_ISA.set(SAFE_ISA, environ)
     return (
         f"this machine advertises AMX without describing its tiles (CPUID leaf {_TILE_LEAF:#x}), which crashes oneDNN; "
-        f"{ONEDNN_ISA}={SAFE_ISA} was set."
+        f"{ONEDNN_MAX_CPU_ISA.name}={SAFE_ISA} was set."
     )
 
 
-def onednn_may_use_amx(environ: Mapping[str, str] = os.environ) -> bool:
+def onednn_may_use_amx(environ: Mapping[str, str] | None = None) -> bool:
     """Once the platform is prepared: whether the processor has AMX and nothing keeps oneDNN from it."""
-    return "amx_bf16" in cpu_flags() and ONEDNN_ISA not in environ
+    return "amx_bf16" in cpu_flags() and not ONEDNN_MAX_CPU_ISA.is_set(environ)
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

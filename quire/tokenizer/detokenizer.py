@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 from quire.tokenizer.tokenizer import Tokenizer, TokenPieces
 
-# Tokens of context for decoders that need it: enough that the first token decoded is not taken for the start of a text.
+# Tokens of context for decoders that need it: enough that a new token is not decoded as the start of a text.
 CONTEXT_TOKENS = 6
-# The longest UTF-8 character is four bytes, hence four tokens; after that a U+FFFD is no half character but meant.
+# The longest UTF-8 character is four bytes, hence at most four tokens; a U+FFFD beyond that is in the text itself.
 MAX_HELD_TOKENS = 4
 
 
 class IncrementalDetokenizer:
     """The text of one generation, growing by whole characters.
 
-    Joined together, what `add` and `flush` return is what a decode of all generated tokens after the prompt gives. A
-    character still incomplete at `flush` is dropped; bytes that can never become a character are U+FFFD at once.
+    The results of `add` and `flush`, concatenated, equal a decode of all generated tokens after the prompt. A
+    character still incomplete at `flush` is dropped; invalid UTF-8 becomes U+FFFD at once.
     `spaces_between_special_tokens` has no effect, as in transformers' fast tokenizers.
     """
 
@@ -27,7 +27,7 @@ class IncrementalDetokenizer:
         spaces_between_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ):
-        """`visible` special tokens are text even where others are skipped."""
+        """`visible` special tokens stay in the text even where others are skipped."""
         self._parts: list[str] = []
         pieces = tokenizer.pieces(skip_special_tokens, visible)
         self._stream: _ByteStream | _WindowStream
@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What was held back and is text after all; call once, after the last token."""
+        """Text that was held back for a character that may be incomplete; call once, after the last token."""
         text = self._stream.flush()
         if text:
             self._parts.append(text)
@@ -59,12 +59,12 @@ class IncrementalDetokenizer:
 
 
 class _ByteStream:
-    """For decoders that join tokens: join their bytes and give out whole characters."""
+    """For decoders that concatenate tokens: concatenates their bytes and emits complete characters."""
 
     def __init__(self, pieces: TokenPieces, prompt: Sequence[int], drops_first_space: bool):
         self._pieces = pieces
-        # The prompt may end within a character, which generation completes. A window of bytes that begins within a
-        # character is no problem: only its end matters.
+        # The prompt may end within a character, which generation completes. The tail may begin within one: only its
+        # end matters.
         tail = b"".join([pieces[token] for token in prompt[-2 * MAX_HELD_TOKENS :]])
         self._held = tail[utf_8_decode(tail, "replace", False)[1] :]
         self._drop_space = drops_first_space and not any(pieces[token] for token in prompt)
@@ -85,10 +85,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any decoder whose text only grows: decode the last few tokens with and without the new ones.
-
-    The difference is the new text.
-    """
+    """For any decoder whose text only grows: new text is the difference between decodes with and without new tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool, visible: frozenset[int]):
         self._tokenizer = tokenizer
@@ -99,7 +96,7 @@ class _WindowStream:
         self._held: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> str:
-        # One at a time: a decode of many tokens would withhold all of them for the last one's half character.
+        # One at a time: a decode of many tokens would hold back all of them if the last one's character is incomplete.
         return "".join([self._add_one(token) for token in tokens])
 
     def _add_one(self, token: int) -> str:

@@ -9,7 +9,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import tokenizers
 
-# Without one of these there is nothing that transformers could load.
+# transformers needs at least one of these.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 REMEDY = (
     "Name another tokenizer with --tokenizer, or save this one as tokenizer.json with transformers' save_pretrained."
@@ -17,10 +17,10 @@ REMEDY = (
 
 
 def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer:
-    """What AutoTokenizer makes of the folder's files; code that comes with a model is never run."""
+    """Load the folder's files with AutoTokenizer; code that comes with a model is never run."""
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer.json and no other tokenizer files. {REMEDY}")
-    # Reading a device or a pipe would never end.
+    # Reading from a device or a pipe may block forever.
     special = [entry.name for entry in folder.iterdir() if entry.exists() and not (entry.is_file() or entry.is_dir())]
     if special:
         raise ValueError(f"{folder / min(special)} is not a regular file; replace it by one")
@@ -38,7 +38,7 @@ def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer
         raise ValueError(
             f"{folder} has no tokenizer.json, and transformers cannot load its tokenizer: {reason}. {REMEDY}"
         ) from error
-    # Some classes are content with no vocabulary and make one of a few special tokens.
+    # Some classes accept a missing vocabulary and build one from a few special tokens.
     wanted = set((getattr(loaded, "vocab_files_names", None) or {}).values())
     if wanted and not any((folder / name).is_file() for name in wanted):
         raise ValueError(f"{folder} has none of the files of its tokenizer: {', '.join(sorted(wanted))}. {REMEDY}")
@@ -55,16 +55,16 @@ class Encoding(NamedTuple):
 
 
 class SlowBackend:
-    """A tokenizer of transformers written in Python, with as much of `tokenizers.Tokenizer` as `Tokenizer` uses."""
+    """A slow (Python) tokenizer of transformers, with the part of `tokenizers.Tokenizer`'s interface that we use."""
 
-    decoder = None  # not known to simply join tokens: the detokenizer decodes windows of them
+    decoder = None  # not known to concatenate tokens: the detokenizer decodes windows of them
 
     def __init__(self, slow: Any):
         self._slow = slow
         self._size = len(slow)
 
     def no_truncation(self) -> None:
-        pass  # encode is told each time
+        pass  # an argument of each encode
 
     def no_padding(self) -> None:
         pass
@@ -84,7 +84,7 @@ class SlowBackend:
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
         if not isinstance(text, str):
             raise TypeError(type(text).__name__)
-        text.encode()  # half of a surrogate pair is an error here, not somewhere in a Python tokenizer
+        text.encode()  # a lone surrogate is an error here, not somewhere in a Python tokenizer
         ids = self._slow.encode(text, add_special_tokens=add_special_tokens, padding=False, truncation=False)
         return Encoding(ids)
 

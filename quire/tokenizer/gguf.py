@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.checkpoint.gguf_header import GGUFHeader
 from quire.tokenizer.pretokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer, build_pre_tokenizer
-from quire.tokenizer.tokenizer import TRIAL, Tokenizer
+from quire.tokenizer.tokenizer import SAMPLE_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,12 +21,12 @@ Merges = list[tuple[str, str]]
 def build_gguf_tokenizer(header: GGUFHeader) -> Tokenizer:
     """Byte-level BPE ("gpt2") or SentencePiece BPE ("llama"), with the file's special tokens and chat template."""
     try:
-        made = _build(header)
-        made.backend.encode(TRIAL)  # some mistakes show only then
-        return made
+        tokenizer = _build(header)
+        tokenizer.backend.encode(SAMPLE_TEXT)  # some errors occur only when encoding
+        return tokenizer
     except (ValueError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises plain Exception, and what is no Exception where it panics
+    except BaseException as error:  # the library raises bare Exception, and a BaseException where it panics
         raise ValueError(
             f"{header.path} has a vocabulary that makes no tokenizer ({error}); convert it again"
         ) from error
@@ -59,7 +59,7 @@ def _build(header: GGUFHeader) -> Tokenizer:
 
     bos = _token_id(header, "bos", len(tokens))
     eos = _token_id(header, "eos", len(tokens))
-    _surround_with(
+    _add_bos_and_eos(
         backend,
         bos if values.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
         eos if values.get("tokenizer.ggml.add_eos_token", False) else None,
@@ -75,7 +75,7 @@ def _pre_tokenizer(header: GGUFHeader) -> PreTokenizer:
         logger.warning("%s does not name its pre-tokenizer; the one of GPT-2 is assumed", header.path)
         return PRE_TOKENIZERS["gpt-2"]
     if name not in PRE_TOKENIZERS:
-        # Guessing would tokenize almost right, which shows only as a worse model.
+        # A guess would tokenize almost correctly, which shows only as worse output.
         raise ValueError(
             f"{header.path} uses the pre-tokenizer {name!r}, which is not known; known: {', '.join(PRE_TOKENIZERS)}. "
             "Name the original model's tokenizer folder or hub id with --tokenizer."
@@ -109,7 +109,7 @@ def _sentencepiece_backend(
     vocabulary = _vocabulary(tokens)
     merges = merges_from_scores(vocabulary, tokens, types, scores)
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    # The prefix goes before every stretch of text between special tokens, as in llama.cpp and Llama 2's own tokenizer.
+    # The prefix goes before every span of text between special tokens, as in llama.cpp and Llama 2's own tokenizer.
     prepend = [normalizers.Prepend("▁")] if space_prefix else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
@@ -120,7 +120,7 @@ def _sentencepiece_backend(
 def merges_from_scores(
     vocabulary: dict[str, int], tokens: list[str], types: Sequence[int], scores: Sequence[float]
 ) -> Merges:
-    """SentencePiece merges any two neighbours that make a token, best score first: so every split of every token."""
+    """SentencePiece merges any adjacent pair that forms a token, best score first: each split of a token is a merge."""
     ranked: list[tuple[float, int, int, int, str, str]] = []
     for token, kind, score in zip(tokens, types, scores, strict=True):
         if kind != NORMAL:
@@ -142,7 +142,7 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
 
 
 def _add_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: Sequence[int]) -> None:
-    """Control tokens become special; user-defined ones are matched in text as a whole but stay text."""
+    """Control tokens become special; user-defined ones are matched as a whole but are not special."""
     from tokenizers import AddedToken
 
     added = [
@@ -162,7 +162,7 @@ def _token_id(header: GGUFHeader, name: str, vocab_size: int) -> int | None:
     return int(token_id)
 
 
-def _surround_with(backend: "tokenizers.Tokenizer", bos: int | None, eos: int | None) -> None:
+def _add_bos_and_eos(backend: "tokenizers.Tokenizer", bos: int | None, eos: int | None) -> None:
     """Make `encode` begin with the token `bos` and end with `eos`, where they are not None."""
     from tokenizers import processors
 

@@ -1,11 +1,11 @@
-"""Finding and loading the tokenizer of a checkpoint, or another one that the user named."""
+"""Find and load the tokenizer of a checkpoint, or another one that the user names."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.json_file import is_readable, read_json
 from quire.checkpoint.resolve import HUB_ID, Checkpoint
-from quire.tokenizer.tokenizer import TRIAL, Tokenizer
+from quire.tokenizer.tokenizer import SAMPLE_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,8 +52,8 @@ def _load_folder(folder: Path, file: Path) -> Tokenizer:
 
     try:
         backend = Backend.from_file(str(file))
-        backend.decode(backend.encode(TRIAL).ids)  # some mistakes show only then
-    except BaseException as error:  # the library raises plain Exception, and what is no Exception where it panics
+        backend.decode(backend.encode(SAMPLE_TEXT).ids)  # some errors occur only when encoding
+    except BaseException as error:  # the library raises bare Exception, and a BaseException where it panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
@@ -62,13 +62,13 @@ def _load_folder(folder: Path, file: Path) -> Tokenizer:
     _add_listed_tokens(backend, config, named)
     bos = _id_of(backend, named.get("bos_token"))
     eos = _id_of(backend, named.get("eos_token"))
-    # add_bos_token and add_eos_token of the config are not read: as in transformers, tokenizer.json's post-processor
-    # rules.
+    # add_bos_token and add_eos_token of the config are ignored, as in transformers: tokenizer.json's post-processor
+    # decides.
     return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, chat_template=chat_template)
 
 
 def _content(token: Any) -> str | None:
-    """A token of tokenizer_config.json: plain text, or an object that holds it."""
+    """A token of tokenizer_config.json is a string, or an object with one."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -78,7 +78,7 @@ def _id_of(backend: "tokenizers.Tokenizer", token: Any) -> int | None:
 
 
 def _add_listed_tokens(backend: "tokenizers.Tokenizer", config: dict[str, Any], named: dict[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json knows, which older exports leave out of tokenizer.json."""
+    """Add the tokens that only tokenizer_config.json lists: older exports omit them from tokenizer.json."""
     from tokenizers import AddedToken
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}

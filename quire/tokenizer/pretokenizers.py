@@ -1,4 +1,4 @@
-"""How byte-level BPE families cut text before merging, by the name llama.cpp gives them in `tokenizer.ggml.pre`."""
+"""How byte-level BPE families split text before merging, by llama.cpp's name for it in `tokenizer.ggml.pre`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,8 +29,8 @@ class PreTokenizer:
     single_digits: bool = False
     nfc: bool = False
     whole_words_first: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
-    add_bos: bool = False  # where the file does not say
-    digits_by_three: bool = False  # and punctuation apart from all else
+    add_bos: bool = False  # unless the file says otherwise
+    digits_by_three: bool = False  # and punctuation separate from everything else
 
 
 _GPT2 = PreTokenizer()
@@ -61,7 +61,7 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": PreTokenizer(_QWEN2),
     "tekken": PreTokenizer(_TEKKEN, whole_words_first=True, add_bos=True),
 }
-# What files of the time before the name existed have; llama.cpp, too, can only guess there.
+# Files older than the key have these; llama.cpp, too, can only guess then.
 UNNAMED = ("", "default")
 
 

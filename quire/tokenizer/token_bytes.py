@@ -1,8 +1,8 @@
 """What each token adds to the text, in bytes.
 
-A decoder that simply joins its tokens can be run one token at a time: the detokenizer joins bytes and lets an
-incremental UTF-8 decoder hold back half characters. Two families do so: byte-level BPE, and SentencePiece with byte
-fallback.
+A decoder that only concatenates its tokens can run one token at a time: the detokenizer concatenates bytes, and an
+incremental UTF-8 decoder holds back incomplete characters. Two families do so: byte-level BPE, and SentencePiece with
+byte fallback.
 """
 
 import json
@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @lru_cache(maxsize=1)
 def byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for bytes: printable Latin-1 as itself, the others from U+0100 on."""
+    """The characters that byte-level BPE uses for bytes: printable Latin-1 as itself, the others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -32,7 +32,7 @@ def byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([alphabet[char] for char in token])
     except KeyError:
-        return token.encode()  # an added token, written as plain text
+        return token.encode()  # an added token, stored as text
 
 
 def sentencepiece_bytes(token: str) -> bytes:
@@ -43,7 +43,7 @@ def sentencepiece_bytes(token: str) -> bytes:
 def decoder_bytes(backend: "tokenizers.Tokenizer | SlowBackend") -> tuple[Callable[[str], bytes], bool] | None:
     """How this tokenizer's decoder turns a token into bytes, and whether it drops one space at the start of the text.
 
-    None for decoders that do more than join (WordPiece, CTC, ...): those must decode whole windows of tokens.
+    None for decoders that do more than concatenate (WordPiece, CTC, ...): those must decode windows of tokens.
     """
     if backend.decoder is None:
         return None

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from quire.tokenizer.fallback import SlowBackend
 
 
-TRIAL = "Hello, world 12 é 😀\n\tdef f(x): ..."  # what every vocabulary must take when it is loaded
+SAMPLE_TEXT = "Hello, world 12 é 😀\n\tdef f(x): ..."  # every tokenizer must encode it when it is loaded
 
-MAX_REASON = 500  # characters of a library's message
-PANIC = "PanicException"  # of Rust: no Exception, and of a class that cannot be imported
+MAX_REASON = 500  # characters of the library's message
+PANIC = "PanicException"  # a Rust panic: a BaseException whose class cannot be imported
 
 
 class TokenPieces(dict[int, bytes]):
@@ -40,7 +40,7 @@ class TokenPieces(dict[int, bytes]):
 
 
 class Tokenizer:
-    """Text to ids and back, and what else the engine asks about a vocabulary."""
+    """Text to token ids and back, and properties of the vocabulary that the engine needs."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Tokenizer:
         eos_token_id: int | None = None,
         chat_template: str | None = None,
     ):
-        # A length limit or padding saved with the tokenizer is its trainer's choice, not the engine's.
+        # Truncation and padding saved with the tokenizer are settings for training.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -61,21 +61,21 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
-        joining = decoder_bytes(backend)
-        self.drops_first_space = joining is not None and joining[1]
+        decoding = decoder_bytes(backend)
+        self.drops_first_space = decoding is not None and decoding[1]
         self._pieces: tuple[TokenPieces, TokenPieces] | None = None
-        if joining is not None:
-            self._pieces = TokenPieces(backend, joining[0]), TokenPieces(backend, joining[0], self.special_ids)
-            self._to_bytes = joining[0]
+        if decoding is not None:
+            self._pieces = TokenPieces(backend, decoding[0]), TokenPieces(backend, decoding[0], self.special_ids)
+            self._to_bytes = decoding[0]
         self._pieces_with: dict[frozenset[int], TokenPieces] = {}
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """In characters, of the vocabulary's own spelling: a token stands for no more of a text."""
+        """In characters of the vocabulary's own spelling: no token covers more of a text."""
         return max(map(len, self.backend.get_vocab(True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # Not the library's own `encode`, which keeps the GIL: a long text would hold up every other thread.
+        # Not the library's own `encode`, which holds the GIL: a long text would block every other thread.
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -96,7 +96,7 @@ class Tokenizer:
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
 
     def pieces(self, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> TokenPieces | None:
-        """What each token adds to the text; None if this tokenizer's decoder does not simply join tokens.
+        """What each token adds to the text; None if this tokenizer's decoder does more than concatenate tokens.
 
         Special tokens that are `visible` are never skipped."""
         if self._pieces is None or not visible or not skip_special_tokens:
@@ -106,7 +106,7 @@ class Tokenizer:
         return self._pieces_with[visible]
 
     def special_id(self, text: str) -> int | None:
-        """The special token of this very text, if there is one."""
+        """The id of the special token with exactly this text, if there is one."""
         token_id = self.backend.token_to_id(text)
         return token_id if token_id in self.special_ids else None
 

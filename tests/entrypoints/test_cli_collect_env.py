@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import quire
+from quire.config.environment import VARIABLES
 from quire.entrypoints.cli import collect_env
 from quire.entrypoints.cli.main import main
 
@@ -78,10 +79,21 @@ def test_which_variables_are_shown() -> None:
         "AWS_SECRET_ACCESS_KEY": "x",
         "QUIRE_SSL_PASSWORD": "x",
         "HOME": "x",
+        "XDG_CACHE_HOME": "/cache",
+        "OTEL_SERVICE_NAME": "chat",
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=x",
     }
     assert collect_env.environment(variables) == {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_TOKEN": "set, not shown",
+        "OTEL_SERVICE_NAME": "chat",
         "QUIRE_SSL_PASSWORD": "set, not shown",
         "TOKENIZERS_PARALLELISM": "false",
+        "XDG_CACHE_HOME": "/cache",
     }
+
+
+def test_every_variable_of_quire_is_shown_and_no_secret() -> None:
+    shown = collect_env.environment({variable.name: "x" for variable in VARIABLES})
+    assert shown.keys() == {variable.name for variable in VARIABLES}
+    assert [name for name, value in shown.items() if value != "x"] == ["OPENAI_API_KEY", "QUIRE_API_KEY"]

@@ -87,9 +87,10 @@ SNIPPETS = (
 def seeds() -> list[str]:
     from quire.checkpoint import resolve_model
     from quire.tokenizer import load_tokenizer
-    from tests.tokenizer import test_chat_template as known
+    from tests.tokenizer.chat_templates import TEMPLATES
+    from tests.tokenizer.test_template_meter import DOUBLING
 
-    texts = [text for text in vars(known).values() if isinstance(text, str) and "{%" in text]
+    texts = [*TEMPLATES.values(), DOUBLING]
     own = load_tokenizer(resolve_model(None)).chat_template
     return texts + ([own] if isinstance(own, str) else [])
 

@@ -2,7 +2,6 @@
 
 import argparse
 import http.client
-import os
 import socket
 import ssl
 import threading
@@ -15,11 +14,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from quire import __version__
+from quire.config.environment import OPENAI_API_KEY, QUIRE_API_KEY
 from quire.config.flags import number
-from quire.config.server import API_KEY_VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-KEY_VARIABLES = (API_KEY_VARIABLE, "OPENAI_API_KEY")
+KEY_VARIABLES = (QUIRE_API_KEY, OPENAI_API_KEY)
+KEY_SOURCES = " or ".join(variable.name for variable in KEY_VARIABLES)
 CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 600.0
 MAX_LINE = 64 << 20  # bytes of one event
@@ -56,7 +56,7 @@ def add_client_flags(parser: argparse.ArgumentParser, default_url: str | None = 
     shown = f" (default: {default_url})" if default_url else f", such as {DEFAULT_URL}"
     group.add_argument("--url", metavar="URL", default=default_url, help=f"an OpenAI-compatible server{shown}")
     group.add_argument("--model-name", metavar="NAME", help="the model to ask (default: the first that it lists)")
-    group.add_argument("--api-key", metavar="KEY", help=f"(default: from {' or '.join(KEY_VARIABLES)})")
+    group.add_argument("--api-key", metavar="KEY", help=f"(default: from {KEY_SOURCES})")
     group.add_argument(
         "--timeout",
         type=number,
@@ -69,16 +69,12 @@ def add_client_flags(parser: argparse.ArgumentParser, default_url: str | None = 
 def client_from(args: argparse.Namespace) -> "ApiClient":
     if not args.timeout > 0:
         raise ValueError(f"timeout is {args.timeout:g}; it must be above 0 (--timeout)")
-    return ApiClient(args.url, args.api_key or key_from(os.environ), args.timeout)
+    return ApiClient(args.url, args.api_key or key_from(), args.timeout)
 
 
-def key_from(environment: Mapping[str, str]) -> str | None:
+def key_from(environ: Mapping[str, str] | None = None) -> str | None:
     """A server's own variable may hold several keys; any of them will do."""
-    for name in KEY_VARIABLES:
-        keys = [key.strip() for key in environment.get(name, "").split(",") if key.strip()]
-        if keys:
-            return keys[0]
-    return None
+    return next((key for variable in KEY_VARIABLES for key in variable.get(environ)), None)
 
 
 class ApiClient:
@@ -231,7 +227,7 @@ class ApiClient:
         retry = float(seconds) if seconds.isdecimal() else None
         if answer.status in (401, 403):
             text = f"{self.url} wants an API key that it knows: {message or answer.status}"
-            return ServerError(f"{text}; give it with --api-key or in {' or '.join(KEY_VARIABLES)}", answer.status)
+            return ServerError(f"{text}; give it with --api-key or in {KEY_SOURCES}", answer.status)
         if 300 <= answer.status < 400 and answer.headers.get("location"):
             where = answer.headers["location"]
             return ServerError(f"{self.url} has moved to {where}; give that address (--url)", answer.status)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.config.environment import ONEDNN_MAX_CPU_ISA, VARIABLES, process_environment
 from quire.config.flags import FlagParser
 
 # Beside what the metadata lists: an editable install may be older than the code.
@@ -36,11 +37,11 @@ CPU_FLAGS = (
     *("amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
-# Quire's own, and those of the libraries below it that change results or speed.
-VARIABLE = re.compile(
+KNOWN_VARIABLES = frozenset(variable.name for variable in VARIABLES)
+# Those of the libraries below Quire that change results or speed, and misspelt ones of its own.
+OTHER_VARIABLES = re.compile(
     r"(QUIRE|OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|CUDA|NVIDIA|NCCL|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|HF|TOKENIZERS|"
-    r"MALLOC|UVLOOP)_\w+|OPENAI_API_KEY|OPENAI_BASE_URL|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|PYTHONUNBUFFERED|"
-    r"NO_COLOR|TERM|SSL_CERT_FILE"
+    r"MALLOC|UVLOOP)_\w+|OPENAI_BASE_URL|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|PYTHONUNBUFFERED|SSL_CERT_FILE"
 )
 SECRET_WORDS = frozenset({"KEY", "KEYS", "TOKEN", "TOKENS", "SECRET", "PASSWORD", "PASS", "AUTH", "CREDENTIALS"})
 SECONDS = 60.0  # for a program that is asked
@@ -74,7 +75,7 @@ def collect() -> dict[str, Facts]:
         "torch": torch_facts,
         "attention extras": lambda: package_versions(ATTENTION_PACKAGES),
         "packages": lambda: installed(package_versions((*required_packages(), *OPTIONAL_PACKAGES))),
-        "environment": lambda: environment(os.environ),
+        "environment": lambda: environment(process_environment()),
     }
     return {name: attempt(gather) for name, gather in sections.items()}
 
@@ -122,8 +123,9 @@ def cpu_facts() -> Facts:
         cpuid = load_cpuid()
         if cpuid is None:
             return "CPUID cannot be asked here"
-        if cpu_facts.ONEDNN_ISA in os.environ:
-            return f"{os.environ[cpu_facts.ONEDNN_ISA]}, from the environment"
+        limit = ONEDNN_MAX_CPU_ISA.get()
+        if limit is not None:
+            return f"{limit}, from the environment"
         if cpu_facts.amx_is_broken(cpuid):
             return f"{cpu_facts.SAFE_ISA}, because AMX is advertised without its tiles"
         return "not capped"
@@ -216,7 +218,7 @@ def environment(variables: Mapping[str, str]) -> Facts:
     """Only names that are known to matter, and never the value of a secret."""
     shown: Facts = {}
     for name in sorted(variables):
-        if VARIABLE.fullmatch(name):
+        if name in KNOWN_VARIABLES or OTHER_VARIABLES.fullmatch(name):
             is_secret = bool(SECRET_WORDS & set(name.upper().split("_")))
             shown[name] = "set, not shown" if is_secret else variables[name]
     return shown

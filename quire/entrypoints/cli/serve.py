@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     set_up_logging()
     config = server_config(args)
-    api_keys = load_api_keys(config, os.environ)
+    api_keys = load_api_keys(config)
     engine_config = EngineConfig.from_kwargs(**ENGINE_DEFAULTS | engine_kwargs(args))
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.http.middleware import import_middleware

@@ -1,8 +1,9 @@
 """Reading messages from and writing answers to a person's terminal, a pipe or a file."""
 
-import os
 import sys
 from typing import IO
+
+from quire.config.environment import NO_COLOR, TERM
 
 # A model must not be able to move the cursor, change the title or paste into the shell of who talks to it.
 CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
@@ -16,7 +17,7 @@ class Terminal:
         self.writer = writer or sys.stdout
         self.interactive = self.reader.isatty()
         self.is_screen = self.writer.isatty()
-        self.colours = self.is_screen and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.colours = self.is_screen and not NO_COLOR.get() and TERM.get() != "dumb"
         self.has_readline = self.interactive and self.is_screen and _load_readline()
 
     def read_message(self) -> str:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+from quire.config.environment import QUIRE_NATIVE_KERNELS, TMPDIR, XDG_CACHE_HOME, process_environment
 from quire.platforms.cpu_facts import cpu_flags
 from quire.platforms.cpu_isa import ceiling
 from quire.platforms.private_files import PrivateFolder, path_of
@@ -35,7 +36,7 @@ def library(*extra_flags: str, only: tuple[str, ...] = ()) -> ctypes.CDLL | None
     """
     compiler = next(filter(None, (shutil.which(name) for name in ("cc", "gcc", "clang"))), None)
     flags = (*FLAGS, *processor_flags(ceiling()), *extra_flags)
-    if platform.system() != "Linux" or os.environ.get("QUIRE_NATIVE_KERNELS") == "0":
+    if platform.system() != "Linux" or not QUIRE_NATIVE_KERNELS.get():
         return None
     sources = [FOLDER / name for name in only] or sorted(FOLDER.glob("*.c"))
     name = f"kernels-{_fingerprint((*flags, *only))}.so"
@@ -63,10 +64,10 @@ def processor_flags(level: str) -> tuple[str, ...]:
 
 def _open_cache() -> PrivateFolder | None:
     """None, and a warning, where others could plant a library of theirs, or there is no place for one."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = XDG_CACHE_HOME.get() or os.path.expanduser("~/.cache")
     try:
         if not os.path.isabs(root):
-            raise OSError(f"there is no home folder, and XDG_CACHE_HOME names none ({root!r})")
+            raise OSError(f"there is no home folder, and {XDG_CACHE_HOME.name} names none ({root!r})")
         return PrivateFolder(Path(root) / "quire")
     except OSError as error:
         logger.warning("compiled kernels are not kept, every start compiles them anew: %s", error)
@@ -100,7 +101,7 @@ def _compiled(
 
 
 def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], folder: str) -> Path:
-    environment = os.environ | {"TMPDIR": folder}
+    environment = process_environment({TMPDIR.name: folder})
 
     def compile_one(source: Path) -> str:
         made = f"{folder}/{source.stem}.o"

@@ -5,13 +5,14 @@ parent then starts another for what is left.
 """
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from quire.config.environment import TRITON_CACHE_DIR, TRITON_HOME
 
 if TYPE_CHECKING:
     from quire.bench.internal.card.workloads import Caller
@@ -154,8 +155,7 @@ def explain(error: Exception) -> str:
 
 
 def triton_cache_files() -> int:
-    home = os.environ.get("TRITON_HOME") or Path.home()
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    folder = Path(TRITON_CACHE_DIR.get() or Path(TRITON_HOME.get() or Path.home(), ".triton", "cache"))
     return sum(1 for path in folder.rglob("*") if path.is_file())
 
 

@@ -33,9 +33,10 @@ from quire.bench.internal.card.models import (
 from quire.bench.internal.card.profile import BATCHES, profile_text
 from quire.bench.internal.card.workloads import CPU_WORKLOADS, GPU_WORKLOADS
 from quire.bench.machine import describe_machine, run_probe
+from quire.config.environment import ONEDNN_MAX_CPU_ISA
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.platforms.cpu_cores import allowed_cpus
-from quire.platforms.cpu_facts import ONEDNN_ISA, SAFE_ISA, cpu_flags
+from quire.platforms.cpu_facts import SAFE_ISA, cpu_flags
 from quire.platforms.machine import cpu_model
 
 PHASES = ("interpreter", "import", "init", "first token")
@@ -209,7 +210,7 @@ def card_facts(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any
     if args.cpu and args.probe:
         machine["probe"] = run_probe()
         if "note" in machine["probe"]:  # some virtual machines describe AMX in a way that kills oneDNN
-            machine["probe_without_amx"] = run_probe({ONEDNN_ISA: SAFE_ISA})
+            machine["probe_without_amx"] = run_probe({ONEDNN_MAX_CPU_ISA.name: SAFE_ISA})
     return {"benchmark": "card --cpu" if args.cpu else "card", "machine": machine, "engine_flags": given}
 
 

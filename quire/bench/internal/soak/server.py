@@ -20,6 +20,7 @@ from typing import Any
 from quire.bench.processes import Process, server_processes
 from quire.bench.serve_child import as_flags, free_port
 from quire.bench.serve_client import Target, ask
+from quire.config.environment import process_environment
 
 START_SECONDS = 300.0
 END_SECONDS = 60.0  # a server whose engine is gone, or that was told to, must have ended by then
@@ -62,7 +63,7 @@ class ChaosServer:
         self.surroundings = surroundings
         self.starts += 1
         self._disturbed = self.healthy = False
-        environment = os.environ | {"TMPDIR": str(self._temporary)} | self.clock.environment()
+        environment = process_environment({"TMPDIR": str(self._temporary)} | self.clock.environment())
         log = self._log
         if surroundings.full_disk:
             environment["XDG_CACHE_HOME"] = "/dev/full"
