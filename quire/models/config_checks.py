@@ -27,9 +27,7 @@ SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), MAX_WIDTH),
     "vocab_size": MAX_VOCAB,
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), MAX_EXPERTS),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "original_max_position_embeddings", "max_model_len"), MAX_POSITIONS
-    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     **dict.fromkeys(("sliding_window_pattern", "decoder_sparse_step", "no_rope_layer_interval"), MAX_LAYERS),
 }
 COUNTS = {"max_window_layers": MAX_LAYERS, "shared_expert_intermediate_size": MAX_WIDTH}

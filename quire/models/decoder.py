@@ -12,15 +12,13 @@ from quire.checkpoint.tensors import CheckpointTensor
 from quire.kernels.add import add_rows
 from quire.layers.attention import Attention
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.parallel import SINGLE, TensorParallel
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config_checks import check_keys
 from quire.models.decoder_config import DecoderConfig
-from quire.models.decoder_layers import MLP, Build, DecoderLayer, FeedForward
+from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward
 from quire.models.loading.weight_map import Rule, WeightMap
-from quire.quantization.base import Quantization
+from quire.models.options import ModelOptions
 from quire.quantization.packed import packed_weights
-from quire.quantization.unquantized import UNQUANTIZED
 
 DECODER_WEIGHTS = WeightMap(
     rules=(
@@ -95,30 +93,27 @@ class DecoderModel(nn.Module):
         """Where one parameter is several tensors in the checkpoint."""
         return tensors
 
-    def make_mlp(self, build: Build, layer: int) -> FeedForward:
+    def make_mlp(self, build: BuildContext, layer: int) -> FeedForward:
         return MLP(build, layer)
 
     def __init__(
         self,
-        hf: dict[str, Any],
-        dtype: torch.dtype,
-        device: torch.device,
-        tp: TensorParallel = SINGLE,
-        quantization: Quantization = UNQUANTIZED,
+        hf: dict[str, Any],  # the checkpoint's config
+        options: ModelOptions,
     ) -> None:
         """Parameters are left uninitialised; models/loading/fill.py fills them."""
         super().__init__()
         self.hf = hf
-        self.config = c = self.read_config(hf)
-        build = Build(c, dtype, device, tp, quantization)
+        self.config = c = self.read_config(hf).limited_to(options.max_model_len)
+        build, dtype, device = BuildContext(c, options), options.dtype, options.device
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
-        self.embed_tokens = VocabEmbedding(*vocab, quantization.vocab_method(), c.embed_scale)
+        self.embed_tokens = VocabEmbedding(*vocab, options.quantization.vocab_method(), c.embed_scale)
         rows = c.num_positions + c.position_offset
         self.embed_positions = VocabEmbedding(rows, c.hidden_size, dtype, device) if c.num_positions else None
         self.layers = nn.ModuleList(DecoderLayer(build, i, self.make_mlp(build, i)) for i in range(c.num_layers))
         self.norm = build.norm()
         tied_to = self.embed_tokens if c.tie_word_embeddings else None
-        self.lm_head = LMHead(*vocab, tied_to, quantization.vocab_method())
+        self.lm_head = LMHead(*vocab, tied_to, options.quantization.vocab_method())
         distinct = [rope for rope in dict.fromkeys(c.ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
         self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in c.ropes]

@@ -1,6 +1,6 @@
 """A decoder's shape and its differences from Llama, read from a Hugging Face config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.kernels.activation import ACTIVATIONS, SILU
@@ -112,6 +112,12 @@ class DecoderConfig:
         if config.activation not in ACTIVATIONS:
             raise ValueError(f"activation {config.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         return config
+
+    def limited_to(self, max_model_len: int | None) -> "DecoderConfig":
+        """The same for sequences of at most `max_model_len` tokens; None: as many as there are positions."""
+        if max_model_len is None:
+            return self
+        return replace(self, ropes=tuple(rope and rope.limited_to(max_model_len) for rope in self.ropes))
 
     @property
     def is_like_llama(self) -> bool:

@@ -17,29 +17,26 @@ from quire.layers.attention import Attention
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
-from quire.layers.parallel import TensorParallel
 from quire.models.decoder_config import DecoderConfig
-from quire.quantization.base import LinearMethod, Quantization
+from quire.models.options import ModelOptions
+from quire.quantization.base import LinearMethod
 
 
 @dataclass(frozen=True)
-class Build:
-    """What all layers of a model are made with."""
+class BuildContext:
+    """What the layers of a model are built from: the checkpoint's config and the engine's options."""
 
     config: DecoderConfig
-    dtype: torch.dtype
-    device: torch.device
-    tp: TensorParallel
-    quantization: Quantization
+    options: ModelOptions
 
     def norm(self) -> RMSNorm | LayerNorm:
-        c = self.config
+        c, device = self.config, self.options.device
         if c.norm == "layer":
-            return LayerNorm(c.hidden_size, c.norm_eps, c.norm_bias, self.device)
-        return RMSNorm(c.hidden_size, c.norm_eps, self.device)
+            return LayerNorm(c.hidden_size, c.norm_eps, c.norm_bias, device)
+        return RMSNorm(c.hidden_size, c.norm_eps, device)
 
     def method(self, layer: int, module: str, names: tuple[str, ...]) -> LinearMethod | None:
-        return self.quantization.linear_method(f"{self.config.names.layer.format(i=layer)}.{module}", names)
+        return self.options.quantization.linear_method(f"{self.config.names.layer.format(i=layer)}.{module}", names)
 
 
 class FeedForward(Protocol):
@@ -58,10 +55,10 @@ class FeedForward(Protocol):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, build: Build, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
-        c, names = build.config, build.config.names
-        placed = (build.dtype, build.device, build.tp)
+        c, names, options = build.config, build.config.names, build.options
+        placed = (options.dtype, options.device, options.tp)
         qkv_method = build.method(layer, names.attention, names.qkv)
         o_method = build.method(layer, names.attention, (names.out,))
         self.head_dim = c.head_dim
@@ -75,17 +72,17 @@ class SelfAttention(nn.Module):
         self.q_norm: RMSNorm | LayerNorm | None = None
         self.k_norm: RMSNorm | LayerNorm | None = None
         if c.qk_norm is not None:
-            if build.tp.size > 1 and c.qk_norm == "width":
+            if options.tp.size > 1 and c.qk_norm == "width":
                 raise NotImplementedError("a norm over all heads' queries is not connected among several workers yet")
-            self.q_norm, self.k_norm = (_head_norm(c, count, build.device) for count in (heads, kv_heads))
-        first_head = heads * build.tp.rank
+            self.q_norm, self.k_norm = (_head_norm(c, count, options.device) for count in (heads, kv_heads))
+        first_head = heads * options.tp.rank
         self.sinks_slot: LoadSlot | None = None
         if c.sinks:
-            sinks = new_parameter(heads, dtype=torch.float32, device=build.device)
+            sinks = new_parameter(heads, dtype=torch.float32, device=options.device)
             self.sinks_slot = LoadSlot(sinks.data, (c.num_heads,), 0, first_head, "zeros")
         slopes = None
         if c.alibi:
-            slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(build.device)
+            slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(options.device)
         self.attn = Attention(
             layer,
             heads,
@@ -134,12 +131,12 @@ def _head_norm(config: DecoderConfig, num_heads: int, device: torch.device) -> R
 
 
 class MLP(nn.Module):
-    def __init__(self, build: Build, layer: int, intermediate_size: int | None = None, module: str = "") -> None:
+    def __init__(self, build: BuildContext, layer: int, intermediate_size: int | None = None, module: str = "") -> None:
         """`module`: its name in the checkpoint's layer, if not the usual."""
         super().__init__()
         c, names = build.config, build.config.names
         inner = intermediate_size or c.intermediate_size
-        placed = (build.dtype, build.device, build.tp)
+        placed = (build.options.dtype, build.options.device, build.options.tp)
         up_method = build.method(layer, module or names.mlp, names.up)
         down_method = build.method(layer, module or names.mlp, (names.down,))
         self.activation, self.gated = c.activation, c.gated
@@ -162,11 +159,11 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, build: Build, layer: int, mlp: FeedForward) -> None:
+    def __init__(self, build: BuildContext, layer: int, mlp: FeedForward) -> None:
         super().__init__()
         c = build.config
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
-        self.fusable = c.is_like_llama and build.tp.size == 1
+        self.fusable = c.is_like_llama and build.options.tp.size == 1
         self.attention_norm = build.norm() if c.pre_norm else None
         self.self_attn = SelfAttention(build, layer)
         self.attention_out_norm = build.norm() if c.post_norm else None

@@ -14,7 +14,7 @@ from quire.layers.linear import ColumnParallelLinear
 from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
-from quire.models.decoder_layers import MLP, Build, FeedForward
+from quire.models.decoder_layers import MLP, BuildContext, FeedForward
 from quire.models.loading.weight_map import Rule
 
 EXPERTS = (
@@ -59,11 +59,12 @@ class Experts:
 class SparseMLP(nn.Module):
     """A router and its experts, in the place of an MLP."""
 
-    def __init__(self, build: Build, layer: int, experts: Experts, backend: str = "auto") -> None:
+    def __init__(self, build: BuildContext, layer: int, experts: Experts) -> None:
         super().__init__()
         if build.method(layer, f"{experts.module}.experts.0", ("gate_proj", "up_proj")) is not None:
             raise ValueError("experts cannot be quantized yet; leave quantization out, or take a checkpoint without it")
-        hidden, placed = build.config.hidden_size, (build.dtype, build.device)
+        hidden, options = build.config.hidden_size, build.options
+        placed = (options.dtype, options.device)
         self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # the whole on every worker
         self.experts = FusedMoE(
             experts.count,
@@ -71,13 +72,13 @@ class SparseMLP(nn.Module):
             hidden,
             experts.intermediate_size,
             *placed,
-            build.tp,
+            options.tp,
             renormalize=experts.renormalize,
             scoring=experts.scoring,
             activation=experts.activation,
             bias=experts.bias,
             checkpoint=experts.checkpoint,
-            backend=backend,
+            backend=options.moe_backend,
         )
         self.shared: MLP | None = None
         if experts.shared_size:
@@ -111,8 +112,7 @@ class MoEModel(DecoderModel):
     def is_sparse(self, layer: int) -> bool:
         return True
 
-    def make_mlp(self, build: Build, layer: int) -> FeedForward:
+    def make_mlp(self, build: BuildContext, layer: int) -> FeedForward:
         if not self.is_sparse(layer):
             return MLP(build, layer)
-        # As with max_model_len, the backend is no key of any config: models/loading/loader.py adds it.
-        return SparseMLP(build, layer, self.configure_experts(self.hf), self.hf.get("moe_backend", "auto"))
+        return SparseMLP(build, layer, self.configure_experts(self.hf))

@@ -6,6 +6,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.engine.setup import longest_sequence
 from quire.models.loading.fill import fill_from
+from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, ours_from, tensors_of
@@ -115,7 +116,7 @@ def test_phi3_in_fp8_has_one_tensor_of_scales_for_several_parts(tmp_path, per_ch
     }
     hf = model.config.to_dict() | {"architectures": ["Phi3ForCausalLM"], "quantization_config": stored}
     quantization = choose_quantization(None, hf, torch.float32, CPU)
-    ours = model_class(hf)(hf, torch.float32, CPU, quantization=quantization)
+    ours = model_class(hf)(hf, ModelOptions(torch.float32, CPU, quantization=quantization))
     fill_from(ours, tensors, quantization.ignored)
     ours.process_after_loading()
     torch.testing.assert_close(TinyRunner(ours.eval(), 1).step([(0, prompt)])[0], wanted, atol=1e-3, rtol=0)
@@ -156,7 +157,7 @@ def test_glm_from_a_checkpoint_with_q_k_and_v_in_one_tensor(tmp_path):
         parts = [tensors.pop(name.replace(".q_proj.", f".{x}_proj.")) for x in "qkv"]
         tensors[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
     hf = reference.config.to_dict() | {"architectures": ["GlmForCausalLM"]}
-    fused = model_class(hf)(hf, torch.float32, CPU)
+    fused = model_class(hf)(hf, ModelOptions(torch.float32, CPU))
     fill_from(fused, [MemoryTensor(name, data) for name, data in tensors.items()])
     fused.process_after_loading()
     (prompt,) = prompts((30,))
@@ -169,9 +170,14 @@ def test_a_head_that_is_no_copy_of_the_embedding_is_not_dropped(tmp_path):
     tensors = [tensor for tensor in tensors_of(reference) if tensor.name != "lm_head.weight"]
     hf = reference.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     embedding = next(tensor.data for tensor in tensors if "embed_tokens" in tensor.name)
-    fill_from(model_class(hf)(hf, torch.float32, CPU), [*tensors, MemoryTensor("lm_head.weight", embedding)])
+    fill_from(
+        model_class(hf)(hf, ModelOptions(torch.float32, CPU)), [*tensors, MemoryTensor("lm_head.weight", embedding)]
+    )
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding.*tie_word_embeddings"):
-        fill_from(model_class(hf)(hf, torch.float32, CPU), [*tensors, MemoryTensor("lm_head.weight", embedding + 1)])
+        fill_from(
+            model_class(hf)(hf, ModelOptions(torch.float32, CPU)),
+            [*tensors, MemoryTensor("lm_head.weight", embedding + 1)],
+        )
 
 
 def test_positions_that_are_not_there_are_refused(tmp_path):
@@ -200,6 +206,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
 def test_a_missing_key_is_named():
     hf = {key: value for key, value in COMMON.items() if key != "num_hidden_layers"}
     with pytest.raises(ValueError, match="the model's config lacks num_hidden_layers"):
-        model_class({"architectures": ["MistralForCausalLM"]})(hf, torch.float32, CPU)
+        model_class({"architectures": ["MistralForCausalLM"]})(hf, ModelOptions(torch.float32, CPU))
     with pytest.raises(ValueError, match="num_hidden_layers is '4'; it must be a whole number"):
-        model_class({"architectures": ["LlamaForCausalLM"]})(COMMON | {"num_hidden_layers": "4"}, torch.float32, CPU)
+        model_class({"architectures": ["LlamaForCausalLM"]})(
+            COMMON | {"num_hidden_layers": "4"}, ModelOptions(torch.float32, CPU)
+        )

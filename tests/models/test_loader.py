@@ -14,12 +14,13 @@ from quire.layers.parallel import TensorParallel
 from quire.models.llama import LlamaForCausalLM
 from quire.models.loading.fill import fill_from, fill_with_random, with_progress
 from quire.models.loading.loader import load_model
+from quire.models.options import ModelOptions
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, tensors_of
 from tests.models.references import LONGROPE, SMALL, build_reference
 
 
 def tiny(**differences) -> LlamaForCausalLM:
-    return LlamaForCausalLM(SMALL | differences, torch.float32, CPU)
+    return LlamaForCausalLM(SMALL | differences, ModelOptions(torch.float32, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_workers_hold_slices_of_the_whole(tensors):
     fill_from(whole, tensors)
     halves = []
     for rank in range(2):
-        half = LlamaForCausalLM(SMALL, torch.float32, CPU, TensorParallel(rank, 2))
+        half = LlamaForCausalLM(SMALL, ModelOptions(torch.float32, CPU, TensorParallel(rank, 2)))
         fill_from(half, tensors)
         halves.append(half.layers[0])
     layer = whole.layers[0]
@@ -158,6 +159,13 @@ def test_max_model_len_reaches_the_rope(tmp_path):
     short, long = (load_model(ckpt, hf, torch.float32, "cpu", max_model_len=n) for n in (16, None))
     assert short.config.ropes[0].scaling.factors == tuple(LONGROPE["short_factor"])
     assert long.config.ropes[0].scaling.factors == tuple(LONGROPE["long_factor"])
+
+
+def test_engine_options_leave_the_checkpoints_config_alone(tmp_path):
+    hf = SMALL | {"architectures": ["LlamaForCausalLM"]}
+    ckpt = Checkpoint("tiny", "dummy", tmp_path, ())
+    model = load_model(ckpt, dict(hf), torch.float32, "cpu", max_model_len=16, moe_backend="torch")
+    assert model.hf == hf
 
 
 def test_progress_counts_every_tensor(tensors, monkeypatch):

@@ -13,6 +13,7 @@ from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
 from quire.models.choose import choose_implementation
 from quire.models.loading.fill import fill_from, fill_with_random, with_progress
+from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 
@@ -76,13 +77,11 @@ def load_model(
     if quantized.describe():
         logger.info(quantized.describe())
     decisive = (hf_config, tp, quantization, quantized.describe())  # beside dtype, for what becomes of the weights
-    hf_config = hf_config | {"moe_backend": moe_backend}
-    if max_model_len is not None:
-        hf_config |= {"max_model_len": max_model_len}
+    options = ModelOptions(dtype, device, tp, quantized, max_model_len, moe_backend)
 
     def build() -> "DecoderModel":
         try:
-            return model_class(hf_config)(hf_config, dtype, device, tp, quantized)
+            return model_class(hf_config)(hf_config, options)
         except RuntimeError as error:
             if device.type != "cpu" or "allocate" not in str(error):
                 raise
