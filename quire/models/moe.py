@@ -1,4 +1,4 @@
-"""Decoders whose layers have experts."""
+"""Decoders with mixture-of-experts layers."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,14 +33,14 @@ class Experts:
     renormalize: bool = True
     scoring: Literal["softmax", "topk_softmax"] = "softmax"
     activation: Literal["silu", "swigluoai"] = "silu"
-    bias: bool = False  # of the router and the experts
+    bias: bool = False  # on the router and the experts
     checkpoint: Literal["per_expert", "fused"] = "per_expert"
-    shared_size: int = 0  # of an expert that every token takes, behind a gate of its own; 0: there is none
+    shared_size: int = 0  # intermediate size of the gated shared expert; 0: none
     module: str = "mlp"  # the checkpoint's name for the block
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], intermediate_size: str = "intermediate_size", **differences: Any) -> "Experts":
-        """`intermediate_size`: the key of an expert's."""
+        """`intermediate_size`: the config key of an expert's."""
         count = hf.get("num_experts") or hf.get("num_local_experts")
         if not count:
             raise ValueError("the model's config lacks num_experts")
@@ -57,15 +57,17 @@ class Experts:
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in the place of an MLP."""
+    """A router and its experts, in place of an MLP."""
 
     def __init__(self, build: BuildContext, layer: int, experts: Experts) -> None:
         super().__init__()
         if build.method(layer, f"{experts.module}.experts.0", ("gate_proj", "up_proj")) is not None:
-            raise ValueError("experts cannot be quantized yet; leave quantization out, or take a checkpoint without it")
+            raise ValueError(
+                "experts cannot be quantized yet; leave quantization out, or use an unquantized checkpoint"
+            )
         hidden, options = build.config.hidden_size, build.options
         placed = (options.dtype, options.device)
-        self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # the whole on every worker
+        self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # replicated on every worker
         self.experts = FusedMoE(
             experts.count,
             experts.top_k,
@@ -101,7 +103,7 @@ class SparseMLP(nn.Module):
 
 
 class MoEModel(DecoderModel):
-    """A family overrides `configure_experts` as well, and `is_sparse` where some layers have plain MLPs."""
+    """A family also overrides `configure_experts`, and `is_sparse` if some layers have dense MLPs."""
 
     kernel_row_counts = BUCKETS
 

@@ -8,7 +8,7 @@ import torch
 from quire.attention.base import ForwardContext, StepInputs
 from quire.attention.torch import TorchBackend
 from quire.models.decoder import DecoderModel
-from quire.models.loading.fill import fill_from
+from quire.models.loading.weight_loader import load_weights
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 
@@ -37,7 +37,7 @@ def ours_from(reference: Any, dtype: torch.dtype = torch.float32) -> DecoderMode
     hf = reference.config.to_dict()
     hf["architectures"] = [type(reference).__name__]
     model = model_class(hf)(hf, ModelOptions(dtype, CPU))
-    fill_from(model, tensors_of(reference))
+    load_weights(model, tensors_of(reference))
     model.process_after_loading()
     return model.eval()
 

@@ -5,7 +5,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.setup import longest_sequence
-from quire.models.loading.fill import fill_from
+from quire.models.loading.weight_loader import load_weights
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
@@ -117,7 +117,7 @@ def test_phi3_in_fp8_has_one_tensor_of_scales_for_several_parts(tmp_path, per_ch
     hf = model.config.to_dict() | {"architectures": ["Phi3ForCausalLM"], "quantization_config": stored}
     quantization = choose_quantization(None, hf, torch.float32, CPU)
     ours = model_class(hf)(hf, ModelOptions(torch.float32, CPU, quantization=quantization))
-    fill_from(ours, tensors, quantization.ignored)
+    load_weights(ours, tensors, quantization.ignored)
     ours.process_after_loading()
     torch.testing.assert_close(TinyRunner(ours.eval(), 1).step([(0, prompt)])[0], wanted, atol=1e-3, rtol=0)
 
@@ -158,7 +158,7 @@ def test_glm_from_a_checkpoint_with_q_k_and_v_in_one_tensor(tmp_path):
         tensors[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
     hf = reference.config.to_dict() | {"architectures": ["GlmForCausalLM"]}
     fused = model_class(hf)(hf, ModelOptions(torch.float32, CPU))
-    fill_from(fused, [MemoryTensor(name, data) for name, data in tensors.items()])
+    load_weights(fused, [MemoryTensor(name, data) for name, data in tensors.items()])
     fused.process_after_loading()
     (prompt,) = prompts((30,))
     both = [TinyRunner(model, 1).step([(0, prompt)])[0] for model in (fused, ours_from(reference))]
@@ -170,11 +170,11 @@ def test_a_head_that_is_no_copy_of_the_embedding_is_not_dropped(tmp_path):
     tensors = [tensor for tensor in tensors_of(reference) if tensor.name != "lm_head.weight"]
     hf = reference.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     embedding = next(tensor.data for tensor in tensors if "embed_tokens" in tensor.name)
-    fill_from(
+    load_weights(
         model_class(hf)(hf, ModelOptions(torch.float32, CPU)), [*tensors, MemoryTensor("lm_head.weight", embedding)]
     )
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding.*tie_word_embeddings"):
-        fill_from(
+        load_weights(
             model_class(hf)(hf, ModelOptions(torch.float32, CPU)),
             [*tensors, MemoryTensor("lm_head.weight", embedding + 1)],
         )

@@ -14,7 +14,7 @@ from quire.kernels.native import quantized
 from quire.layers.attention import Attention
 from quire.models.loading.loader import load_model
 from quire.models.registry import model_class
-from quire.models.transformers import class_import
+from quire.models.transformers import library
 from quire.quantization.fp8_config import parse_fp8_config
 from tests.models.references import LLAMA3_ROPE, LONGROPE, SMALL, YARN_ROPE
 
@@ -239,6 +239,6 @@ def test_code_of_models_is_not_imported_from_a_folder_that_others_can_write_to(t
         (tmp_path / "modules").mkdir(exist_ok=True)
         (tmp_path / "modules").chmod(mode)
         monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-        class_import._secure_code_cache()
+        library._secure_code_cache()
         assert (str(tmp_path / "modules") == dynamic_module_utils.HF_MODULES_CACHE) == is_safe
         assert ("cache of models' code is not used" in caplog.text) != is_safe

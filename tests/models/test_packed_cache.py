@@ -77,7 +77,7 @@ def unread(monkeypatch):
     def forbidden(*_):
         raise AssertionError("the checkpoint's tensors were read")
 
-    return lambda: [monkeypatch.setattr(loader, name, forbidden) for name in ("open_tensors", "fill_from")]
+    return lambda: [monkeypatch.setattr(loader, name, forbidden) for name in ("open_tensors", "load_weights")]
 
 
 def answers(model, **options) -> list:
@@ -201,7 +201,7 @@ def test_a_broken_file_is_made_anew(tiny, folder, caplog, damage):
         save_file(tensors, file)
     caplog.clear()
     assert torch.equal(logits(load(tiny, folder)), plain)
-    assert len(lines(caplog, "of no use and are made anew")) == 1
+    assert len(lines(caplog, "cannot be used and are packed again")) == 1
     assert torch.equal(logits(load(tiny, folder)), plain)
     assert lines(caplog, "weights mapped") and file.read_bytes() == whole
 
@@ -246,7 +246,7 @@ def test_what_is_not_kept(tmp_path, folder, caplog, family, options, reason):
     save_tiny(family, tmp_path / "model")
     for _ in range(2):
         model = load(tmp_path / "model", folder, **options)
-        (line,) = lines(caplog, "--packed-weights-cache does nothing for")
+        (line,) = lines(caplog, "--packed-weights-cache has no effect for")
         assert reason in line
     assert files(folder) == []
     if next(model.parameters()).dtype is options.get("dtype", torch.bfloat16):  # as the tiny runner's cache then is
@@ -256,7 +256,7 @@ def test_what_is_not_kept(tmp_path, folder, caplog, family, options, reason):
 def test_a_quantized_model_answers_as_without(tiny, folder, caplog):
     plain = answers(tiny, quantization="int8")
     assert answers(tiny, quantization="int8", packed_weights_cache=str(folder)) == plain
-    assert lines(caplog, "does nothing") and files(folder) == []
+    assert lines(caplog, "has no effect") and files(folder) == []
 
 
 class MoreAfterLoading(LlamaForCausalLM):
@@ -268,10 +268,10 @@ class MoreAfterLoading(LlamaForCausalLM):
 def test_whoever_does_more_after_loading_is_not_kept(tiny, folder, caplog, monkeypatch):
     monkeypatch.setattr(loader, "model_class", lambda hf: MoreAfterLoading)
     load(tiny, folder)
-    assert "a plugin's" in lines(caplog, "does nothing")[0]
+    assert "a plugin's" in lines(caplog, "has no effect")[0]
     monkeypatch.setattr(MoreAfterLoading, "__module__", "quire.models.more")
     load(tiny, folder)
-    assert "MoreAfterLoading (the model)" in lines(caplog, "does nothing")[0] and files(folder) == []
+    assert "MoreAfterLoading (the model)" in lines(caplog, "has no effect")[0] and files(folder) == []
 
 
 def test_a_method_with_processing_of_its_own_has_to_say_what_it_leaves():
@@ -302,7 +302,7 @@ def test_a_file_that_others_can_write_to_is_not_mapped(tiny, folder, caplog):
     (file,) = files(folder)
     file.chmod(0o666)
     assert load(tiny, folder).mapped_bytes == 0
-    assert "others can write to" in lines(caplog, "made anew")[0]
+    assert "others can write to" in lines(caplog, "packed again")[0]
     assert load(tiny, folder).mapped_bytes > 0  # it was replaced
 
 

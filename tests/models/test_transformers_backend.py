@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.resolve import resolve_model
 from quire.models.loading.loader import load_model
 from quire.models.transformers.attention import Unsupported, window_of
-from quire.models.transformers.fuse import GatedMLP, Linear, RMSNorm
+from quire.models.transformers.replace_modules import GatedMLP, Linear, RMSNorm
 from tests.models.transformers_sweep import is_greedy, prompts, save
 
 NUM_TOKENS = 24
@@ -116,7 +116,7 @@ def test_auto_prefers_our_own(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mamba", "keeps a state that is no KV cache"),
+        ("mamba", "has a recurrent state besides the KV cache"),
         ("bloom", "does not go through transformers' attention interface"),
         ("llama4_text", "chunk"),
         ("doge", "bias of its own"),
@@ -129,7 +129,7 @@ def test_what_cannot_work_says_why(tmp_path, model_type, reason):
 
 def test_quantized_weights_are_refused(tmp_path):
     save("stablelm", tmp_path)
-    with pytest.raises(ValueError, match=r"quantized \(int8\); only our own models"):
+    with pytest.raises(ValueError, match=r"quantization here \(int8\); only our own families"):
         load(tmp_path, quantization="int8")
 
 
@@ -178,8 +178,8 @@ def test_code_of_the_checkpoint_runs_only_if_trusted(tmp_path, monkeypatch):
 def test_without_transformers_the_error_names_the_remedy():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "from quire.models.choose import choose_implementation\n"
-        "print(choose_implementation({'architectures': ['X'], 'model_type': 'x'}).why)"
+        "from quire.models.implementation import choose_implementation\n"
+        "print(choose_implementation({'architectures': ['X'], 'model_type': 'x'}).reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install" in done.stdout and "transformers" in done.stdout

@@ -18,7 +18,7 @@ from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, R
 from quire.layers.parallel import TensorParallel
 from quire.models.loading.loader import load_model
 from quire.platforms.cpu_facts import cpu_flags
-from quire.quantization.packed import PackedLinearMethod, packed_weights
+from quire.quantization.block_quantized import BlockQuantizedLinearMethod, block_quantized_weights
 from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import Unquantized
 from tests.engine.test_smollm2 import PROMPTS
@@ -152,7 +152,7 @@ def take(layer, *tensors: tuple[object, Stored | torch.Tensor]) -> None:
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q4_1"), ("Q4_K", None, "Q5_K")])
 def test_a_fused_layer_may_mix_types(types):
     """None stands for a type without a kernel, which is a plain weight in the layer."""
-    layer = QKVParallelLinear(256, 32, 4, 2, False, torch.float32, CPU, method=PackedLinearMethod())
+    layer = QKVParallelLinear(256, 32, 4, 2, False, torch.float32, CPU, method=BlockQuantizedLinearMethod())
     tensors, weights = [], []
     for seed, (shard, outputs, type_name) in enumerate(zip("qkv", (128, 64, 64), types, strict=True)):
         blocks, weight = random_blocks(type_name or "Q8_0", outputs, 256, seed)
@@ -172,10 +172,10 @@ def test_workers_take_their_part():
     columns, rows = [], torch.zeros(5, 64)
     for rank in range(2):
         tp = TensorParallel(rank, 2)
-        column = MergedColumnParallelLinear(128, [64], False, torch.float32, CPU, tp, PackedLinearMethod())
+        column = MergedColumnParallelLinear(128, [64], False, torch.float32, CPU, tp, BlockQuantizedLinearMethod())
         take(column, (0, Stored("Q4_0", blocks)))
         columns.append(column(x))
-        row = RowParallelLinear(128, 64, False, torch.float32, CPU, tp, PackedLinearMethod())
+        row = RowParallelLinear(128, 64, False, torch.float32, CPU, tp, BlockQuantizedLinearMethod())
         take(row, (None, Stored("Q4_0", blocks)))
         rows += row.method.apply(row, x[:, rank * 64 : rank * 64 + 64], None)
     wanted = x.double() @ weight.double().T
@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused(asked, dtype, device, message):
 def test_without_kernels_weights_are_dequantized(monkeypatch):
     assert choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe().startswith("gguf: weights stay")
     asked = choose_quantization("dequantized", {}, torch.bfloat16, CPU, is_gguf=True)
-    assert isinstance(asked, Unquantized) and "as asked for" in asked.describe()
+    assert isinstance(asked, Unquantized) and "as requested" in asked.describe()
     monkeypatch.setattr(quantized, "is_fast", lambda: False)
     assert "no instructions" in choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe()
     monkeypatch.setattr(quantized, "is_there", lambda: False)
@@ -235,7 +235,7 @@ def test_only_the_packed_form_stays():
     ckpt = resolve_model(None)
     model = load_model(ckpt, load_hf_config(ckpt), torch.bfloat16, "cpu")
     assert model.num_parameters == 134_515_008
-    weights = packed_weights(model)
+    weights = block_quantized_weights(model)
     assert len(weights) == 30 * 4 + 1
     packed = sum(part.nbytes for weight in weights for part in weight.parts)
     assert packed < 1.01 * sum(t.raw().numel() for t in open_tensors(ckpt) if t.type_name in TYPES)

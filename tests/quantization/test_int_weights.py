@@ -74,9 +74,9 @@ def test_int4_keeps_embedding_and_head_in_8_bits(tmp_path):
     save_tiny("llama", tmp_path)
     ckpt = resolve_model(str(tmp_path))
     model = load_model(ckpt, load_hf_config(ckpt), torch.bfloat16, "cpu", quantization="int4")
-    assert model.embed_tokens.packed is model.lm_head.packed
-    assert [part.format for part in model.lm_head.packed.parts] == [quantized.FORMATS["Q8_0"]]
-    assert {part.format for part in model.layers[0].mlp.up_proj.packed.parts} == {quantized.FORMATS["Q4_1"]}
+    assert model.embed_tokens.block_weight is model.lm_head.block_weight
+    assert [part.format for part in model.lm_head.block_weight.parts] == [quantized.FORMATS["Q8_0"]]
+    assert {part.format for part in model.layers[0].mlp.up_proj.block_weight.parts} == {quantized.FORMATS["Q4_1"]}
 
 
 def test_dummy_weights_are_rounded_too(tmp_path):

@@ -136,7 +136,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
         ask(compiler, "left", request_id)
     ask(compiler, "last", "d")
     for request_id in ("b", "a", "c", "unknown"):
-        compiler.forget(request_id)
+        compiler.cancel(request_id)
     slow.gate.set()
     ended = []
     while compiler.pending:
@@ -154,10 +154,10 @@ def test_the_queue_has_a_limit() -> None:
     assert slow.begun.acquire(timeout=60)
     ask(compiler, "second", "b")
     ask(compiler, "third", "c")
-    with pytest.raises(GrammarBusyError, match=r"2 grammars wait .*--structured-outputs-max-queue 2"):
+    with pytest.raises(GrammarBusyError, match=r"2 grammars are already queued .*--structured-outputs-max-queue 2"):
         ask(compiler, "fourth", "d")
     ask(compiler, "third", "e")  # needs no place of its own
-    compiler.forget("b")
+    compiler.cancel("b")
     ask(compiler, "fourth", "d")
     slow.gate.set()
 
@@ -185,6 +185,6 @@ def test_while_all_compilers_are_taken_up_others_hear_that_they_are_busy() -> No
     while len(kinds) < 3:
         kinds |= {request_id: job.error.kind for job in collect(compiler) for request_id in job.waiters}
     assert kinds == {"one": ErrorKind.INVALID, "two": ErrorKind.INVALID, "queued": ErrorKind.BUSY}
-    with pytest.raises(GrammarBusyError, match="taken up"):
+    with pytest.raises(GrammarBusyError, match="threads are busy with"):
         ask(compiler, "late", "late")
     slow.gate.set()

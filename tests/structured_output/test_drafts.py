@@ -11,7 +11,7 @@ from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Finish
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.registry import BackendRegistry
-from quire.structured_output.bits import has
+from quire.structured_output.bitmask import is_set
 from quire.structured_output.manager import StructuredOutputManager
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.random_forms import is_small, matches_regex, random_grammar, random_regex
@@ -74,7 +74,7 @@ class Verifier:
             fresh.fill(expected)
             if len(self.tokens[index]) < MIN_TOKENS * (index % 2):
                 without_end = set(allowed_tokens(fresh, self.vocabulary)) - {self.vocabulary.end_id}
-                assert not without_end or not has(mask.bitmask[place], self.vocabulary.end_id)
+                assert not without_end or not is_set(mask.bitmask[place], self.vocabulary.end_id)
             else:
                 np.testing.assert_array_equal(mask.bitmask[place], expected)
 

@@ -260,7 +260,7 @@ def test_a_compile_has_a_time_limit(tiny: str, monkeypatch: pytest.MonkeyPatch) 
         assert all("more than 0.05 seconds" in output.error for output in slow[:2]) and slow[2].error is None
         assert core.grammars.compiler.num_stuck == 2
         [busy] = run(llm, [params(regex="next")])
-        assert busy.error_kind == ErrorKind.BUSY and "all compilers are taken up" in busy.error
+        assert busy.error_kind == ErrorKind.BUSY and "all compiler threads are busy" in busy.error
         assert not core.has_unfinished()
         gate.open.set()
         step_until(llm, lambda: core.grammars.compiler.collect() is not None and not core.grammars.compiler.num_stuck)

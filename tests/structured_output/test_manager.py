@@ -53,7 +53,7 @@ class Registry:
         self.vocabulary = vocabulary
         self.grammars = grammars
 
-    def asked(self, spec: StructuredOutputsParams) -> str:
+    def backend_name(self, spec: StructuredOutputsParams) -> str:
         return "auto"
 
     def compile(self, spec: StructuredOutputsParams) -> Any:

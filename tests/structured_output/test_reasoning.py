@@ -20,7 +20,7 @@ def gate(open: bool | None, start: tuple[int, ...] = (9,)) -> ReasoningGate:
 
 def taken(one: ReasoningGate, tokens: list[int]) -> int:
     """How many tokens are not the grammar's."""
-    return sum(one.takes(token) for token in tokens)
+    return sum(one.consumes(token) for token in tokens)
 
 
 def test_inside_until_the_end_tag_however_it_is_spelled() -> None:
