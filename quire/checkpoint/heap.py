@@ -17,7 +17,8 @@ def large_buffers_mapped() -> Iterator[None]:
     """Within this context, a freed buffer of a weight's size is returned to the system at once.
 
     Otherwise glibc allocates such buffers on the heap once the process has freed a large one: weights replaced by
-    packed ones leave holes, and the readers' temporaries stay in their threads' arenas. Measured: up to half the model's size.
+    packed ones leave holes, and the readers' temporaries stay in their threads' arenas. Measured: up to half
+    the model's size.
     """
     libc = _libc()
     if libc is None:

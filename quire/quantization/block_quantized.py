@@ -43,7 +43,7 @@ class BlockQuantizedWeight:
         return self.inputs * sum(self.outputs)
 
     def finish(self) -> None:
-        """Call when all parts are loaded. If all are quantized, one kernel call multiplies by them, else one per part."""
+        """Call when all parts are loaded: one kernel call multiplies by all if all are quantized, else one per part."""
         parts = self._loaded()
         packed = [part for part in parts if isinstance(part, quantized.Packed)]
         if len(packed) == len(parts):
@@ -51,7 +51,7 @@ class BlockQuantizedWeight:
         else:
             self._products = [_product(part, self.is_shared) for part in parts]
             if not self.is_shared:
-                self.parts = list(packed)  # the products hold the unquantized ones
+                self.parts = list(packed)  # products hold the others
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._fused is not None:

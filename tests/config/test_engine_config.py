@@ -42,7 +42,7 @@ def test_fields_that_quire_fills_in_cannot_be_given() -> None:
         ("dtype", "int8", "dtype is 'int8'; allowed: auto, float32, bfloat16, float16"),
         ("scheduling_policy", None, "allowed: fcfs, priority"),
         ("model_impl", "torch", "model_impl is 'torch'; allowed: auto, quire, transformers, vllm"),
-        ("hf_overrides", "{}", "hf_overrides is '{}'; it must be a dict with texts as keys"),
+        ("hf_overrides", "{}", "hf_overrides is '{}'; it must be a dict with strings as keys"),
         ("override_generation_config", {1: 2}, r"it must be a dict .* \(--override-generation-config takes a JSON"),
     ],
 )
