@@ -20,7 +20,7 @@ def configured(architecture, **keys):
     return model_class(hf).configure(hf)
 
 
-def test_gemma_says_gelu_and_means_tanh():
+def test_gemmas_gelu_is_the_tanh_approximation():
     assert configured("Gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
     assert configured("Gemma").tie_word_embeddings and configured("Gemma").head_dim == 256
 
@@ -43,7 +43,7 @@ def test_gemma3_reads_the_older_rope_keys():
     assert longest_sequence(COMMON | keys | {"model_type": "gemma3_text"}) == 512
 
 
-def test_phi3_windows_that_never_close_are_none():
+def test_phi3_windows_wider_than_the_context_are_none():
     assert set(configured("Phi3", sliding_window=262144).windows) == {None}
     assert set(configured("Phi3", sliding_window=24).windows) == {24}
 
@@ -180,7 +180,7 @@ def test_a_head_that_is_no_copy_of_the_embedding_is_not_dropped(tmp_path):
         )
 
 
-def test_positions_that_are_not_there_are_refused(tmp_path):
+def test_positions_beyond_the_embedding_are_refused(tmp_path):
     save_tiny("gpt2", tmp_path)
     with pytest.raises(ValueError, match=r"4096 tokens long, but the model has positions for 512.*--max-model-len 512"):
         LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, hf_overrides={"max_position_embeddings": 4096})
@@ -193,7 +193,7 @@ def test_windows_of_qwen_with_experts():
 
 
 @pytest.mark.parametrize("architecture", ["Mixtral", "Olmoe", "GptOss", "Cohere", "Cohere2", "Qwen3Moe", "GraniteMoe"])
-def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
+def test_config_defaults_equal_those_of_transformers(architecture):
     import transformers
 
     theirs = getattr(transformers, f"{architecture}Config")()

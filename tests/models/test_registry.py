@@ -90,7 +90,7 @@ def test_mistakes_are_explained() -> None:
         ({}, {"model_impl": "quire"}, None, "none is named"),
     ],
 )
-def test_whose_code_runs_a_model(hf_config: dict, options: dict, impl: str | None, why: str) -> None:
+def test_choice_of_implementation(hf_config: dict, options: dict, impl: str | None, why: str) -> None:
     choice = choose_implementation(hf_config, **options)
     assert choice.impl == impl and why in choice.reason
 

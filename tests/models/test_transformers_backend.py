@@ -69,7 +69,7 @@ def load(folder: Path, dtype=torch.float32, load_format="auto", **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_our_kernels_take_the_place_of_its_parts(tmp_path, dtype):
+def test_modules_are_replaced_by_our_kernels(tmp_path, dtype):
     model = loaded("qwen3", tmp_path, dtype)
     kinds = [type(module) for module in model.modules()]
     assert kinds.count(GatedMLP) == 3
@@ -77,7 +77,7 @@ def test_our_kernels_take_the_place_of_its_parts(tmp_path, dtype):
     assert torch.nn.Linear not in kinds and kinds.count(Linear) == 3 * (4 + 2) + 1
 
 
-def test_attention_is_read_off_the_model(tmp_path):
+def test_attention_parameters_are_probed(tmp_path):
     full, windowed = loaded("gemma2", tmp_path).attention_layers()[1::-1]
     assert (windowed.sliding_window, full.sliding_window) == (24, None)
     assert (full.num_heads, full.num_kv_heads, full.head_size, full.softcap) == (4, 2, 16, 50.0)
@@ -122,7 +122,7 @@ def test_auto_prefers_our_own(tmp_path):
         ("doge", "bias of its own"),
     ],
 )
-def test_what_cannot_work_says_why(tmp_path, model_type, reason):
+def test_unsupported_models_are_refused_with_the_reason(tmp_path, model_type, reason):
     with pytest.raises(ValueError, match=reason):
         loaded(model_type, tmp_path)
 

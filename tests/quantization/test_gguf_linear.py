@@ -37,7 +37,7 @@ def error_bound(x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> 
     sizes = weight.double().abs().unflatten(1, (-1, GROUP)).sum(2)
     largest = (x.double().abs() @ weight.double().abs().T) * x.shape[1] ** 0.5
     result = wanted.abs() * (2**-8 if x.dtype is torch.bfloat16 else 2**-24)
-    # q * d is summed before m * sum(q) is taken off, which may be much larger than their difference.
+    # q * d is summed before m * sum(q) is subtracted, which may be much larger than their difference.
     return half_steps @ sizes.T * 1.0001 + largest * 32 * 2**-24 + result
 
 
@@ -72,7 +72,7 @@ def test_products_are_within_the_rounding_of_activations(type_name, rows, output
 
 @pytest.fixture(scope="module", params=["portable", "avx2"])
 def lesser_machine(request):
-    """The library as it is compiled where there is less than here."""
+    """The library as compiled for processors with fewer instructions."""
     if platform.machine() != "x86_64" or (request.param == "avx2" and not {"avx2", "fma", "f16c"} <= cpu_flags()):
         return None  # it would be the same, or could not run
     flags = {"portable": "-march=x86-64", "avx2": "-march=haswell"}[request.param]
@@ -151,7 +151,7 @@ def take(layer, *tensors: tuple[object, Stored | torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q4_1"), ("Q4_K", None, "Q5_K")])
 def test_a_fused_layer_may_mix_types(types):
-    """None stands for a type without a kernel, which is a plain weight in the layer."""
+    """None: a type without a kernel, which is dequantized in the layer."""
     layer = QKVParallelLinear(256, 32, 4, 2, False, torch.float32, CPU, method=BlockQuantizedLinearMethod())
     tensors, weights = [], []
     for seed, (shard, outputs, type_name) in enumerate(zip("qkv", (128, 64, 64), types, strict=True)):
@@ -194,22 +194,22 @@ def test_rotary_pairs_move_half_a_head_apart():
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype", "device", "message"),
+    ("requested", "dtype", "device", "message"),
     [
         ("gguf", torch.bfloat16, "cuda", "the device is a GPU; allowed here: dequantized"),
         ("gguf", torch.float16, "cpu", "dtype is float16"),
         ("int4", torch.bfloat16, "cpu", "the checkpoint is a GGUF; allowed: gguf"),
     ],
 )
-def test_what_cannot_be_is_refused(asked, dtype, device, message):
+def test_what_cannot_be_is_refused(requested, dtype, device, message):
     with pytest.raises(ValueError, match=message):
-        choose_quantization(asked, {}, dtype, torch.device(device), is_gguf=True)
+        choose_quantization(requested, {}, dtype, torch.device(device), is_gguf=True)
 
 
 def test_without_kernels_weights_are_dequantized(monkeypatch):
     assert choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe().startswith("gguf: weights stay")
-    asked = choose_quantization("dequantized", {}, torch.bfloat16, CPU, is_gguf=True)
-    assert isinstance(asked, Unquantized) and "as requested" in asked.describe()
+    requested = choose_quantization("dequantized", {}, torch.bfloat16, CPU, is_gguf=True)
+    assert isinstance(requested, Unquantized) and "as requested" in requested.describe()
     monkeypatch.setattr(quantized, "is_fast", lambda: False)
     assert "no instructions" in choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe()
     monkeypatch.setattr(quantized, "is_there", lambda: False)

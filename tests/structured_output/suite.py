@@ -54,9 +54,9 @@ class Counts:
     valid: int = 0
     cut: int = 0  # by max_tokens, up to there as the grammar allows
     valid_instances: int = 0  # of the suite
-    valid_taken: int = 0
+    valid_accepted: int = 0
     invalid_instances: int = 0  # each in several spellings
-    invalid_taken: int = 0
+    invalid_accepted: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -93,15 +93,15 @@ def check_instances(compiled: CompiledGrammar, group: Group, vocabulary: Vocabul
     for instance, valid in group.tests:
         if valid:
             counts.valid_instances += 1
-            counts.valid_taken += any(takes(compiled, vocabulary, text) for text in _plain(instance))
+            counts.valid_accepted += any(accepts(compiled, vocabulary, text) for text in _plain(instance))
             continue
-        taken = [text for text in spellings(instance) if takes(compiled, vocabulary, text)]
+        accepted = [text for text in spellings(instance) if accepts(compiled, vocabulary, text)]
         counts.invalid_instances += 1
-        counts.invalid_taken += bool(taken)
-        counts.wrong += [f"{group.file}: {group.name}: takes {text}" for text in taken]
+        counts.invalid_accepted += bool(accepted)
+        counts.wrong += [f"{group.file}: {group.name}: accepts {text}" for text in accepted]
 
 
-def takes(compiled: CompiledGrammar, vocabulary: Vocabulary, text: str) -> bool:
+def accepts(compiled: CompiledGrammar, vocabulary: Vocabulary, text: str) -> bool:
     matcher = compiled.matcher()
     by_byte = {token: i for i, token in enumerate(vocabulary.tokens) if len(token) == 1}
     if not all(matcher.accept(by_byte[bytes([byte])]) for byte in text.encode()):

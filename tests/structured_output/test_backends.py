@@ -116,7 +116,7 @@ def test_a_tag_begins_with_its_trigger(compile: Compile, vocabulary: Vocabulary)
     assert {vocabulary.tokens[i][:1] for i in allowed_tokens(matcher, vocabulary)} == {b"1"}
 
 
-def test_the_end_waits_for_the_grammar(compile: Compile, vocabulary: Vocabulary) -> None:
+def test_the_output_ends_only_where_the_grammar_allows(compile: Compile, vocabulary: Vocabulary) -> None:
     for backend in BACKENDS:
         matcher = compile(regex="ab+", backend=backend).matcher()
         a, b = (vocabulary.tokens.index(c) for c in (b"a", b"b"))
@@ -143,7 +143,7 @@ def test_the_end_waits_for_the_grammar(compile: Compile, vocabulary: Vocabulary)
         ({"json": {"type": "object"}, "backend": "outlines"}, "outlines: an object without properties"),
     ],
 )
-def test_what_is_wrong_is_said(compile: Compile, wanted: dict[str, object], reason: str) -> None:
+def test_errors_name_the_cause(compile: Compile, wanted: dict[str, object], reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         compile(**wanted)
 

@@ -23,7 +23,7 @@ def test_multiples_that_compile_for_minutes_are_refused(compile: Compile, multip
 
 
 @pytest.mark.parametrize("multiple", [4, 10_000, 10**6, 0.01, 0.0001])
-def test_others_are_not(multiple: float) -> None:
+def test_other_multiples_are_supported(multiple: float) -> None:
     assert unsupported_by_guidance({"type": "number", "multipleOf": multiple}) is None
 
 
@@ -58,17 +58,17 @@ def test_outlines_refuses_lengths_that_double_its_time_with_each_character(compi
         ("a{0}*", 1),
     ],
 )
-def test_repeats_count_as_often_as_they_may_come(regex: str, length: int) -> None:
+def test_repeats_count_with_their_maximum(regex: str, length: int) -> None:
     assert expanded_length(regex) == length
 
 
 @pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
-def test_repeats_of_repeats_are_refused_where_all_states_are_made(compile: Compile, backend: str) -> None:
+def test_nested_repeats_are_refused_by_backends_that_create_all_states(compile: Compile, backend: str) -> None:
     with pytest.raises(GrammarError, match="repeats that expand it to more than"):
         compile(regex="((a{0,10000}){0,1000}){0,1000}", backend=backend)
 
 
-def test_an_enum_that_is_none(compile: Compile) -> None:
+def test_an_invalid_enum(compile: Compile) -> None:
     with pytest.raises(GrammarError):
         compile(json={"enum": 5}, backend="outlines")
 
@@ -98,7 +98,7 @@ INVALID: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", INVALID, ids=str)
-def test_what_is_no_json_schema_is_refused_even_where_it_cannot_matter(schema: dict[str, Any]) -> None:
+def test_invalid_keywords_are_refused_even_without_effect(schema: dict[str, Any]) -> None:
     fault = schema_fault(schema)
     assert fault is not None and "it must be" in fault
     with pytest.raises(jsonschema.SchemaError) as refused:

@@ -38,13 +38,13 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("schema", "expected"), CHANGED)
-def test_what_becomes_of_it(schema: dict, expected: object) -> None:
+def test_simplified_forms(schema: dict, expected: object) -> None:
     before = json.dumps(schema)
     assert simplify(schema) == expected
     assert json.dumps(schema) == before
 
 
-def test_the_suite_says_the_same_of_simpler_schemas() -> None:
+def test_the_suite_agrees_with_simplified_schemas() -> None:
     changed = 0
     for group in suite.groups():
         small = simplify(group.schema)
@@ -83,7 +83,7 @@ def test_dates_are_those_of_the_calendar() -> None:
                     assert pattern.search(text), text
 
 
-def test_where_names_are() -> None:
+def test_positions_of_property_names() -> None:
     text = rb'{"a\"": ["x", {"b": "c"}, "d"], "e": 1}'
     names = "".join(chr(byte) if JsonPosition().after(text[:i]).in_name else "." for i, byte in enumerate(text))
     assert names.replace(".", "") == r'a\""b"e"'

@@ -57,7 +57,7 @@ def with_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Slow:
     return slow
 
 
-def test_quick_ones_pass_unchanged(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+def test_fast_grammars_pass_unchanged(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, REFILL / 2)
     compiled = with_time_budget(slow, vocabulary)
     assert compiled.num_bytes == 7 and 2 * TRIAL_TOKENS < slow.calls <= TRIAL_CALLS
@@ -99,7 +99,7 @@ def test_slow_later_ends_the_request_and_refuses_the_next(
         compiled.matcher()
 
 
-def test_all_sequences_share_one_allowance(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+def test_all_sequences_share_one_budget(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, 0.0)
     compiled = with_time_budget(slow, vocabulary)
     matchers = [compiled.matcher() for _ in range(64)]
@@ -131,7 +131,7 @@ def test_once_too_slow_no_sequence_calls_the_library(monkeypatch: pytest.MonkeyP
     assert slow.calls == calls
 
 
-def test_sequences_that_have_ended_take_nothing_from_the_others(
+def test_finished_sequences_do_not_reduce_the_budget_of_others(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     slow = with_clock(monkeypatch, 0.0)
@@ -144,7 +144,7 @@ def test_sequences_that_have_ended_take_nothing_from_the_others(
         assert last.accept(0)
 
 
-def test_many_sequences_of_a_usual_grammar(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+def test_many_sequences_of_an_ordinary_grammar(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, MIN_REFILL_PER_CALL)
     matchers = [compiled.matcher() for compiled in [with_time_budget(slow, vocabulary)] for _ in range(256)]
     for _ in range(10):
@@ -191,7 +191,7 @@ class Limited(Slow):
         return True
 
 
-def test_limits_of_a_library_far_into_the_text_are_no_reason_to_refuse(vocabulary: Vocabulary) -> None:
+def test_library_limits_deep_in_the_text_are_no_reason_to_refuse(vocabulary: Vocabulary) -> None:
     assert with_time_budget(Limited([0.0]), vocabulary).matcher().accept(0)
 
 
