@@ -5,7 +5,7 @@ model is built: requests share the KV cache and the batch, so a frequency must n
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -23,7 +23,6 @@ class RopeSource:
     max_positions: int  # max_position_embeddings
     original_positions: int  # of pretraining
     rotary_dim: int
-    max_model_len: int | None = None  # the longest sequence that will be asked for; None: max_positions
 
     def number(self, name: str) -> float:
         """Above 0, since everything here is a factor."""
@@ -203,24 +202,42 @@ class Llama3:
 
 @dataclass(frozen=True)
 class LongRope:
-    """One factor per pair, searched for by the model's makers (arXiv 2402.13753)."""
+    """One factor per pair, found by search (arXiv 2402.13753): a list for the original context, another beyond it."""
 
-    factors: tuple[float, ...]
+    short_factor: tuple[float, ...] | None
+    long_factor: tuple[float, ...] | None
     attention_factor: float
+    original_positions: int
+    max_length: int  # of any sequence
+
+    def __post_init__(self) -> None:
+        if self.factors is None:
+            raise ValueError(f"rope parameters of type 'longrope' need a list {self._list_in_use}")
 
     @classmethod
     def read(cls, source: RopeSource) -> Self:
+        if source.given.get("attention_factor") is None:
+            extension = source.extension
+            logs = math.log(extension) / math.log(source.original_positions) if extension > 1 else 0.0
+            attention_factor = math.sqrt(1 + logs)
+        else:
+            attention_factor = source.number("attention_factor")
+        short, long = _factors(source, "short_factor"), _factors(source, "long_factor")
+        return cls(short, long, attention_factor, source.original_positions, source.max_positions)
+
+    def limited_to(self, max_model_len: int) -> "LongRope":
+        return replace(self, max_length=max_model_len)
+
+    @property
+    def _list_in_use(self) -> str:
         # transformers switches from the short to the long factors when a sequence outgrows the original length, which
         # makes its cached keys wrong. As in vLLM, the choice is made once, by the longest sequence that may come: with
         # max_model_len up to the original length all sequences equal transformers', else those beyond it do.
-        longest = source.max_model_len or source.max_positions
-        name = "long_factor" if longest > source.original_positions else "short_factor"
-        factors, attention_factor = _factors(source, name), source.given.get("attention_factor")
-        if attention_factor is None:
-            extension = source.extension
-            logs = math.log(extension) / math.log(source.original_positions) if extension > 1 else 0.0
-            return cls(factors, math.sqrt(1 + logs))
-        return cls(factors, source.number("attention_factor"))
+        return "long_factor" if self.max_length > self.original_positions else "short_factor"
+
+    @property
+    def factors(self) -> tuple[float, ...] | None:
+        return getattr(self, self._list_in_use)
 
     def table_length(self, max_positions: int) -> int:
         return max_positions
@@ -229,8 +246,10 @@ class LongRope:
         return plain_frequencies(theta, dim) / torch.tensor(self.factors, dtype=torch.float32)
 
 
-def _factors(source: RopeSource, name: str) -> tuple[float, ...]:
+def _factors(source: RopeSource, name: str) -> tuple[float, ...] | None:
     factors, pairs = source.given.get(name), -(-source.rotary_dim // 2)
+    if factors is None:
+        return None
     if not isinstance(factors, list | tuple):
         raise ValueError(f"rope parameters of type 'longrope' need a list {name}: {shown(factors)}")
     if len(factors) != pairs:

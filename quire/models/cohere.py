@@ -12,7 +12,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": 
 
 
 class CohereForCausalLM(DecoderModel):
-    """Command R, Aya: attention and MLP read one LayerNorm without bias; rotary pairs are neighbours."""
+    """Command R, Aya: attention and MLP read one LayerNorm without bias; rotary pairs are interleaved."""
 
     def family_weights(self) -> WeightMap:
         order = halves_from_pairs(self.config.head_dim)

@@ -8,10 +8,10 @@ import pytest
 
 import quire
 from quire.checkpoint import gguf_config
-from quire.models.choose import choose_implementation
+from quire.models.implementation import choose_implementation
 from quire.models.llama import LlamaForCausalLM
 from quire.models.registry import ARCHITECTURES, NATIVE, ModelRegistry, Registry, model_class
-from quire.models.transformers import class_import
+from quire.models.transformers import library
 from tests.entrypoints.openai.processes import serving
 from tests.models import out_of_tree
 from tests.tiny_models import greedy, prompts, save_tiny
@@ -80,7 +80,7 @@ def test_mistakes_are_explained() -> None:
     ("hf_config", "options", "impl", "why"),
     [
         (QWEN3, {}, "quire", "Qwen3ForCausalLM is Qwen3, one of our own families"),
-        (QWEN3, {"model_impl": "transformers"}, "transformers", "as asked"),
+        (QWEN3, {"model_impl": "transformers"}, "transformers", "as requested"),
         (BLOOM, {}, "transformers", "it is none of ours"),
         (BLOOM, {"model_impl": "quire"}, None, "not supported: BloomForCausalLM"),
         (BLOOM, {"is_gguf": True}, None, "GGUF files are read by our own"),
@@ -90,15 +90,15 @@ def test_mistakes_are_explained() -> None:
         ({}, {"model_impl": "quire"}, None, "none is named"),
     ],
 )
-def test_whose_code_runs_a_model(hf_config: dict, options: dict, impl: str | None, why: str) -> None:
+def test_choice_of_implementation(hf_config: dict, options: dict, impl: str | None, why: str) -> None:
     choice = choose_implementation(hf_config, **options)
-    assert choice.impl == impl and why in choice.why
+    assert choice.impl == impl and why in choice.reason
 
 
 def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_import, "is_installed", lambda: False)
+    monkeypatch.setattr(library, "is_installed", lambda: False)
     choice = choose_implementation(BLOOM)
-    assert choice.impl is None and "pip install" in choice.why
+    assert choice.impl is None and "pip install" in choice.reason
 
 
 def test_the_public_name() -> None:

@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for backend in BACKENDS:
                     c = count(llm, vocabulary, groups, backend, range(args.seeds))
                     refused, faulty = c.schemas - c.accepted, c.outputs - c.valid - c.cut
-                    taken = f"{c.valid_taken} of {c.valid_instances}"
+                    accepted = f"{c.valid_accepted} of {c.valid_instances}"
                     row = (name, backend, c.schemas, c.accepted, refused, c.outputs, c.valid, c.cut, faulty)
                     lines.append(
-                        f"| {' | '.join(map(str, row))} | {taken} | {c.invalid_taken} of {c.invalid_instances} |"
+                        f"| {' | '.join(map(str, row))} | {accepted} | {c.invalid_accepted} of {c.invalid_instances} |"
                     )
                     print(lines[-1], flush=True)
                     wrong += [f"{backend}: {each}" for each in c.wrong]

@@ -83,7 +83,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def how_served(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     from quire.engine.setup import resolve_config
-    from quire.models.choose import choose_implementation
+    from quire.models.implementation import choose_implementation
 
     # Of dummy weights nothing is looked for, or downloaded.
     config, checkpoint = resolve_config(
@@ -92,4 +92,4 @@ def how_served(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     asked = config.model
     choice = choose_implementation(asked.hf_config, asked.model_impl, asked.trust_remote_code, checkpoint.is_gguf)
     names = asked.hf_config.get("architectures") or []
-    return {"model": checkpoint.name, "architectures": names, "impl": choice.impl, "why": choice.why}
+    return {"model": checkpoint.name, "architectures": names, "impl": choice.impl, "why": choice.reason}

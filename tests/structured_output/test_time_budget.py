@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from quire.structured_output import watched as module
-from quire.structured_output.backends.base import Compiled, GrammarError
-from quire.structured_output.vocabulary import Vocabulary
-from quire.structured_output.watched import (
+from quire.structured_output import time_budget as module
+from quire.structured_output.backends.base import CompiledGrammar, GrammarError
+from quire.structured_output.time_budget import (
     BURST,
     LONG_TRIAL_BYTES,
     LONG_TRIAL_TOKENS,
-    PER_CALL,
-    PER_CALL_LEAST,
+    MIN_REFILL_PER_CALL,
+    REFILL,
     TRIAL_TOKENS,
-    watched,
+    with_time_budget,
 )
+from quire.structured_output.vocabulary import Vocabulary
 
 TRIAL_CALLS = 2 * (TRIAL_TOKENS + LONG_TRIAL_TOKENS)  # at most: each token is a mask and a step
 
@@ -57,9 +57,9 @@ def with_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Slow:
     return slow
 
 
-def test_quick_ones_pass_unchanged(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
-    slow = with_clock(monkeypatch, PER_CALL / 2)
-    compiled = watched(slow, vocabulary)
+def test_fast_grammars_pass_unchanged(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+    slow = with_clock(monkeypatch, REFILL / 2)
+    compiled = with_time_budget(slow, vocabulary)
     assert compiled.num_bytes == 7 and 2 * TRIAL_TOKENS < slow.calls <= TRIAL_CALLS
     matcher = compiled.matcher()
     row = np.zeros(vocabulary.num_words, np.int32)
@@ -73,14 +73,14 @@ def test_quick_ones_pass_unchanged(monkeypatch: pytest.MonkeyPatch, vocabulary: 
 def test_slow_from_the_first_token(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, BURST * 1.1)
     with pytest.raises(GrammarError, match="too long for each token"):
-        watched(slow, vocabulary)
+        with_time_budget(slow, vocabulary)
     assert slow.calls == 1
 
 
 def test_slow_on_average(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
-    slow = with_clock(monkeypatch, PER_CALL * 3)
+    slow = with_clock(monkeypatch, REFILL * 3)
     with pytest.raises(GrammarError):
-        watched(slow, vocabulary)
+        with_time_budget(slow, vocabulary)
     assert slow.calls > 3
 
 
@@ -88,23 +88,23 @@ def test_slow_later_ends_the_request_and_refuses_the_next(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     slow = with_clock(monkeypatch, 0.0)
-    compiled = watched(slow, vocabulary)
+    compiled = with_time_budget(slow, vocabulary)
     matcher = compiled.matcher()
     for _ in range(5):
         assert matcher.accept(0)
-    slow.seconds = [BURST + 2 * PER_CALL]
+    slow.seconds = [BURST + 2 * REFILL]
     with pytest.raises(GrammarError, match="too long"):
         matcher.accept(0)
     with pytest.raises(GrammarError, match="too long"):
         compiled.matcher()
 
 
-def test_all_sequences_share_one_allowance(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+def test_all_sequences_share_one_budget(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, 0.0)
-    compiled = watched(slow, vocabulary)
+    compiled = with_time_budget(slow, vocabulary)
     matchers = [compiled.matcher() for _ in range(64)]
     row = np.zeros(vocabulary.num_words, np.int32)
-    slow.seconds = [PER_CALL]  # which one sequence alone may take for ever
+    slow.seconds = [REFILL]  # which one sequence alone may take for ever
     began = slow.now
     refused = 0
     for _ in range(10):
@@ -113,13 +113,13 @@ def test_all_sequences_share_one_allowance(monkeypatch: pytest.MonkeyPatch, voca
                 matcher.fill(row)
             except GrammarError:
                 refused += 1
-    assert slow.now - began < BURST + 4 * PER_CALL
+    assert slow.now - began < BURST + 4 * REFILL
     assert refused > 9 * len(matchers)
 
 
 def test_once_too_slow_no_sequence_calls_the_library(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     slow = with_clock(monkeypatch, 0.0)
-    compiled = watched(slow, vocabulary)
+    compiled = with_time_budget(slow, vocabulary)
     first, other = compiled.matcher(), compiled.matcher()
     slow.seconds = [2 * BURST]
     with pytest.raises(GrammarError, match="too long"):
@@ -131,22 +131,22 @@ def test_once_too_slow_no_sequence_calls_the_library(monkeypatch: pytest.MonkeyP
     assert slow.calls == calls
 
 
-def test_sequences_that_have_ended_take_nothing_from_the_others(
+def test_finished_sequences_do_not_reduce_the_budget_of_others(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     slow = with_clock(monkeypatch, 0.0)
-    compiled = watched(slow, vocabulary)
+    compiled = with_time_budget(slow, vocabulary)
     ended = [compiled.matcher() for _ in range(64)]
     ended.clear()
     last = compiled.matcher()
-    slow.seconds = [PER_CALL]
+    slow.seconds = [REFILL]
     for _ in range(200):
         assert last.accept(0)
 
 
-def test_many_sequences_of_a_usual_grammar(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
-    slow = with_clock(monkeypatch, PER_CALL_LEAST)
-    matchers = [compiled.matcher() for compiled in [watched(slow, vocabulary)] for _ in range(256)]
+def test_many_sequences_of_an_ordinary_grammar(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+    slow = with_clock(monkeypatch, MIN_REFILL_PER_CALL)
+    matchers = [compiled.matcher() for compiled in [with_time_budget(slow, vocabulary)] for _ in range(256)]
     for _ in range(10):
         assert all(matcher.accept(0) for matcher in matchers)
 
@@ -164,7 +164,7 @@ class SlowWithLength(Slow):
 
     def accept(self, token: int) -> bool:
         self.num_text_bytes += len(self.tokens[token])
-        self.now += PER_CALL * (self.num_text_bytes / (LONG_TRIAL_BYTES / 4)) ** 3
+        self.now += REFILL * (self.num_text_bytes / (LONG_TRIAL_BYTES / 4)) ** 3
         return True
 
 
@@ -174,7 +174,7 @@ def test_slow_with_the_length_of_the_text_is_found_in_the_trial(
     slow = SlowWithLength(vocabulary)
     monkeypatch.setattr(module.time, "thread_time", lambda: slow.now)
     with pytest.raises(GrammarError, match="too long"):
-        watched(slow, vocabulary)
+        with_time_budget(slow, vocabulary)
 
 
 class Limited(Slow):
@@ -191,13 +191,13 @@ class Limited(Slow):
         return True
 
 
-def test_limits_of_a_library_far_into_the_text_are_no_reason_to_refuse(vocabulary: Vocabulary) -> None:
-    assert watched(Limited([0.0]), vocabulary).matcher().accept(0)
+def test_library_limits_deep_in_the_text_are_no_reason_to_refuse(vocabulary: Vocabulary) -> None:
+    assert with_time_budget(Limited([0.0]), vocabulary).matcher().accept(0)
 
 
 # Its walk would take several times what is allowed.
 @pytest.mark.parametrize("name", ["v", "renamed"])
-def test_an_ambiguous_grammar_is_refused_before_it_is_used(compile: Callable[..., Compiled], name: str) -> None:
+def test_an_ambiguous_grammar_is_refused_before_it_is_used(compile: Callable[..., CompiledGrammar], name: str) -> None:
     rule = f'{name} {name} | {name} {name} {name} | [a-z ] | "a" {name}'
     with pytest.raises(GrammarError, match="too long for each token"):
         compile(grammar=f"root ::= {name}\n{name} ::= {rule}", backend="xgrammar")

@@ -1,4 +1,4 @@
-"""Streaming a checkpoint's tensors straight into a model's parameters."""
+"""Streams a checkpoint's tensors into a model's parameters, or fills these with dummy weights."""
 
 import sys
 from collections import deque
@@ -15,15 +15,15 @@ from quire.layers.load_slot import LoadSlot, all_load_slots
 from quire.models.decoder import DecoderModel
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import Target
-from quire.quantization.packed import StoredBlocks
+from quire.quantization.block_quantized import StoredBlocks
 
 MAX_NAMES_IN_ERROR = 5
-# Tensors handed to the readers ahead of time: enough that one large tensor leaves no thread idle, few enough that the
-# progress bar is true and shards are opened one after the other.
+# Tensors queued for the reader threads: enough that one large tensor leaves no thread idle, few enough that the
+# progress bar is accurate and shards are opened one after the other.
 MAX_READS_AHEAD = 32
 
 
-def fill_from(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = ()) -> None:
+def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = ()) -> None:
     """Read every tensor into its parameter. A missing, unexpected or misshapen one is a ValueError that names it."""
     weight_map = model.weight_map().ignoring(*ignored)
     slots = all_load_slots(model)
@@ -33,18 +33,18 @@ def fill_from(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored:
     reads: deque[Future[None]] = deque()
     with reader_pool() as pool:
         try:
-            for tensor in model.regrouped(tensors):
+            for tensor in model.regroup_tensors(tensors):
                 if tensor.name in tied:
                     heads.append(tensor)
                 if weight_map.is_ignored(tensor.name):
                     continue
                 target = weight_map.target(tensor.name)
                 found = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else []
-                wanted = [slot for slot in found if slot is not None]
-                if target is None or len(wanted) < len(found):
+                matched = [slot for slot in found if slot is not None]
+                if target is None or len(matched) < len(found):
                     unexpected.append(tensor.name)
                     continue
-                reads.append(pool.submit(_read, tensor, target, wanted))
+                reads.append(pool.submit(_read, tensor, target, matched))
                 if len(reads) > MAX_READS_AHEAD:
                     reads.popleft().result()
             while reads:
@@ -56,13 +56,15 @@ def fill_from(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored:
         model.check_tied_head(head)
     missing = [weight_map.checkpoint_name(*key) for key in slots]
     missing = list(dict.fromkeys(missing))  # one tensor of the checkpoint may fill several slots
-    complaints = [f"{what} {some(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names]
+    complaints = [
+        f"{what} {abbreviated(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names
+    ]
     if complaints:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it {' and '.join(complaints)}")
 
 
-def fill_with_random(model: nn.Module, seed: int = 0) -> None:
-    """Weights for measuring without a checkpoint, the same for the same seed and device."""
+def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
+    """Random weights for benchmarks without a checkpoint, reproducible for a seed and device."""
     generator: torch.Generator | None = None
     for slot in all_load_slots(model, dummy=True).values():
         with slot.opened() as view:
@@ -71,13 +73,13 @@ def fill_with_random(model: nn.Module, seed: int = 0) -> None:
                 view.fill_(1.0 if slot.dummy == "ones" else 0.0)
             elif view.dtype.itemsize > 1:
                 view.normal_(0.0, 0.02, generator=generator)
-            else:  # torch draws no fp8 numbers
+            else:  # torch has no random fp8 numbers
                 numbers = torch.empty(view.shape, dtype=torch.bfloat16, device=view.device)
                 view.copy_(numbers.normal_(0.0, 0.02, generator=generator))
 
 
 def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[CheckpointTensor]:
-    """A bar on stderr where that is a terminal."""
+    """With a progress bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         return tensors
     from tqdm import tqdm
@@ -87,7 +89,7 @@ def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[C
 
 def _read(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
     try:
-        if _take_rows(tensor, target, slots):
+        if _load_quantized_rows(tensor, target, slots):
             return
         if len(slots) == 1:
             _read_into_slot(tensor, target, slots[0])
@@ -99,7 +101,7 @@ def _read(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> No
 
 @dataclass(frozen=True)
 class _StoredRows:
-    """Some rows of a tensor as it is stored."""
+    """Rows of a tensor in their stored (quantized) form."""
 
     type_name: str
     blocks: torch.Tensor
@@ -109,15 +111,14 @@ class _StoredRows:
         return self.blocks
 
 
-def _take_rows(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> bool:
-    """Whether the slots have read rows of a quantized tensor as they are stored, though they had to be moved or
-    split."""
-    moved = isinstance(target.transform, RowOrder)
+def _load_quantized_rows(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> bool:
+    """Whether the slots accepted the rows of a tensor in quantized form, reordered or split between them."""
+    reordered = isinstance(target.transform, RowOrder)
     if not isinstance(tensor, StoredBlocks) or len(tensor.shape) != 2 or tensor.rotary_half:
         return False
     sizes = [slot.full_shape[0] for slot in slots]
-    split = moved or len(slots) > 1
-    if not split or (target.transform and not moved) or tuple(tensor.shape) != (sum(sizes), slots[0].full_shape[1]):
+    split = reordered or len(slots) > 1
+    if not split or (target.transform and not reordered) or tuple(tensor.shape) != (sum(sizes), slots[0].full_shape[1]):
         return False
     blocks = tensor.raw() if target.transform is None else target.transform(tensor.raw())
     return all(
@@ -134,7 +135,7 @@ def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) ->
         if target.transform is None and slot.is_whole and tuple(tensor.shape) == slot.full_shape:
             tensor.read_into(view)
             return
-        full = _whole(tensor, target, view)
+        full = _read_whole(tensor, target, view)
         if slot.any_shape and full.numel() == prod(slot.full_shape):
             full = full.view(slot.full_shape)
         _check_shape(tensor.name, full.shape, slot)
@@ -148,20 +149,22 @@ def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[Load
     for i, slot in enumerate(slots):
         with slot.opened() as view:
             if parts is None:
-                full = _whole(tensor, target, view)
+                full = _read_whole(tensor, target, view)
                 if slot.any_shape and full.numel() == 1:
-                    full = full.expand(sum(sizes))  # one scale for all of them
+                    full = full.expand(sum(sizes))  # one scale for all partitions
                 elif slot.any_shape:
                     full = full.view(-1, *slot.full_shape[1:])
                 if full.shape[0] != sum(sizes):
-                    found, asked = full.shape[0], sum(sizes)
-                    raise ValueError(f"{tensor.name} has {found} rows in the checkpoint; the config asks for {asked}")
+                    found, expected = full.shape[0], sum(sizes)
+                    raise ValueError(
+                        f"{tensor.name} has {found} rows in the checkpoint; the config asks for {expected}"
+                    )
                 parts = full.split(sizes)
             _check_shape(tensor.name, parts[i].shape, slot)
             view.copy_(slot.part_of(parts[i]))
 
 
-def _whole(tensor: CheckpointTensor, target: Target, like: torch.Tensor) -> torch.Tensor:
+def _read_whole(tensor: CheckpointTensor, target: Target, like: torch.Tensor) -> torch.Tensor:
     full = torch.empty(tensor.shape, dtype=like.dtype, device=like.device)
     tensor.read_into(full)
     return full if target.transform is None else target.transform(full)
@@ -174,7 +177,7 @@ def _check_shape(name: str, shape: Iterable[int], slot: LoadSlot) -> None:
         )
 
 
-def some(names: list[str]) -> str:
+def abbreviated(names: list[str]) -> str:
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     rest = len(names) - MAX_NAMES_IN_ERROR
     return f"{shown} and {rest} more" if rest > 0 else shown

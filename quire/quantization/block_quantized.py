@@ -1,4 +1,4 @@
-"""Weights that stay quantized on a CPU, and are multiplied in that form (kernels/native/quantized.py)."""
+"""Block-quantized weights (GGUF, int8, int4) that stay quantized on a CPU (kernels/native/quantized.py)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from quire.kernels.native import quantized
 from quire.kernels.packed_linear import Multiply, pack_weight
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition
-from quire.quantization.fused import FusesFewRows
+from quire.quantization.fused_linear import FusedLinearMixin
 
-Part = quantized.Packed | torch.Tensor  # a plain weight where its type has no kernel
+Part = quantized.Packed | torch.Tensor  # a tensor if its type has no kernel: dequantized
 
 
 @runtime_checkable
 class StoredBlocks(Protocol):
-    """A checkpoint's tensor that can be had as it is stored."""
+    """A checkpoint tensor that can be read in its stored, quantized form."""
 
     type_name: str
     rotary_half: int  # see kernels/native/quantized.py: pack
@@ -28,8 +28,8 @@ class StoredBlocks(Protocol):
     def raw(self) -> torch.Tensor: ...
 
 
-class PackedWeight:
-    """The weight of a layer as parts, one for each tensor of the checkpoint; their outputs follow each other."""
+class BlockQuantizedWeight:
+    """The weight of a layer in parts, one per checkpoint tensor; their outputs are concatenated."""
 
     def __init__(self, inputs: int, outputs: list[int], dtype: torch.dtype) -> None:
         self.inputs, self.outputs, self.dtype = inputs, outputs, dtype
@@ -43,7 +43,7 @@ class PackedWeight:
         return self.inputs * sum(self.outputs)
 
     def finish(self) -> None:
-        """All parts are there: one call multiplies by them if all are quantized, else one call for each."""
+        """Call when all parts are loaded: one kernel call multiplies by all if all are quantized, else one per part."""
         parts = self._loaded()
         packed = [part for part in parts if isinstance(part, quantized.Packed)]
         if len(packed) == len(parts):
@@ -51,7 +51,7 @@ class PackedWeight:
         else:
             self._products = [_product(part, self.is_shared) for part in parts]
             if not self.is_shared:
-                self.parts = list(packed)  # what else there was is in the products
+                self.parts = list(packed)  # products hold the others
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._fused is not None:
@@ -75,15 +75,15 @@ def _product(part: Part, is_shared: bool) -> Multiply:
     if isinstance(part, quantized.Packed):
         fused = quantized.fuse([part])
         return lambda x, bias: quantized.linear(x, fused, bias)
-    packed = None if is_shared else pack_weight(part)  # the other layer needs it as it is
+    packed = None if is_shared else pack_weight(part)  # the other layer needs it unpacked
     return packed or (lambda x, bias: F.linear(x, part, bias))
 
 
 @dataclass(frozen=True)
-class PackedSlot(LoadSlot):
-    weight: PackedWeight | None = None
+class BlockQuantizedSlot(LoadSlot):
+    weight: BlockQuantizedWeight | None = None
     index: int = 0
-    target: str | None = None  # the format for a tensor that is not quantized; None: it stays as it is
+    target: str | None = None  # format to quantize to while loading; None: keep the stored one
 
     def take(self, tensor: object) -> bool:
         if self.target is not None or not isinstance(tensor, StoredBlocks):
@@ -108,13 +108,14 @@ class PackedSlot(LoadSlot):
     @contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
         assert self.weight is not None
-        plain = torch.empty(self.view.shape, dtype=self.weight.dtype)
-        yield plain
-        self.weight.parts[self.index] = quantized.quantize(self.target, plain) if self.target else plain
+        unquantized = torch.empty(self.view.shape, dtype=self.weight.dtype)
+        yield unquantized
+        part = quantized.quantize(self.target, unquantized) if self.target else unquantized
+        self.weight.parts[self.index] = part
 
 
-class PackedLinearMethod(FusesFewRows):
-    """GGUF's tensors stay as they are where their type has a kernel; with `target`, any tensor becomes that."""
+class BlockQuantizedLinearMethod(FusedLinearMixin):
+    """Keeps GGUF tensors in their stored format if it has a kernel; with `target`, quantizes every tensor to it."""
 
     def __init__(self, target: str | None = None) -> None:
         self.target = target
@@ -131,16 +132,16 @@ class PackedLinearMethod(FusesFewRows):
             raise ValueError(
                 f"int8 and int4 need layers whose inputs are a multiple of {quantized.GROUP}; one has {in_features}"
             )
-        object.__setattr__(layer, "packed", PackedWeight(in_features, out_partition_sizes, dtype))
+        object.__setattr__(layer, "block_weight", BlockQuantizedWeight(in_features, out_partition_sizes, dtype))
 
     def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
         weight_of(owner).is_shared = True
-        object.__setattr__(layer, "packed", weight_of(owner))
+        object.__setattr__(layer, "block_weight", weight_of(owner))
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         weight = weight_of(layer)
         return {
-            ("weight", p.shard): PackedSlot(
+            ("weight", p.shard): BlockQuantizedSlot(
                 torch.empty(p.size, weight.inputs, dtype=weight.dtype, device="meta"),
                 p.full_shape, p.dim, p.start, weight=weight, index=index, target=self.target,
             )
@@ -148,8 +149,8 @@ class PackedLinearMethod(FusesFewRows):
         }  # fmt: skip
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        packed: PackedWeight = layer.packed  # type: ignore[assignment]
-        return packed.multiply(x, bias)
+        weight: BlockQuantizedWeight = layer.block_weight  # type: ignore[assignment]
+        return weight.multiply(x, bias)
 
     def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return weight_of(layer).lookup(ids)
@@ -158,31 +159,31 @@ class PackedLinearMethod(FusesFewRows):
         weight_of(layer).finish()
 
 
-def weight_of(layer: nn.Module) -> PackedWeight:
-    weight = layer.packed
-    assert isinstance(weight, PackedWeight)
+def weight_of(layer: nn.Module) -> BlockQuantizedWeight:
+    weight = layer.block_weight
+    assert isinstance(weight, BlockQuantizedWeight)
     return weight
 
 
-def packed_weights(model: nn.Module) -> list[PackedWeight]:
-    """Each once, also where two layers share it."""
-    found = (getattr(module, "packed", None) for module in model.modules())
+def block_quantized_weights(model: nn.Module) -> list[BlockQuantizedWeight]:
+    """Without duplicates: two layers may share a weight."""
+    found = (getattr(module, "block_weight", None) for module in model.modules())
     return list({id(weight): weight for weight in found if weight is not None}.values())
 
 
 class GGUFQuantization:
-    """The tensors of a GGUF file as they are stored, embedding and head included."""
+    """Keeps the tensors of a GGUF file quantized, embedding and head included."""
 
     ignored: tuple[str, ...] = ()
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> PackedLinearMethod:
-        return PackedLinearMethod()
+    def linear_method(self, module: str, names: tuple[str, ...]) -> BlockQuantizedLinearMethod:
+        return BlockQuantizedLinearMethod()
 
-    def vocab_method(self) -> PackedLinearMethod:
-        return PackedLinearMethod()
+    def vocab_method(self) -> BlockQuantizedLinearMethod:
+        return BlockQuantizedLinearMethod()
 
     def describe(self) -> str:
         compute = str(self.dtype).removeprefix("torch.")
@@ -193,19 +194,19 @@ class GGUFQuantization:
 
 
 class IntQuantization:
-    """Weights rounded to 8 or 4 bits while loading. The embedding and head, which are the same in many models, lose
-    most by rounding and get 8 bits in both."""
+    """Weights quantized to 8 or 4 bits while loading. The embedding and head, often tied, are most sensitive and always
+    get 8 bits."""
 
     ignored: tuple[str, ...] = ()
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> PackedLinearMethod:
-        return PackedLinearMethod("Q8_0" if self.bits == 8 else "Q4_1")
+    def linear_method(self, module: str, names: tuple[str, ...]) -> BlockQuantizedLinearMethod:
+        return BlockQuantizedLinearMethod("Q8_0" if self.bits == 8 else "Q4_1")
 
-    def vocab_method(self) -> PackedLinearMethod:
-        return PackedLinearMethod("Q8_0")
+    def vocab_method(self) -> BlockQuantizedLinearMethod:
+        return BlockQuantizedLinearMethod("Q8_0")
 
     def describe(self) -> str:
         scales = "a scale" if self.bits == 8 else "a scale and a minimum"

@@ -1,14 +1,14 @@
-"""Which JSON schemas a library enforces exactly.
+"""Which JSON schemas each backend enforces exactly.
 
-XGrammar and outlines leave out keywords that they do not know. Here a schema is walked with a list of what each is
-known to keep; all else is refused, so that `auto` looks further and a user who named the backend learns why.
+XGrammar and outlines ignore unknown keywords. Here a schema is checked against the keywords that each is known to
+enforce; anything else is refused, so that `auto` falls back to another backend and a user who chose one learns why.
 """
 
 import json
 from decimal import Decimal
 from typing import Any
 
-from quire.structured_output.schema.regexes import pattern_outside_xgrammar
+from quire.structured_output.schema.regexes import pattern_unsupported_by_xgrammar
 
 ANNOTATIONS = {
     "$comment",
@@ -35,20 +35,20 @@ OF_TYPE: dict[str, set[str]] = {
 }
 REGULAR = {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf"}
 REGULAR |= {"minItems", "maxItems", "minLength", "maxLength"}
-XGRAMMAR_FORMATS = ("uuid", "ipv6")  # its others let more pass
-MAX_MULTIPLE = 10_000  # digits of a number without its point; llguidance compiles multiples of 2**24 for minutes
+XGRAMMAR_FORMATS = ("uuid", "ipv6")  # it enforces the others too loosely
+MAX_MULTIPLE = 10_000  # of multipleOf without its decimal point; llguidance compiles 2**24 for minutes
 
 
-def outside_xgrammar(schema: Any) -> str | None:
-    """The first thing in the schema that XGrammar does not keep exactly."""
+def schema_unsupported_by_xgrammar(schema: Any) -> str | None:
+    """The first part of the schema that XGrammar does not enforce exactly; None if there is none."""
     if isinstance(schema, bool):
         return None if schema else "the schema false is not supported"
     if not isinstance(schema, dict):
-        return None  # the compiler will say what is wrong
+        return None  # the compiler will report the error
     used = schema.keys() - ANNOTATIONS
     for name in ("$defs", "definitions"):
         for part in _values(schema.get(name)):
-            if reason := outside_xgrammar(part):
+            if reason := schema_unsupported_by_xgrammar(part):
                 return reason
     if "$ref" in used:
         if not str(schema["$ref"]).startswith(("#/$defs/", "#/definitions/")) and schema["$ref"] != "#":
@@ -65,10 +65,10 @@ def outside_xgrammar(schema: Any) -> str | None:
     unknown = used - {"type"} - set().union(*(OF_TYPE.get(str(k), set()) for k in kinds))
     if unknown:
         return f"{min(unknown)} is not supported"
-    return _outside_of_parts(schema)
+    return _parts_unsupported_by_xgrammar(schema)
 
 
-def _outside_of_parts(schema: dict[str, Any]) -> str | None:
+def _parts_unsupported_by_xgrammar(schema: dict[str, Any]) -> str | None:
     named = schema.get("properties")
     properties = named if isinstance(named, dict) else {}
     additional = schema.get("additionalProperties", False)
@@ -82,7 +82,7 @@ def _outside_of_parts(schema: dict[str, Any]) -> str | None:
         return "a pattern beside a format is not supported"
     if schema.get("format", "uuid") not in XGRAMMAR_FORMATS:
         return f"the format {schema['format']!r} is not supported"
-    if "pattern" in schema and (reason := pattern_outside_xgrammar(str(schema["pattern"]))):
+    if "pattern" in schema and (reason := pattern_unsupported_by_xgrammar(str(schema["pattern"]))):
         return reason
     if "prefixItems" in schema and "items" in schema and schema["items"] is not False:
         return "items beside prefixItems is not supported"
@@ -92,14 +92,14 @@ def _outside_of_parts(schema: dict[str, Any]) -> str | None:
     return _first([part for part in parts if part is not False])
 
 
-def outside_regular(schema: Any) -> str | None:
-    """For libraries that take little: what XGrammar keeps, less what needs more than a simple regular expression."""
-    if reason := outside_xgrammar(schema):
+def unsupported_by_outlines(schema: Any) -> str | None:
+    """outlines supports a subset of XGrammar's: what a simple regular expression can express."""
+    if reason := schema_unsupported_by_xgrammar(schema):
         return reason
-    return _unlisted(schema)
+    return _not_regular(schema)
 
 
-def _unlisted(schema: Any) -> str | None:
+def _not_regular(schema: Any) -> str | None:
     if not isinstance(schema, dict):
         return "a schema without a type is not supported"
     if isinstance(schema.get("type"), list) or not schema.keys() & {"type", "enum", "const", "anyOf", "properties"}:
@@ -118,11 +118,11 @@ def _unlisted(schema: Any) -> str | None:
         return "an object or a list as a value is not supported"
     parts = [*_values(schema.get("properties")), *_values(schema.get("anyOf"))]
     parts += [schema["items"]] if "items" in schema else []
-    return next((reason for part in parts if (reason := _unlisted(part))), None)
+    return next((reason for part in parts if (reason := _not_regular(part))), None)
 
 
-def outside_guidance(schema: Any) -> str | None:
-    """llguidance refuses unknown keywords itself; what remains is what it reads otherwise."""
+def unsupported_by_guidance(schema: Any) -> str | None:
+    """llguidance rejects unknown keywords itself; these are the ones it interprets differently."""
     if isinstance(schema, dict):
         if "x-guidance" in schema:
             return "x-guidance is not allowed in a schema"
@@ -130,33 +130,33 @@ def outside_guidance(schema: Any) -> str | None:
             return f"multipleOf {schema['multipleOf']} is not supported: more than {MAX_MULTIPLE} takes too long"
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if schema.get("minProperties", 0) not in (0, 1) and not closed:
-            return "minProperties beside names that are open is not supported: one could come twice"
-        return next((reason for part in schema.values() if (reason := outside_guidance(part))), None)
+            return "minProperties with open property names is not supported: a name could be repeated"
+        return next((reason for part in schema.values() if (reason := unsupported_by_guidance(part))), None)
     if isinstance(schema, list):
-        return next((reason for part in schema if (reason := outside_guidance(part))), None)
+        return next((reason for part in schema if (reason := unsupported_by_guidance(part))), None)
     return None
 
 
 def _digits(number: Any) -> int:
-    """A number without its sign and point. Powers of ten cost nothing, so they count as 1."""
+    """A number without its sign and decimal point. Powers of ten cost nothing, so they count as 1."""
     if type(number) not in (int, float):
         return 0
     digits = "".join(map(str, Decimal(str(number)).as_tuple().digits))
     return 1 if digits.strip("0") == "1" else int(digits[:20])
 
 
-def open_names(schema: Any) -> bool:
-    """Whether an object that gives some names a meaning leaves others open."""
+def has_open_names(schema: Any) -> bool:
+    """Whether an object declares some properties and allows additional ones."""
     if isinstance(schema, dict):
         named = schema.keys() & {"properties", "patternProperties"}
         if named and schema.get("additionalProperties") is not False:
             return True
-        return any(map(open_names, schema.values()))
-    return isinstance(schema, list) and any(map(open_names, schema))
+        return any(map(has_open_names, schema.values()))
+    return isinstance(schema, list) and any(map(has_open_names, schema))
 
 
 def closed_objects(schema: Any) -> Any:
-    """The same schema with no other properties in objects that name theirs."""
+    """The schema with additionalProperties false in objects that declare properties."""
     if isinstance(schema, list):
         return [closed_objects(part) for part in schema]
     if not isinstance(schema, dict):
@@ -173,7 +173,7 @@ def _alone(name: str, used: set[str]) -> str | None:
 
 
 def _first(schemas: Any) -> str | None:
-    return next((reason for part in _values(schemas) if (reason := outside_xgrammar(part))), None)
+    return next((reason for part in _values(schemas) if (reason := schema_unsupported_by_xgrammar(part))), None)
 
 
 def _values(part: Any) -> list[Any]:
@@ -181,7 +181,7 @@ def _values(part: Any) -> list[Any]:
 
 
 def _fitting_type(schema: dict[str, Any]) -> set[str]:
-    """A type beside values says nothing more if all of them are of it."""
+    """`type` is redundant beside enum or const if all values have that type."""
     types: dict[str, tuple[type, ...]] = {
         "string": (str,),
         "integer": (int,),

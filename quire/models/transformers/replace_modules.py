@@ -1,4 +1,4 @@
-"""Parts of a transformers model replaced by our kernels, where they compute the same."""
+"""Replaces modules of a transformers model by our kernels, where a probe finds the results equal."""
 
 import inspect
 from collections import Counter
@@ -13,13 +13,13 @@ from quire.kernels.silu_mul import silu_mul
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-SAME = {torch.float32: 1e-5}
-SAME_IN_HALF = 0.02  # they round more often than we do
-SCALES = (1.0, 1e3, 1e-3)  # of what is tried: a clamp or a floor shows at the ends only
+TOLERANCE = {torch.float32: 1e-5}
+HALF_TOLERANCE = 0.02  # transformers rounds more often than we do
+SCALES = (1.0, 1e3, 1e-3)  # of the probe's inputs: a clamp shows at extreme values only
 
 
-class _Product(nn.Module):
-    """A weight [out, in] and the method that multiplies by it."""
+class _WeightHolder(nn.Module):
+    """A weight [out, in] and its LinearMethod."""
 
     weight: nn.Parameter
 
@@ -30,28 +30,28 @@ class _Product(nn.Module):
 
 
 class Linear(nn.Module):
-    """nn.Linear by our products. x [..., in] -> [..., out]."""
+    """nn.Linear with our kernels. x [..., in] -> [..., out]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.product = _Product(weight)
+        self.holder = _WeightHolder(weight)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.weight_is_read = False
 
     @property
     def weight(self) -> torch.Tensor:
-        """Where the model's own code asks for it, it must not be packed away."""
+        """A weight that the model's own code reads must not be packed."""
         self.weight_is_read = True
-        return self.product.weight
+        return self.holder.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
-        return self.product.method.apply(self.product, rows, self.bias).view(*x.shape[:-1], self.out_features)
+        return self.holder.method.apply(self.holder, rows, self.bias).view(*x.shape[:-1], self.out_features)
 
     def process_after_loading(self) -> None:
         if not self.weight_is_read:
-            self.product.method.process_after_loading(self.product)
+            self.holder.method.process_after_loading(self.holder)
 
 
 class GatedMLP(nn.Module):
@@ -77,11 +77,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def replace_parts(model: nn.Module) -> None:
-    """In place. Weights stay as they are until `pack_weights`."""
-    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    shared: dict[nn.Module, nn.Module | None] = {module: None for module, count in places.items() if count > 1}
-    del places  # nothing may keep what is replaced: the weights of a merged layer would be there twice
+def replace_modules(model: nn.Module) -> None:
+    """In place. Weights are packed later, by `pack_weights`."""
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    shared: dict[nn.Module, nn.Module | None] = {module: None for module, count in uses.items() if count > 1}
+    del uses  # drop references to replaced modules: the weights of a merged layer would be kept twice
     _replace_children(model, shared)
 
 
@@ -149,7 +149,7 @@ def _takes_one_argument(module: nn.Module) -> bool:
 
 
 def _sample(size: int, like: torch.Tensor) -> torch.Tensor:
-    # Off centre: LayerNorm must not look like RMSNorm.
+    # Mean not zero: LayerNorm must differ from RMSNorm.
     x = torch.randn(3, size, generator=torch.Generator().manual_seed(0)) + 0.5
     return x.to(like)
 
@@ -158,4 +158,4 @@ def _same(theirs: Any, ours: torch.Tensor) -> bool:
     if not isinstance(theirs, torch.Tensor) or theirs.shape != ours.shape or theirs.dtype is not ours.dtype:
         return False
     error = (theirs.float() - ours.float()).norm() / theirs.float().norm().clamp_min(1e-9)
-    return float(error) <= SAME.get(ours.dtype, SAME_IN_HALF)
+    return float(error) <= TOLERANCE.get(ours.dtype, HALF_TOLERANCE)

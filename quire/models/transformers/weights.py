@@ -1,4 +1,4 @@
-"""A transformers model with its weights, by transformers' own loading or random ones."""
+"""Loads a transformers model with its weights, or builds it with random ones."""
 
 import sys
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from quire.checkpoint.resolve import Checkpoint
-from quire.models.loading.fill import some
+from quire.models.loading.weight_loader import abbreviated
 from quire.models.transformers.attention import NO_INTERFACE, Unsupported
-from quire.models.transformers.class_import import import_transformers
+from quire.models.transformers.library import import_transformers
 
 
 def check_attention(config: Any) -> None:
-    """Before anything is loaded: not all of transformers' older models let attention be replaced."""
+    """Before weights are loaded: not all older models of transformers let attention be replaced."""
     known = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
-        return  # code of the checkpoint's own
+        return  # remote code
     replaceable = getattr(known[type(config)], "_can_set_attn_implementation", None)
     if replaceable is not None and not replaceable():
         raise Unsupported(NO_INTERFACE)
@@ -26,7 +26,7 @@ def check_attention(config: Any) -> None:
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """transformers', which it would show anywhere, only on a terminal."""
+    """Restrict transformers' progress bars to terminals."""
     from transformers.utils import logging
 
     if (wanted and sys.stderr.isatty()) or not logging.is_progress_bar_enabled():
@@ -39,10 +39,10 @@ def progress_bars(wanted: bool) -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def load_weights(
+def load_pretrained(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, implementation: str, trust: bool
 ) -> Any:
-    """transformers knows which tensors were renamed or fused since the checkpoint was written."""
+    """By transformers, which knows the tensors that were renamed or fused since the checkpoint was written."""
     transformers = import_transformers()
     placed = device.type == "cpu" or find_spec("accelerate") is not None
     place = {"device_map": {"": str(device)}} if device.type != "cpu" and placed else {}
@@ -58,16 +58,16 @@ def load_weights(
         **place,
     )
     found = (("lacks", info["missing_keys"]), ("has unknown", info["unexpected_keys"]))
-    complaints = [f"{what} {some(sorted(names))}" for what, names in found if names]
+    complaints = [f"{what} {abbreviated(sorted(names))}" for what, names in found if names]
     if complaints:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it {' and '.join(complaints)}")
     return model if placed else model.to(device)
 
 
-def random_weights(
+def init_with_random_weights(
     config: Any, dtype: torch.dtype, device: torch.device, implementation: str, trust: bool, seed: int
 ) -> Any:
-    """Made on the device, where drawing billions of numbers takes no time."""
+    """Generated on the device, where billions of random numbers take no time."""
     transformers = import_transformers()
     from transformers.initialization import no_init_weights
 

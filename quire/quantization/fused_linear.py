@@ -1,4 +1,4 @@
-"""Products of few rows fused with norms, activations and residuals on a GPU."""
+"""Linear layers of few rows fused with norm, activation and residual on a GPU."""
 
 import torch
 from torch import nn
@@ -6,8 +6,8 @@ from torch import nn
 from quire.kernels.skinny_linear import Norm, can_fuse, fused_config_for, skinny_linear
 
 
-class FusesFewRows:
-    """The part of a LinearMethod that multiplies few rows together with what stands around the product, on a GPU."""
+class FusedLinearMixin:
+    """The fused part of a LinearMethod, for at most MAX_FUSED_ROWS rows on a GPU."""
 
     def can_fuse(self, layer: nn.Module) -> bool:
         weight = getattr(layer, "weight", None)

@@ -1,4 +1,4 @@
-"""transformers, imported only when a model needs it, and what it knows of a model before any weight is read."""
+"""The transformers library, imported lazily: whether it supports a model, and the model's config object."""
 
 import json
 import logging
@@ -31,26 +31,26 @@ def import_transformers() -> Any:
     return transformers
 
 
-def why_not(hf_config: dict[str, Any], trust_remote_code: bool) -> str | None:
-    """Why transformers has no causal language model for this config; None: it has one. Runs no model's code."""
+def unsupported_reason(hf_config: dict[str, Any], trust_remote_code: bool) -> str | None:
+    """Why transformers has no causal language model for this config; None: it has one. Runs no code of the model."""
     if not is_installed():
         return f"transformers, which may have it, is not installed ({INSTALL})"
-    kind = hf_config.get("model_type")
-    brings_code = "AutoModelForCausalLM" in (hf_config.get("auto_map") or {})
-    if brings_code and trust_remote_code:
+    model_type = hf_config.get("model_type")
+    has_remote_code = "AutoModelForCausalLM" in (hf_config.get("auto_map") or {})
+    if has_remote_code and trust_remote_code:
         return None
     import_transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
-    if brings_code:
-        return "the model brings Python code of its own; --trust-remote-code runs it, if you trust its author"
-    return f"transformers has no causal language model of model_type {kind!r} either"
+    if has_remote_code:
+        return "the checkpoint contains Python code for the model; --trust-remote-code runs it, if you trust its author"
+    return f"transformers has no causal language model of model_type {model_type!r} either"
 
 
 def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_code: bool) -> Any:
-    """transformers' config object with the values of `hf_config`, which may differ from the folder's."""
+    """transformers' config object with the values of `hf_config`, which may differ from config.json (overrides)."""
     transformers = import_transformers()
     values = _with_floats(hf_config)
     if trust_remote_code and hf_config.get("auto_map"):
@@ -63,23 +63,23 @@ def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_
 
     try:
         return CONFIG_MAPPING[hf_config["model_type"]].from_dict(values)
-    except Exception as error:  # it may be any, of a config that holds anything
+    except Exception as error:  # an untrusted config may raise anything
         raise ValueError(f"transformers cannot read the model's config: {error}") from error
 
 
 def _secure_code_cache() -> None:
-    """transformers imports a model's code from copies in a folder, where nobody else may have put other code."""
+    """transformers imports remote code from copies in a cache folder, which other users must not be able to write."""
     from transformers import dynamic_module_utils
 
     try:
         require_private_tree(Path(dynamic_module_utils.HF_MODULES_CACHE))
     except OSError as error:
         dynamic_module_utils.HF_MODULES_CACHE = str(process_folder())
-        logger.warning("transformers' cache of models' code is not used: %s", error)
+        logger.warning("transformers' cache of remote code is not used: %s", error)
 
 
 def _with_floats(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers writes an infinite number as {"__float__": "Infinity"}, for which JSON has no form."""
+    """transformers writes infinity, which JSON does not have, as {"__float__": "Infinity"}."""
 
     def decoded(part: dict[str, Any]) -> Any:
         return float(part["__float__"]) if "__float__" in part else part
