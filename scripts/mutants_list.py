@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(RATE, "used + more > limit", "used + more >= limit", RATES),
     Mutant(RATE, "window.requests += count", "window.requests += 1", RATES),
     Mutant(RATE, "window.began + self.interval - self.clock()", "self.interval", RATES),
-    Mutant(CONTEXT, "if num_sequences > places + limit:", "if num_sequences > places + limit + 1:", LIMITS),
-    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - places)", "unfinished - places", LIMITS),
+    Mutant(CONTEXT, "if num_sequences > slots + limit:", "if num_sequences > places + limit + 1:", LIMITS),
+    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - slots)", "unfinished - places", LIMITS),
     Mutant(CONTEXT, "            self._num_sequences -= num_sequences\n", "", LIMITS),
     Mutant("quire/entrypoints/openai/completions.py", "if len(given) > most:", "if len(given) > 1024:", LIMITS),
     # Sample

@@ -15,7 +15,7 @@ from typing import Any
 from quire import __version__
 from quire.config.flags import FlagParser
 
-# Beside what the metadata lists: an editable install may be older than the code.
+# Besides the metadata's: an editable install's may be older than the code.
 PACKAGES = (
     "torch",
     "numpy",
@@ -36,14 +36,14 @@ CPU_FLAGS = (
     *("amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
-# Quire's own, and those of the libraries below it that change results or speed.
+# Quire's own, and those of its libraries that affect results or speed.
 VARIABLE = re.compile(
     r"(QUIRE|OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|CUDA|NVIDIA|NCCL|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|HF|TOKENIZERS|"
     r"MALLOC|UVLOOP)_\w+|OPENAI_API_KEY|OPENAI_BASE_URL|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|PYTHONUNBUFFERED|"
     r"NO_COLOR|TERM|SSL_CERT_FILE"
 )
 SECRET_WORDS = frozenset({"KEY", "KEYS", "TOKEN", "TOKENS", "SECRET", "PASSWORD", "PASS", "AUTH", "CREDENTIALS"})
-SECONDS = 60.0  # for a program that is asked
+SECONDS = 60.0  # timeout of a subprocess
 
 Facts = dict[str, Any]
 
@@ -80,7 +80,7 @@ def collect() -> dict[str, Facts]:
 
 
 def attempt(gather: Callable[[], Any]) -> Any:
-    """A fact that cannot be had is a fact as well."""
+    """An error becomes the fact's value."""
     try:
         return gather()
     except Exception as error:
@@ -121,7 +121,7 @@ def cpu_facts() -> Facts:
     def onednn() -> str:
         cpuid = load_cpuid()
         if cpuid is None:
-            return "CPUID cannot be asked here"
+            return "CPUID is not available"
         if cpu_facts.ONEDNN_ISA in os.environ:
             return f"{os.environ[cpu_facts.ONEDNN_ISA]}, from the environment"
         if cpu_facts.amx_is_broken(cpuid):
@@ -148,8 +148,8 @@ def memory_facts() -> Facts:
 
 
 def shared_memory() -> str:
-    room = os.statvfs("/dev/shm")
-    return f"{in_gib(room.f_bavail * room.f_frsize)} free in /dev/shm"
+    stat = os.statvfs("/dev/shm")
+    return f"{in_gib(stat.f_bavail * stat.f_frsize)} free in /dev/shm"
 
 
 def in_gib(size: float) -> str:
@@ -157,9 +157,9 @@ def in_gib(size: float) -> str:
 
 
 def gpu_facts() -> Facts:
-    asked = ("index", "name", "memory.total", "driver_version", "compute_cap")
+    columns = ("index", "name", "memory.total", "driver_version", "compute_cap")
     try:
-        listed = output_of("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader")
+        listed = output_of("nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader")
     except FileNotFoundError:
         return {"nvidia-smi": "not found; no NVIDIA driver, or not in this container"}
     facts: Facts = {}
@@ -181,7 +181,7 @@ def output_of(*command: str) -> str:
     child = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if child.returncode:
         problem = (child.stderr or child.stdout).strip().splitlines()
-        last = problem[-1] if problem else "it said nothing"
+        last = problem[-1] if problem else "no output"
         raise RuntimeError(f"{Path(command[0]).name} ended with exit code {child.returncode}: {last}")
     return child.stdout
 
@@ -213,7 +213,7 @@ def installed(versions: Facts) -> Facts:
 
 
 def environment(variables: Mapping[str, str]) -> Facts:
-    """Only names that are known to matter, and never the value of a secret."""
+    """Only relevant names, and never the value of a secret."""
     shown: Facts = {}
     for name in sorted(variables):
         if VARIABLE.fullmatch(name):
@@ -226,11 +226,11 @@ def as_text(facts: dict[str, Facts]) -> str:
     lines: list[str] = []
     for section, found in facts.items():
         lines += ["", section] if lines else [section]
-        lines += [f"  {name}: {_word(value)}" for name, value in found.items()] or ["  nothing"]
+        lines += [f"  {name}: {_as_word(value)}" for name, value in found.items()] or ["  nothing"]
     return "\n".join(lines)
 
 
-def _word(value: Any) -> str:
+def _as_word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

@@ -117,9 +117,9 @@ def test_a_tool_call_ends_reasoning() -> None:
 
 def test_going_on_with_an_answer() -> None:
     format = FORMATS["deepseek_r1"]
-    assert format.is_open("<think>I was", goes_on=True) is True
-    assert format.is_open("<think>I was</think>So", goes_on=True) is False
-    assert format.is_open("So", goes_on=True) is False
+    assert format.is_open("<think>I was", continues=True) is True
+    assert format.is_open("<think>I was</think>So", continues=True) is False
+    assert format.is_open("So", continues=True) is False
 
 
 @settings(max_examples=200 * SEARCH)
