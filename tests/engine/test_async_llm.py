@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.engine_connection import EngineConnection, EngineWire
+from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.setup import resolve_config
 from quire.messages.protocol import AddRequests
@@ -182,8 +182,8 @@ def test_what_the_engine_cannot_read_is_answered(monkeypatch):
     """However it came to be sent: nobody waits for ever."""
 
     async def scenario(engine):
-        wrong = GREEDY.with_known(top_p=2.0, temperature=1.0, n=3)
-        (output,) = [o async for o in engine.generate("x", wrong.with_known(output_kind=2), "unreadable")]
+        wrong = GREEDY.replace_unchecked(top_p=2.0, temperature=1.0, n=3)
+        (output,) = [o async for o in engine.generate("x", wrong.replace_unchecked(output_kind=2), "unreadable")]
         assert output.error_kind == ErrorKind.INVALID and "top_p is 2.0" in output.error
         assert [choice.finish_reason for choice in output.outputs] == ["error"] * 3
         with pytest.raises(RuntimeError, match="not a message"):
@@ -240,7 +240,7 @@ def test_several_front_ends_share_an_engine(expected):
         host = EngineConnection(resolve_config(config)[0], client=None)
         try:
             folder = host.host.folder
-            first, second = (AsyncLLM(config, EngineWire(folder, client)) for client in (0, 1))
+            first, second = (AsyncLLM(config, EngineChannel(folder, client)) for client in (0, 1))
             host.wait_ready()
             host.host.all_connected()
             assert not folder.exists()  # nothing that a kill could leave behind
@@ -277,7 +277,7 @@ def test_an_engine_process_for_synchronous_use(expected):
         client = llm.llm_engine.client
         with pytest.raises(RuntimeError, match="unknown call 'nothing'"):
             client._call("nothing")
-        unsent = GREEDY.with_known(seed=2**70)
+        unsent = GREEDY.replace_unchecked(seed=2**70)
         for _ in range(2):
             with pytest.raises(OverflowError):
                 llm.llm_engine.add_request("unsent", PROMPTS[0], unsent)

@@ -14,7 +14,7 @@ from quire.config.server import ServerConfig
 from quire.core.engine_process import die_with_parent, leave_signals_to_parent
 from quire.engine.async_engine import EngineDeadError
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.engine_connection import EngineWire
+from quire.engine.engine_connection import EngineChannel
 from quire.entrypoints.http.app import build_app
 from quire.entrypoints.http.peers import RemotePeers
 from quire.entrypoints.http.process_messages import Failed, Started, frame
@@ -52,7 +52,7 @@ def api_process_main(args: ApiProcess) -> None:
 
 
 def _serve(args: ApiProcess) -> int:
-    engine = AsyncLLM(args.engine_config, EngineWire(args.engine_folder, args.index))
+    engine = AsyncLLM(args.engine_config, EngineChannel(args.engine_folder, args.index))
     try:
         peers = RemotePeers(args.channel, args.load_board, args.index)
         app = build_app(engine, args.config, engine.config, args.api_keys, peers)

@@ -163,7 +163,7 @@ async def _search(
             if step.outputs[0].finish_reason == "abort":
                 return None
         first = first or steps[0]
-        search.take(steps)
+        search.process_outputs(steps)
     return _output(engine, name, search, search_request, first)
 
 

@@ -36,7 +36,7 @@ class ReasoningSetup:
             raise bad_request(message, BUDGET)
         reasoning = ReasoningTokens(start=self.start, end=self.end, open=is_open)
         visible = sorted({*params.visible_token_ids, *self.visible})
-        return params.with_known(reasoning=reasoning, visible_token_ids=visible)
+        return params.replace_unchecked(reasoning=reasoning, visible_token_ids=visible)
 
 
 class ReasoningCount:

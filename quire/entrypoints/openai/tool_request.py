@@ -91,7 +91,7 @@ class ToolUse:
     def adjust(self, params: SamplingParams) -> SamplingParams:
         schema = self.schema()
         if schema is None:
-            return params.with_known(visible_token_ids=sorted({*params.visible_token_ids, *self.visible}))
+            return params.replace_unchecked(visible_token_ids=sorted({*params.visible_token_ids, *self.visible}))
         if params.structured_outputs is not None:
             raise bad_request("tool_choice and structured output both constrain the response; use one", "tool_choice")
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.entrypoints.http.errors import ApiError, bad_request
-from quire.messages.checks import outsize, shown
+from quire.messages.checks import oversize_reason, shown
 
 MAX_SCHEMA_BYTES = 256 * 1024  # of one function, and of the schema compiled into a grammar
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools
@@ -53,7 +53,7 @@ def _check_function(function: Mapping[str, Any], where: str) -> int:
             raise _wrong(f"{where}.parameters must be the schema of an object: type is {shown(parameters['type'])}")
         if not isinstance(parameters.get("properties", {}), Mapping):
             raise _wrong(f"{where}.parameters.properties must be an object")
-    if reason := outsize(function, MAX_SCHEMA_BYTES, MAX_DEPTH):
+    if reason := oversize_reason(function, MAX_SCHEMA_BYTES, MAX_DEPTH):
         raise _wrong(f"{where} {reason}")
     size = len(json.dumps(function))
     if size > MAX_SCHEMA_BYTES:
