@@ -80,7 +80,7 @@ def test_ratios_to_other_engines_are_of_the_machine_they_were_measured_on(
 ) -> None:
     assert anchors.measured_on(cpu, cores, has_amx) is same
     recorder = Recorder(Task("smollm2", {}, 49152, ["throughput"], cpu=True), peers=same)
-    recorder.hear(Measured("throughput", 0, {"throughput": 654.0}, {}, 0.0), 0.0)
+    recorder.on_event(Measured("throughput", 0, {"throughput": 654.0}, {}, 0.0), 0.0)
     head, line = table([recorder.card]).splitlines()
     assert ("llama.cpp" in head, "0.72 x" in line, "2.00 x" in line) == (same, same, same)
     assert "1,200" in line and line.endswith("missed")  # our own goals stay
@@ -218,7 +218,7 @@ def test_a_failing_workload_leaves_the_others(llm: FakeLLM) -> None:
     assert llm.calls[-1] == "shutdown"
 
 
-def test_an_engine_that_stays_broken_is_left(llm: FakeLLM) -> None:
+def test_an_engine_that_stays_broken_is_abandoned(llm: FakeLLM) -> None:
     broken = []
 
     def fails(llm: FakeLLM, params: list[Any]) -> None:
@@ -281,7 +281,7 @@ def test_workloads_after_a_crash_or_a_hang_run_in_another_process(monkeypatch: p
     assert [event.part for event in events if isinstance(event, Measured)] == ["b1", "prefix", "profile"]
     assert [event for event in events if isinstance(event, Failed)] == [
         Failed("nano", "the process ended with exit code 7"),
-        Failed("prefill", "no news for 10 s, so it was ended (--limit)"),
+        Failed("prefill", "no result for 10 s, so it was killed (--limit)"),
     ]
     assert len([event for event in events if isinstance(event, Started)]) == 3
 

@@ -53,7 +53,7 @@ WRONG_MESSAGES = {
     ],
     r"messages\[0\] needs a role": [{"content": "x"}],
     r"messages\[1\] needs content": [{"role": "user", "content": "x"}, {"role": "user"}],
-    r"messages\[0\].content must be a text": [{"role": "user", "content": 5}],
+    r"messages\[0\].content must be a string": [{"role": "user", "content": 5}],
     r"messages\[0\] must be an object": ["hello"],
     "must be a list": "hello",
     r"content\[1\] is of type 'image_url'; only text": [

@@ -108,7 +108,7 @@ WRONG_PROMPTS = {
     "token id -1": {"prompt_token_ids": [-1]},
     "unknown keys": {"promt": "x"},
     "lacks prompt": {"cache_salt": "x"},
-    "a prompt is a text": 3.5,
+    "a prompt is a string": 3.5,
 }
 
 

@@ -25,7 +25,7 @@ Rule = Callable[[EngineCoreRequest, int], int]  # the token after the given numb
 
 
 class StubEngine:
-    """Every request gets one token per step; steps follow at each iteration of the event loop, or every `step_seconds`."""
+    """Every request gets one token per step, at each iteration of the event loop or every `step_seconds`."""
 
     def __init__(self, rule: Rule, step_seconds: float = 0.0, config: EngineConfig | None = None) -> None:
         self.config, checkpoint = resolve_config(config or EngineConfig())

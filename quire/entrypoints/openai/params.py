@@ -110,8 +110,8 @@ class ParamsBuilder:
         if request.stream_options is not None and not request.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
-            allowed = f"it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-            raise bad_request(f"priority is {request.priority}; {allowed}", "priority")
+            bounds = f"it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+            raise bad_request(f"priority is {request.priority}; {bounds}", "priority")
         return given
 
     def _build(self, request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:

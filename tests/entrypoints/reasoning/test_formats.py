@@ -174,7 +174,7 @@ def test_formats_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "my_formats", module)
     found = reasoning_format("my_formats:LOUD")
     assert parse(found.parser(None), ["HMM why SO because"]) == (" why ", " because")
-    with pytest.raises(ValueError, match="is no reasoning format"):
+    with pytest.raises(ValueError, match="is not a reasoning format"):
         reasoning_format("my_formats:WRONG")
     with pytest.raises(ValueError, match="cannot be imported"):
         reasoning_format("my_formats:MISSING")

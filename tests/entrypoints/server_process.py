@@ -19,7 +19,7 @@ import openai
 SECONDS = 120  # for what must happen at all, on a busy machine
 
 
-class Served:
+class ServerProcess:
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path, folder: Path, url: str) -> None:
         self.process = process
         self.log = log
@@ -68,7 +68,7 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, stderr: Any = None, port: int = 0) -> Iterator[Served]:
+def server_process(folder: Path, *flags: str, stderr: Any = None, port: int = 0) -> Iterator[ServerProcess]:
     log, temporary = folder / "log", folder / "tmp"
     temporary.mkdir()
     command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--max-model-len", "512", *flags]
@@ -85,7 +85,7 @@ def serving(folder: Path, *flags: str, stderr: Any = None, port: int = 0) -> Ite
         url = f"http://127.0.0.1:{port}" if port else _url(process, log)
         if port:
             eventually(lambda: _answers(url))
-        served = Served(process, log, temporary, url)
+        served = ServerProcess(process, log, temporary, url)
         yield served
     finally:
         if process.poll() is None:

@@ -20,7 +20,7 @@ MODEL = "stub"
 
 
 @dataclass
-class Running:
+class StubServer:
     engine: StubEngine
     server: Server
     url: str
@@ -62,9 +62,9 @@ def stub_engine(step_seconds: float = 0.0) -> StubEngine:
 
 
 @contextmanager
-def running(
+def stub_server(
     engine: StubEngine, config: ServerConfig | None = None, api_keys: tuple[str, ...] = ()
-) -> Iterator[Running]:
+) -> Iterator[StubServer]:
     config = config or ServerConfig()
     config.port, config.served_model_name = 0, config.served_model_name or (MODEL,)
     config.shutdown_timeout = min(config.shutdown_timeout, 5)
@@ -81,9 +81,15 @@ def running(
     thread.start()
     assert event.wait(20)
     try:
-        yield Running(engine, server, base_url(sock, config), started[0], thread)
+        yield StubServer(engine, server, base_url(sock, config), started[0], thread)
     finally:
         server.should_exit = True
         thread.join(20)
         sock.close()
         assert not thread.is_alive()
+
+
+def refusal(response: httpx.Response, status: int = 400) -> str:
+    """The message of an error response."""
+    assert response.status_code == status, response.text
+    return str(response.json()["error"]["message"])

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.config import CacheConfig
 from quire.engine.metrics import HELP, Counter, cache_config_info
 from quire.entrypoints.http.metrics import prometheus_text
-from tests.entrypoints.openai.running import MODEL, Running
+from tests.entrypoints.stub_server import MODEL, StubServer
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "examples" / "grafana.json"
@@ -20,7 +20,7 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge
 
 
 @pytest.fixture
-def text(client: openai.OpenAI, server: Running) -> str:
+def text(client: openai.OpenAI, server: StubServer) -> str:
     client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4)
     # The stub has no blocks, so no engine of its own adds this line.
     return server.get("/metrics").text + prometheus_text([cache_config_info(CacheConfig(), 8, "m")])
