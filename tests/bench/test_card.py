@@ -203,7 +203,7 @@ def run_fake_child(workloads: list[str], **changes: Any) -> Pipe:
     return pipe
 
 
-def test_a_failing_workload_leaves_the_others(llm: FakeLLM) -> None:
+def test_a_failing_workload_does_not_stop_the_others(llm: FakeLLM) -> None:
     def fails(llm: FakeLLM, params: list[Any]) -> None:
         if params[0].temperature > 0:
             raise RuntimeError("out of memory")
@@ -249,7 +249,9 @@ def test_an_engine_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
     assert run_fake_child(["b1"]).sent == [PartStarted("start-up"), Failed("start-up", "ValueError: no such device")]
 
 
-def test_triton_cache_is_counted_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_cache_is_counted_in_the_folder_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert triton_cache_files() == 0
     (tmp_path / "abc").mkdir()
@@ -433,7 +435,7 @@ def test_kernel_names_are_short() -> None:
     assert len(short("k" * 500)) < 100
 
 
-def test_a_driver_that_refuses_profiling_leaves_the_host_times() -> None:
+def test_without_profiling_support_host_times_remain() -> None:
     times = {"engine_thread": {"schedule": 12.0}, "worker_thread": {"execute": 30.0}}
     profile = {"batch": 1, "prompt_len": 512, "step": 50.0, "steps": 20, **times, "device": {"error": "no CUPTI"}}
     text = profile_text("qwen3-0.6b", profile)

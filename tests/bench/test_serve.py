@@ -1,4 +1,4 @@
-"""`quire bench serve` against a real server around an engine without a model; its figures from hand-made records."""
+"""`quire bench serve` against a real server on a stub engine; its figures from hand-made records."""
 
 import asyncio
 import json
@@ -127,7 +127,7 @@ def test_figures_of_known_records() -> None:
     run = Run(
         100.0,
         [
-            record(0, 100.0, [100.1, 100.2, 100.4], 5),  # two of its events brought two tokens
+            record(0, 100.0, [100.1, 100.2, 100.4], 5),  # two of its events have two tokens
             record(1, 100.0, [100.3], 1),
             record(2, 100.1, [], 0, "HTTP 503 overloaded"),
         ],
@@ -164,7 +164,7 @@ def test_events_that_arrive_in_pieces() -> None:
     assert (one.prompt_tokens, one.output_tokens, one.texts) == (4, 3, {0: ["a", "bc"]})
 
 
-def test_arrivals_offer_the_rate_that_was_asked_for() -> None:
+def test_arrivals_have_the_requested_rate() -> None:
     assert arrivals(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
     times = arrivals(1000, 50.0, 1.0, 0)
     assert times == sorted(times) and math.isclose(times[-1], 20.0)
@@ -198,7 +198,7 @@ def test_flags_for_the_server_that_is_started() -> None:
     assert as_flags(options) == flags
 
 
-def test_processes_are_told_apart() -> None:
+def test_processes_have_roles() -> None:
     """This process has torch loaded: by the rule it is an engine."""
     import os
 

@@ -1,4 +1,4 @@
-"""`quire bench soak` on the real server for a few seconds, and what it would have found."""
+"""`quire bench soak` on the real server for a few seconds, and its checks."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from quire.entrypoints.cli.main import main
 
 
 @pytest.mark.slow
-def test_a_short_soak_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_soak_leaks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--minutes", "0.1", "--disconnects", "0.3", "--max-growth", "1e9", "--sample-seconds", "0.2"]
     code = main(["bench", "soak", *flags, "--num-gpu-blocks-override", "256", "--json"])
     details = json.loads(capsys.readouterr().out)["details"]
@@ -73,7 +73,7 @@ def response(text: str, token_ids: list[int]) -> bytes:
     return json.dumps({"choices": [{"text": text, "token_ids": token_ids}]}).encode()
 
 
-def test_an_answer_of_another_request_is_seen() -> None:
+def test_a_response_of_another_request_is_detected() -> None:
     probe = Probe(Target("http://127.0.0.1:1"))
     probe.known = [[10 * i + j for j in range(16)] for i in range(len(PROMPTS))]
     mine, other = probe.known[:2]

@@ -1,4 +1,4 @@
-"""When an engine that has not ended counts as stalled."""
+"""When a live engine counts as stalled."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_one_step() -> None:
     health.record_message(301)
     with pytest.raises(EngineStalledError, match=r"at one step .* 300 seconds \(--engine-stall-timeout\)"):
         health.check()
-    health.record_message()  # an output says nothing of it
+    health.record_message()  # outputs do not carry it
     with pytest.raises(EngineStalledError):
         health.check()
     health.record_message(0)

@@ -1,4 +1,4 @@
-"""Stop strings end the text at the same character, however tokens cut it, and nothing of them is ever shown."""
+"""Stop strings end the text at the same character, however tokens split it, and no part of them is ever sent."""
 
 import itertools
 

@@ -15,7 +15,7 @@ def server() -> Iterator[StubServer]:
 
 @pytest.fixture
 def slow() -> Iterator[StubServer]:
-    """An engine that takes its time, for what happens in the middle of a stream."""
+    """A slow engine, for events in the middle of a stream."""
     with stub_server(stub_engine(step_seconds=0.02), ServerConfig(enable_admin=True)) as one:
         yield one
 

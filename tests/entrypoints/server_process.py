@@ -1,4 +1,4 @@
-"""`quire serve` as a user starts it: a process with children, a log, and an end."""
+"""`quire serve` in a subprocess, with its child processes, log and exit code."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 
-SECONDS = 120  # for what must happen at all, on a busy machine
+SECONDS = 120  # generous, for a busy machine
 
 
 class ServerProcess:
@@ -44,7 +44,7 @@ class ServerProcess:
 
     @property
     def engine(self) -> int:
-        """The child that computes has by far the most memory."""
+        """The engine process has by far the most memory."""
         return max(self.children, key=resident)
 
     @property
@@ -56,7 +56,7 @@ class ServerProcess:
         return "\n".join(self.log.read_text().splitlines()[-count:])
 
     def wait(self) -> int:
-        """The exit code, and nothing is left behind."""
+        """The exit code, after checking that nothing leaked."""
         code = self.process.wait(SECONDS)
         self.assert_nothing_is_left()
         return code
@@ -133,7 +133,7 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does not get to run for a while."""
+    """Stops a process for a while."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A real server on a free port of the loopback interface, around an engine without a model."""
+"""A real server on a free local port, on an engine without a model."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ class StubServer:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(20)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Looks after every round of the server's event loop."""
+        """Checks at every iteration of the server's event loop."""
 
         async def wait() -> None:
             while not condition():
@@ -53,7 +53,7 @@ class StubServer:
 
 
 def stub_engine(step_seconds: float = 0.0) -> StubEngine:
-    """Counts: after the token `ids[i]` comes `ids[i + 1]`; every request begins at its prompt's length."""
+    """Counts: after the token `ids[i]` comes `ids[i + 1]`; every request starts at its prompt's length."""
     engine = StubEngine(cycle([]), step_seconds)
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(TEXT, add_special_tokens=False)

@@ -102,7 +102,7 @@ def test_early_stopping_and_length_penalty_matter(llm):
 
 
 def test_beams_share_blocks(llm, monkeypatch):
-    """Of each beam's request everything is found but the last block, unless that is full."""
+    """Every beam's request hits the prefix cache for all full blocks."""
     steps: list = []
     step = llm.llm_engine.step
     monkeypatch.setattr(llm.llm_engine, "step", lambda: [steps.append(one) or one for one in step()])
@@ -151,7 +151,7 @@ def test_widths(tiny, llm, width):
     same(llm.beam_search(PROMPTS[1], params)[0], tiny.search(PROMPTS[1], params))
 
 
-def test_ends_are_left_out_or_ignored(llm):
+def test_eos_is_dropped_or_ignored(llm):
     params = BeamSearchParams(4, 24, include_stop_str_in_output=True)
     with_ends = llm.beam_search(PROMPTS, params)
     without = llm.beam_search(PROMPTS, BeamSearchParams(4, 24))
@@ -194,7 +194,7 @@ def test_whatever_the_schedule(tiny, llm, arguments):
 
 
 def test_online_equals_offline(tiny, llm):
-    """The real engine in its process; prompts and answers as token ids."""
+    """The real engine in its process; prompts and outputs as token ids."""
     params = BeamSearchParams(4, 12, length_penalty=0.5, early_stopping="never", include_stop_str_in_output=True)
     expected = llm.beam_search(PROMPTS, params)
     engine = AsyncLLM(EngineConfig.from_kwargs(model=tiny.path, **ARGUMENTS))
@@ -267,7 +267,7 @@ def test_online_texts_and_refusals():
         assert wide.status_code == 400 and "max-logprobs" in wide.text
 
 
-def test_whoever_ends_the_request_ends_all_its_beams():
+def test_aborting_the_request_aborts_all_its_beams():
     engine = stub_engine(step_seconds=0.02)
     body = {"prompt": "one", "use_beam_search": True, "n": 4, "max_tokens": 1000, "ignore_eos": True}
     with stub_server(engine, ServerConfig(enable_admin=True)) as server, ThreadPoolExecutor() as pool:

@@ -41,7 +41,7 @@ class Output:
 
 
 class EchoEngine:
-    """Answers each prompt in capitals, the last one first, and remembers how it was called."""
+    """Upper-cases each prompt, the last one first, and records its calls."""
 
     last: "EchoEngine"
     config = EngineConfig()

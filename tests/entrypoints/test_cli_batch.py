@@ -1,4 +1,4 @@
-"""`quire run-batch`: with an engine of its own, against a server, and what becomes of lines that are wrong."""
+"""`quire run-batch`: with its own engine, against a server, and with invalid lines."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same answer: ids and times differ, and logprobs in their last digits, with what ran at the same time."""
+    """The same response: ids and times differ, and logprobs in their last digits, depending on the batch."""
     if isinstance(one, dict) and isinstance(other, dict):
         names = one.keys() - {"id", "created"}
         return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in names)
@@ -73,11 +73,11 @@ BAD = [
 ]
 
 
-def test_answers_are_those_of_the_server(tmp_path: Path) -> None:
+def test_results_equal_the_servers(tmp_path: Path) -> None:
     source = write(tmp_path, *GOOD[:3], "", *BAD, *GOOD[3:])
     engine = ["--max-model-len", "256", "--num-gpu-blocks-override", "128", "--dtype", "float32"]
-    engine += ["--quantization", "dequantized"]  # exact: the answer that is expected is a near tie
-    engine.append("--no-enable-prefix-caching")  # usage says what came from the cache
+    engine += ["--quantization", "dequantized"]  # exact: the expected response is a near tie
+    engine.append("--no-enable-prefix-caching")  # usage reports cached tokens
     files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--served-model-name", "tiny"]
     child = subprocess.run(
         [sys.executable, "-m", "quire", "run-batch", *files, *engine], capture_output=True, text=True, timeout=120
@@ -120,7 +120,7 @@ def test_answers_are_those_of_the_server(tmp_path: Path) -> None:
 
 
 def test_many_requests_come_back_in_order(server: StubServer, tmp_path: Path) -> None:
-    """Long answers first, few at a time: results come in another order than the one they are written in."""
+    """Long responses first, few at a time: completion order differs from output order."""
     lengths = [40, 30, 1, 20, 2] * 20
     source = write(tmp_path, *(request(f"r{i}", prompt="one", max_tokens=n) for i, n in enumerate(lengths)))
     out = tmp_path / "out.jsonl"
@@ -132,7 +132,7 @@ def test_many_requests_come_back_in_order(server: StubServer, tmp_path: Path) ->
     assert os.listdir(tmp_path) in (["in.jsonl", "out.jsonl"], ["out.jsonl", "in.jsonl"])
 
 
-def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_busy_server_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "LONGEST_PAUSE", 0.02)
     source = write(tmp_path, *(request(f"r{i}", prompt="one", max_tokens=2) for i in range(12)))
     engine = stub_engine(0.005)
@@ -256,7 +256,7 @@ def num_long(server: StubServer) -> int:
     return sum(one.params.max_tokens != 1 for one, _ in server.engine.running.values())
 
 
-def test_ctrl_c_leaves_what_was_answered(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_results(tmp_path: Path) -> None:
     with stub_server(stub_engine(0.005)) as server:
         lines = [request(f"r{i}", prompt="one", max_tokens=1 if i < 4 else 100_000) for i in range(20)]
         source, out = write(tmp_path, *lines), tmp_path / "out"

@@ -44,7 +44,7 @@ def expected(server: StubServer, path: str, **body: Any) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-def test_complete_streams_what_the_server_says(server: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_streams_the_servers_text(server: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     text = expected(server, "/v1/completions", prompt="one two", max_tokens=5)
     for words in (["one two"], ["-q", "one two"]):
         assert main(["complete", *words, "--url", f"{server.url}/v1", "--max-tokens", "5"]) == 0
@@ -152,7 +152,7 @@ def test_mistakes_are_explained(
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers every POST with the server's `script`: a status, a content type and a body."""
+    """Responds to every POST with the server's `script`: status, content type, body."""
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
@@ -192,7 +192,7 @@ def test_streams_of_other_servers(end: bytes, capsys: pytest.CaptureFixture[str]
     with scripted(200, "text/event-stream; charset=utf-8", EVENTS + end) as (url, asked):
         assert main(["complete", "x", "--url", url, "--model-name", "m", "--temperature", "1", "--seed", "3"]) == 0
     assert capsys.readouterr().out == "é!\n"
-    assert asked == [{"model": "m", "prompt": "x", "stream": True, "temperature": 1.0, "seed": 3}]  # nothing unasked
+    assert asked == [{"model": "m", "prompt": "x", "stream": True, "temperature": 1.0, "seed": 3}]  # nothing else
 
 
 def test_a_server_that_does_not_stream(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_a_server_that_does_not_stream(capsys: pytest.CaptureFixture[str]) -> No
         (429, "application/json", b'{"error":{"message":"slow down"}}', "slow down; try again later"),
     ],
 )
-def test_answers_that_are_wrong(
+def test_invalid_responses(
     status: int, kind: str, body: bytes, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with scripted(status, kind, body) as (url, _):
@@ -253,7 +253,7 @@ def test_closing_ends_what_other_threads_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("command", "code"), [("complete", 130), ("chat", 0)])
-def test_ctrl_c_ends_the_answer_in_the_server(command: str, code: int) -> None:
+def test_ctrl_c_aborts_the_request_on_the_server(command: str, code: int) -> None:
     with stub_server(stub_engine(step_seconds=0.01), ServerConfig()) as server:
         child = subprocess.Popen(
             [sys.executable, "-m", "quire", command, "-q", "one", "--url", f"{server.url}/v1", "--max-tokens", "5000"],

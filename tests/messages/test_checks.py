@@ -98,7 +98,7 @@ def test_a_few_of_many_unknown_keys_are_named() -> None:
         as_structured({"b": 1, "a": 2, "regex": "x"})
 
 
-def test_what_is_large_within_is_not_written_out_to_be_shown() -> None:
+def test_large_values_are_not_printed_in_errors() -> None:
     assert shown([HugeList(10**6)]) == "a list of 1 entries"
     assert shown({"a": {"b": HugeDict(10**6)}}) == "a dict of 1 entries"
     assert shown([[1, 2], {"a": "b"}]) == "[[1, 2], {'a': 'b'}]"

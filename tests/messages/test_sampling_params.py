@@ -86,7 +86,7 @@ def test_reasoning_tokens_are_bounded() -> None:
         ReasoningTokens(start=[1], end=[2], open=1)  # type: ignore[arg-type]
 
 
-def test_values_are_shown_shortly() -> None:
+def test_values_in_errors_are_truncated() -> None:
     for value in (HUGE, 10**5000, [10**5000], "x" * 10**6, [1] * 10**6, {"a": {"b": "x" * 10**6}}):
         assert len(shown(value)) < 250
 

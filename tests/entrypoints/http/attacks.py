@@ -1,4 +1,4 @@
-"""Bodies that once blocked the event loop, and how long /health takes while they are being refused.
+"""Bodies that once blocked the event loop, and the latency of /health while they are being refused.
 
 python -m tests.entrypoints.http.attacks [--seconds 10] [--json FILE]
 """
@@ -70,7 +70,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 
 class HealthWatch:
-    """How long each call of /health takes, on a connection of its own."""
+    """Polls /health on its own connection and records the latencies."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.seconds: list[float] = []
@@ -109,7 +109,7 @@ def watched(server: ServerProcess) -> Iterator[HealthWatch]:
 
 
 def send(server: ServerProcess, name: str, leave_after: float | None = None) -> int | None:
-    """The status, or None if the client left before there was one."""
+    """The status, or None if the client disconnected first."""
     path, body = ATTACKS[name]
     headers = {"Content-Type": "application/json"}
     with suppress(httpx.ReadTimeout):

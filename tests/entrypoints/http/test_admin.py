@@ -32,14 +32,14 @@ def test_metrics(client: openai.OpenAI, server: StubServer) -> None:
     assert float(values['quire:http_request_duration_seconds_bucket{handler="/v1/completions",le="+Inf"}']) >= 1
 
 
-def test_administration_is_off_unless_asked_for(server: StubServer, slow: StubServer) -> None:
+def test_admin_endpoints_are_off_by_default(server: StubServer, slow: StubServer) -> None:
     assert server.post("/reset_prefix_cache").status_code == 404
     assert server.get("/server_info").status_code == 404
     assert slow.post("/reset_prefix_cache").json() == {"reset": True}
     assert slow.get("/server_info").json()["server"]["enable_admin"] is True
 
 
-def test_an_administrator_ends_requests(slow: StubServer) -> None:
+def test_an_administrator_aborts_requests(slow: StubServer) -> None:
     stream = slow.client().completions.create(model=MODEL, prompt=[1], max_tokens=4000, stream=True)
     first = next(stream)
     assert slow.post("/abort_requests", {"request_ids": [first.id, "unknown"]}).json() == {"aborted": [first.id]}

@@ -1,4 +1,4 @@
-"""Which requests are admitted: body limits, the waiting queue, rate limits; and what keeps clients apart."""
+"""Which requests are admitted: body limits, the waiting queue, rate limits; and the isolation of clients."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -14,16 +14,14 @@ from quire.messages.requests import SchedulerStats
 from tests.entrypoints.stub_server import refusal, stub_engine, stub_server
 
 
-def test_unknown_names_are_compared_with_known_ones_for_a_few_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_few_unknown_names_get_a_hint(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": [1], "max_tokens": 1, **{f"temperatur{i}": 1 for i in range(400)}}
     with stub_server(stub_engine()) as server:
         assert server.post("/v1/completions", body).status_code == 200
     assert 0 < caplog.text.count("did you mean 'temperature'") < 10
 
 
-def test_bodies_that_arrive_have_a_limit_in_all() -> None:
+def test_bodies_in_flight_have_a_total_limit() -> None:
     with stub_server(stub_engine(), ServerConfig(max_request_bytes_in_all=50_000)) as server:
         assert server.post("/v1/completions", {"prompt": [1], "user": "x" * 40_000, "max_tokens": 1}).status_code == 200
         response = server.post("/v1/completions", {"prompt": "x" * 60_000})
@@ -46,7 +44,7 @@ def test_sequences_count_in_admission() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 5])
-def test_exactly_as_many_wait_as_may(limit: int) -> None:
+def test_the_waiting_limit_is_exact(limit: int) -> None:
     engine = stub_engine()
     engine.max_num_seqs = 3
     context = ServerContext(engine, ServerConfig(max_waiting_requests=limit), engine.config)
@@ -61,7 +59,7 @@ def test_exactly_as_many_wait_as_may(limit: int) -> None:
         context.admit(4 + limit)
 
 
-def test_what_the_engine_says_waits_counts() -> None:
+def test_requests_waiting_in_the_engine_count() -> None:
     engine = stub_engine()
     context = ServerContext(engine, ServerConfig(max_waiting_requests=2), engine.config)
     with context.job("cmpl-", None, 1, 1):

@@ -1,4 +1,4 @@
-"""One server, whether one process takes its requests or several: real processes, the official client, raw sockets."""
+"""One server with one or several API processes: real processes, the official client, raw sockets."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ def state(server: ServerProcess) -> dict[str, int]:
 
 
 def idle(server: ServerProcess) -> bool:
-    """Nothing runs, and all blocks are back."""
+    """Nothing runs, and all blocks are free."""
     now, load = state(server), server.get("/load").json()
     return not now["requests"] and now["blocks_free"] == now["blocks"] and not load["server_load"]
 
@@ -79,7 +79,7 @@ def test_greedy_texts_equal_the_offline_ones(server: ServerProcess, expected: li
 
     tokens, requests = metric(server, "generation_tokens_total"), metric(server, "http_requests_total")
     assert asyncio.run(texts()) == expected * 2
-    # However the connections fell to the processes, the sums are right.
+    # However connections are spread over the processes, the sums are right.
     assert metric(server, "generation_tokens_total") == tokens + 8 * 2 * len(PROMPTS)
     assert metric(server, "request_success_total") >= 2 * len(PROMPTS)
     assert metric(server, "http_requests_total") >= requests + 2 * len(PROMPTS)
@@ -110,7 +110,7 @@ def test_the_official_client(server: ServerProcess, expected: list[str]) -> None
 def test_raw_sockets(server: ServerProcess) -> None:
     body = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": true}'
     with send(server, completion(body), body[:20]):
-        pass  # half a body, and gone
+        pass  # half a body, then a disconnect
     with send(server, completion(body), body) as dropped:
         assert dropped.recv(100).startswith(b"HTTP/1.1 200")  # in the middle of its stream
     short = body.replace(b"400", b"5")
@@ -124,7 +124,7 @@ def test_raw_sockets(server: ServerProcess) -> None:
 
 
 def test_a_client_that_never_reads(server: ServerProcess) -> None:
-    """Others go on, and its requests end; test_lifecycle has one that fills every buffer on the way."""
+    """Others continue, and its requests finish; test_lifecycle fills all socket buffers."""
     text = b'{"prompt": "Once", "max_tokens": 40, "n": 2, "ignore_eos": true, "stream": true, "logprobs": 5}'
     with send(server, completion(text), text):
         eventually(lambda: state(server)["requests"] == 2)
@@ -134,7 +134,7 @@ def test_a_client_that_never_reads(server: ServerProcess) -> None:
 
 
 def test_the_processes_are_one_server(server: ServerProcess) -> None:
-    """While a process stands still, the other takes every new connection: so each can be spoken to."""
+    """While one process is stopped, the other accepts every new connection: so each can be addressed."""
     if not server.apis:
         assert server.get("/load").json()["server_load"] == 0  # one process is one server
         return
@@ -152,7 +152,7 @@ def test_the_processes_are_one_server(server: ServerProcess) -> None:
         assert aborted.json() == {"aborted": ["cmpl-same"]}
     assert list(stream)[-1].choices[0].finish_reason == "abort"
     with stopped(first):
-        response = server.get("/metrics")  # without the other's part the sums would fall
+        response = server.get("/metrics")  # without the other's part the counters would drop
         assert response.status_code == 503 and "does not respond" in response.text
     assert server.get("/metrics").status_code == 200
     eventually(lambda: idle(server))

@@ -1,4 +1,4 @@
-"""Clients that leave, engines that die, servers that end."""
+"""Disconnecting clients, dying engines, servers that shut down."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": [1], "max_tokens": 8000}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [[1], [[1], [1, 2]]])
-def test_a_client_that_leaves_ends_its_requests(slow: StubServer, stream: bool, prompt: Any) -> None:
+def test_a_disconnect_aborts_requests(slow: StubServer, stream: bool, prompt: Any) -> None:
     with pytest.raises(httpx.ReadTimeout):
         body = ENDLESS | {"prompt": prompt, "stream": stream}
         with httpx.stream("POST", f"{slow.url}/v1/completions", json=body, timeout=0.3) as response:
@@ -31,7 +31,7 @@ def test_a_client_that_leaves_ends_its_requests(slow: StubServer, stream: bool, 
 
 
 def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
-    """The engine merges what its client does not fetch, and other clients do not notice."""
+    """The engine merges unread outputs, and other clients are not affected."""
     with stub_server(stub_engine()) as server:
         url = httpx.URL(server.url)
         body = b'{"prompt": [1], "max_tokens": 8000, "n": 8, "stream": true, "return_token_ids": true}'
@@ -49,7 +49,7 @@ def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
         server.wait_until(lambda: not server.server.context.jobs)
 
 
-def test_the_death_of_an_engine_is_told_to_everyone(slow: StubServer) -> None:
+def test_an_engines_death_fails_all_requests(slow: StubServer) -> None:
     stream = slow.client().completions.create(**ENDLESS, stream=True)
     next(stream)
     slow.in_loop(lambda: slow.engine.die("out of memory"))
@@ -68,7 +68,7 @@ def test_requests_to_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "gone" not in response.text
 
 
-def test_a_failed_request_says_why_as_far_as_that_is_public(slow: StubServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_request_shows_the_public_cause_only(slow: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = slow.engine
     processed = engine.output_processor.process
 
@@ -87,7 +87,7 @@ def test_a_failed_request_says_why_as_far_as_that_is_public(slow: StubServer, ca
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_there_is_no_room_for(slow: StubServer, stream: bool) -> None:
+def test_a_request_refused_by_a_busy_engine(slow: StubServer, stream: bool) -> None:
     processed = slow.engine.output_processor.process
 
     def busy(outputs: Any) -> Any:
@@ -101,7 +101,7 @@ def test_a_request_that_there_is_no_room_for(slow: StubServer, stream: bool) -> 
     assert "all compilers are busy" in response.json()["error"]["message"]
 
 
-def test_a_stalled_engine_is_said_to_be_and_the_server_goes_on() -> None:
+def test_a_stalled_engine_is_reported_and_the_server_keeps_running() -> None:
     with stub_server(stub_engine(0.01)) as server:
         healthy = server.engine.check_health
         seen = []
@@ -116,7 +116,7 @@ def test_a_stalled_engine_is_said_to_be_and_the_server_goes_on() -> None:
             assert response.status_code == 503 and response.json()["error"]["code"] == "engine_stalled"
             assert "--engine-heartbeat-timeout" in response.text
         assert server.post("/v1/completions", ENDLESS).status_code == 503
-        server.wait_until(lambda: len(seen) > 6)  # the server's own looks too
+        server.wait_until(lambda: len(seen) > 6)  # the server's own checks too
         server.in_loop(lambda: setattr(server.engine, "check_health", healthy))
         assert server.get("/health").status_code == 200 and not server.server.should_exit
 
@@ -126,7 +126,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_panic_is_one_requests_failure(slow: StubServer, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+def test_a_panic_fails_one_request(slow: StubServer, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
     """In the tokenizer, for one prompt of several or for the only one."""
 
     def panic(*_: Any, **__: Any) -> Any:
@@ -162,7 +162,7 @@ def test_a_deadline() -> None:
         server.wait_until(lambda: not server.engine.running)
 
 
-def test_shutdown_lets_requests_end() -> None:
+def test_shutdown_lets_requests_finish() -> None:
     with stub_server(stub_engine(0.01)) as server:
         stream = server.client().completions.create(model=MODEL, prompt=[1], max_tokens=60, stream=True)
         next(stream)
@@ -172,7 +172,7 @@ def test_shutdown_lets_requests_end() -> None:
         assert server.server.exit_code == 0
 
 
-def test_shutdown_ends_those_that_take_too_long() -> None:
+def test_shutdown_aborts_requests_after_the_timeout() -> None:
     with stub_server(stub_engine(0.01), ServerConfig(shutdown_timeout=0.3)) as server:
         stream = server.client().completions.create(**ENDLESS, stream=True)
         next(stream)
@@ -183,7 +183,7 @@ def test_shutdown_ends_those_that_take_too_long() -> None:
         assert not server.engine.running
 
 
-def test_a_port_in_use_is_said_at_once() -> None:
+def test_a_port_in_use_is_reported_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana get to see."""
+"""The metrics for Prometheus and Grafana."""
 
 import json
 import re
@@ -22,12 +22,12 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge
 @pytest.fixture
 def text(client: openai.OpenAI, server: StubServer) -> str:
     client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4)
-    # The stub has no blocks, so no engine of its own adds this line.
+    # The stub engine has no blocks, so it does not add this line.
     return server.get("/metrics").text + prometheus_text([cache_config_info(CacheConfig(), 8, "m")])
 
 
 def exposed(text: str) -> dict[str, str]:
-    """Names as they stand in the text, and their kinds."""
+    """Metric names and their types."""
     pairs = (line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE"))
     return {name: kind for name, kind in pairs}
 

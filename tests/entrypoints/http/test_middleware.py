@@ -39,7 +39,7 @@ def test_where_keys_come_from(tmp_path: Any) -> None:
     assert load_api_keys(ServerConfig(), {}) == ()
 
 
-def test_a_key_file_that_others_can_read_is_said(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_file_that_others_can_read_is_reported(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys"
     file.write_text("one")
     for mode, said in ((0o600, False), (0o644, True)):
@@ -112,7 +112,7 @@ def test_cors_methods_headers_and_cookies_are_those_allowed() -> None:
         assert httpx.options(url, headers=asks | {"Access-Control-Request-Headers": "X-Other"}).status_code == 400
 
 
-def test_no_cors_unless_asked_for(server: StubServer) -> None:
+def test_no_cors_by_default(server: StubServer) -> None:
     assert "access-control-allow-origin" not in server.get("/health", headers={"Origin": "http://page"}).headers
 
 
@@ -158,7 +158,7 @@ def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
 def test_behind_a_proxy() -> None:
     with stub_server(stub_engine(), ServerConfig(root_path="/llm"), api_keys=("k",)) as server:
         assert server.url.endswith("/llm")
-        # The proxy takes its prefix off.
+        # The proxy strips its prefix.
         bare = StubServer(server.engine, server.server, server.url.removesuffix("/llm"), server.loop, server.thread)
         assert bare.get("/health").status_code == 200
         assert bare.post("/v1/completions", BODY).status_code == 401
@@ -178,7 +178,7 @@ class Stamp:
         await self.app(scope, receive, stamped)
 
 
-def test_middleware_of_ones_own() -> None:
+def test_custom_middleware() -> None:
     config = ServerConfig(middleware=("tests.entrypoints.http.test_middleware:Stamp",))
     with stub_server(stub_engine(), config) as server:
         assert server.get("/version").headers["x-stamp"] == "yes"

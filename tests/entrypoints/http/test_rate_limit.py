@@ -1,4 +1,4 @@
-"""Rate limits by a clock that the test turns."""
+"""Rate limits with a fake clock."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_tokens_are_refilled_when_the_interval_is_over(clock: Clock) -> None:
     assert windows.acquire_now(b"a") is None
 
 
-def test_who_asks_for_more_than_is_left_is_refused_and_not_charged(clock: Clock) -> None:
+def test_a_request_beyond_the_limit_is_refused_and_not_charged(clock: Clock) -> None:
     windows = FixedWindowLimiter(60, requests=3, tokens=None, clock=clock)
     assert windows.acquire_now(b"a", 2) is None
     assert windows.acquire_now(b"a", 2) is not None

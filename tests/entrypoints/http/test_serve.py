@@ -25,7 +25,7 @@ ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "stream": True, 
 
 @COUNTS
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
-def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str, ending: signal.Signals) -> None:
+def test_serve_responds_drains_and_cleans_up(tmp_path: Path, count: str, ending: signal.Signals) -> None:
     flags = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256", "--api-server-count", count)
     with server_process(tmp_path, *flags) as server:
         eventually(lambda: server.log.read_text().count("curl") == 1)  # the line after the one with the address

@@ -15,7 +15,7 @@ def chat(client: openai.OpenAI, messages: Any = HELLO, **kwargs: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=messages, **kwargs)
 
 
-def test_an_answer(client: openai.OpenAI) -> None:
+def test_a_response(client: openai.OpenAI) -> None:
     response = chat(client, max_completion_tokens=4)
     assert response.id.startswith("chatcmpl-") and response.object == "chat.completion"
     choice = response.choices[0]
@@ -80,7 +80,7 @@ def test_content_parts_and_roles(client: openai.OpenAI) -> None:
     )
 
 
-def test_going_on_with_the_last_message(client: openai.OpenAI) -> None:
+def test_continuing_the_final_message(client: openai.OpenAI) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Once upon"}]
     extra = {"continue_final_message": True, "return_token_ids": True, "echo": True}
     response = chat(client, messages, max_tokens=1, extra_body=extra)
@@ -103,7 +103,7 @@ def test_tools_need_a_parser_for_their_calls(client: openai.OpenAI) -> None:
         ("modalities", ["text", "audio"]),
     ],
 )
-def test_what_is_not_available_is_said(client: openai.OpenAI, field: str, value: Any) -> None:
+def test_unavailable_features_are_refused(client: openai.OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="not available yet") as error:
         chat(client, extra_body={field: value})
     assert error.value.param == field
@@ -124,7 +124,7 @@ def test_messages_are_checked(client: openai.OpenAI, messages: Any) -> None:
     assert error.value.param == "messages"
 
 
-def test_a_template_of_the_requests_own_needs_trust(client: openai.OpenAI) -> None:
+def test_a_chat_template_in_a_request_needs_trust(client: openai.OpenAI) -> None:
     extra = {"chat_template": "{{ messages[0].content }}{{ more }}", "chat_template_kwargs": {"more": " there"}}
     with pytest.raises(openai.BadRequestError, match="--trust-request-chat-template"):
         chat(client, extra_body=extra)

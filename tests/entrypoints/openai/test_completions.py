@@ -13,7 +13,7 @@ WORDS = TEXT.split()
 
 
 def expected(num_prompt_tokens: int, count: int) -> str:
-    """The stub goes round the words, one token each, beginning at the prompt's length."""
+    """The stub cycles through the words, one token each, starting at the prompt's length."""
     return "".join(f" {WORDS[(num_prompt_tokens + i) % len(WORDS)]}" for i in range(count))
 
 
@@ -33,7 +33,7 @@ def test_a_text(client: openai.OpenAI) -> None:
     assert response.system_fingerprint.startswith("fp_")
 
 
-def test_sixteen_tokens_unless_said_otherwise(client: openai.OpenAI) -> None:
+def test_sixteen_tokens_by_default(client: openai.OpenAI) -> None:
     assert complete(client, "hello").usage.completion_tokens == 16
 
 
@@ -83,7 +83,7 @@ def test_a_stop_string_ends_the_text(client: openai.OpenAI, stream: bool) -> Non
     assert parts[-1].choices[0].stop_reason == "five"
 
 
-def test_the_stop_can_be_kept(client: openai.OpenAI) -> None:
+def test_the_stop_string_can_be_included(client: openai.OpenAI) -> None:
     response = complete(client, [1], max_tokens=50, stop="five", extra_body={"include_stop_str_in_output": True})
     assert response.choices[0].text == " two three four five"
 
@@ -128,7 +128,7 @@ def test_token_ids_on_request(client: openai.OpenAI, server: StubServer) -> None
 
 
 def test_text_with_any_character_survives_the_stream(server: StubServer) -> None:
-    """Quotes, control characters, emoji: an event is joined from bytes, so its text must be escaped."""
+    """Quotes, control characters, emoji: events are assembled from bytes, so text must be escaped."""
     engine = server.engine
     assert engine.tokenizer is not None
     text = 'a "quoted" \\ line\nbreak\ttab 😀 é </script> \u2028 end'

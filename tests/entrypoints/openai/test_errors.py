@@ -1,4 +1,4 @@
-"""Every mistake is answered in OpenAI's shape, with its status and the field."""
+"""Errors have OpenAI's schema, the right status and the field."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ def test_a_bad_value_names_its_field(server: StubServer, body: dict[str, Any], p
     assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
 
 
-def test_a_prompt_that_is_too_long_has_a_code_of_its_own(client: openai.OpenAI) -> None:
+def test_a_prompt_that_is_too_long_has_its_own_code(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model=MODEL, prompt=[1] * 100_000)
     assert error.value.code == "context_length_exceeded"
@@ -77,12 +77,12 @@ def test_one_bad_prompt_of_several_is_named(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"metadata": ' + b"[" * 60_000])
-def test_what_is_no_json_object(server: StubServer, body: bytes) -> None:
+def test_invalid_json_bodies(server: StubServer, body: bytes) -> None:
     response = httpx.post(f"{server.url}/v1/completions", content=body)
     assert response.status_code == 400 and error_of(response)["code"] == "invalid_json"
 
 
-def test_half_a_character_in_json_is_refused(server: StubServer) -> None:
+def test_a_lone_surrogate_in_json_is_refused(server: StubServer) -> None:
     response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "\\ud800"}')
     assert response.status_code == 400 and error_of(response)["message"]
 
@@ -132,7 +132,7 @@ def test_half_a_body_and_a_dropped_connection(server: StubServer) -> None:
     server.wait_until(lambda: server.server.context.http_metrics.in_progress == 0)
 
 
-def test_an_error_inside_is_not_shown(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_not_exposed(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = server.engine
     before, engine.output_processor.add = engine.output_processor.add, None  # type: ignore[method-assign, assignment]
     try:
@@ -144,7 +144,7 @@ def test_an_error_inside_is_not_shown(server: StubServer, caplog: pytest.LogCapt
     assert "NoneType" in caplog.text
 
 
-def test_waiting_has_a_limit() -> None:
+def test_the_waiting_queue_has_a_limit() -> None:
     engine = stub_engine(0.01)
     engine.max_num_seqs = 1
     body = {"model": MODEL, "prompt": [1], "max_tokens": 1}
@@ -162,6 +162,6 @@ def test_json_of_errors_is_compact_and_utf8(server: StubServer) -> None:
     assert "größe" in json.loads(response.content)["error"]["message"]
 
 
-def test_an_error_does_not_repeat_all_that_was_sent(server: StubServer) -> None:
+def test_error_messages_are_truncated(server: StubServer) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "model": "m" * 20_000})
     assert response.status_code == 404 and len(error_of(response)["message"]) < 2100

@@ -1,4 +1,4 @@
-"""The model's sampling defaults over HTTP: they hold where a request says nothing."""
+"""The model's sampling defaults over HTTP: they apply to fields that a request does not give."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,14 +47,14 @@ REQUESTS = pytest.mark.parametrize(
 
 
 @REQUESTS
-def test_a_request_that_says_nothing_gets_them(server: StubServer, path: str, body: dict[str, Any]) -> None:
+def test_a_request_without_parameters_gets_them(server: StubServer, path: str, body: dict[str, Any]) -> None:
     params = params_of(server, path, body)
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
     assert params.max_tokens == 3
 
 
 @REQUESTS
-def test_what_a_request_says_wins(server: StubServer, path: str, body: dict[str, Any]) -> None:
+def test_request_parameters_override_them(server: StubServer, path: str, body: dict[str, Any]) -> None:
     given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
     params = params_of(server, path, body | given)
     assert {name: getattr(params, name) for name in given} == given

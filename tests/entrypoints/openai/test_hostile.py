@@ -1,4 +1,4 @@
-"""Hostile forms over HTTP: each is answered, others go on meanwhile, and nothing is left of them."""
+"""Hostile structured-output constraints over HTTP: each gets a response, others keep running, nothing leaks."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ GROWTH = 600 * 2**20 // 4096  # pages: libraries, their tables for the vocabular
 
 
 class Bystander:
-    """Somebody else's stream, without a form."""
+    """Another client's stream, without constraints."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.url = server.url
@@ -64,7 +64,7 @@ def ask(server: ServerProcess, kind: str, value: Any, backend: str = "auto", max
 
 
 def check(response: httpx.Response) -> None:
-    """A 400 says why; a 503 that others' grammars take up all compilers, and when to come again."""
+    """A 400 names the problem; a 503 says that all compilers are busy, with Retry-After."""
     assert response.status_code in (200, 400, 503), response.text
     if response.status_code != 200:
         error = response.json()["error"]
@@ -76,7 +76,7 @@ def check(response: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_is_answered_while_others_go_on(server: ServerProcess, bystander: Bystander, name: str) -> None:
+def test_each_gets_a_response_while_others_keep_running(server: ServerProcess, bystander: Bystander, name: str) -> None:
     before = bystander.tokens
     response = ask(server, *CASES[name])
     check(response)
@@ -89,7 +89,7 @@ def test_each_is_answered_while_others_go_on(server: ServerProcess, bystander: B
 
 
 def test_random_schemas(server: ServerProcess, bystander: Bystander) -> None:
-    """An answer that came to its end is valid under its schema."""
+    """A finished response is valid under its schema."""
     fresh = itertools.count(5)
     eventually(lambda: ask(server, "regex", f"[ab]{{{next(fresh)}}}").status_code == 200)  # a compiler is free
     draw = random.Random(11)
@@ -105,7 +105,7 @@ def test_random_schemas(server: ServerProcess, bystander: Bystander) -> None:
     assert ended > 5 and not bystander.failures
 
 
-def test_slow_ones_take_all_compilers_only_for_a_while(server: ServerProcess, bystander: Bystander) -> None:
+def test_slow_grammars_occupy_the_compilers_only_temporarily(server: ServerProcess, bystander: Bystander) -> None:
     kind, schema, backend = SLOW
     before = bystander.tokens
     slow = [schema | {"title": str(i)} for i in range(3)]
@@ -117,13 +117,13 @@ def test_slow_ones_take_all_compilers_only_for_a_while(server: ServerProcess, by
     eventually(lambda: ask(server, "regex", "[ab]{3}").status_code == 200)
 
 
-def test_nothing_is_left(server: ServerProcess, bystander: Bystander) -> None:
+def test_nothing_leaks(server: ServerProcess, bystander: Bystander) -> None:
     engine = server.engine
     ask(server, "regex", "[ab]{4}")
     before = resident(engine)
     for name in ("an enum of 8000", "2000 properties", "a long pattern", "10000 alternatives"):
         check(ask(server, *CASES[name]))
-    for i in range(6):  # each another grammar, as far as anybody can tell
+    for i in range(6):  # a new grammar each time
         check(ask(server, "json", {"enum": [f"{i} value {j}" for j in range(4000)]}))
     bystander.ended.set()
     bystander.thread.join(SECONDS)

@@ -1,4 +1,4 @@
-"""Requests that are too much: refused by a limit that is named, before anything expensive is done for them."""
+"""Requests beyond a limit: refused before any expensive work, with the limit's flag in the message."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def nothing_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/tokenize"])
-def test_a_template_of_a_request_names_no_file(tmp_path: Path, path: str) -> None:
+def test_a_chat_template_in_a_request_is_not_a_path(tmp_path: Path, path: str) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the secret")
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template": str(secret), "return_token_ids": True}
@@ -36,7 +36,7 @@ def test_a_template_of_a_request_names_no_file(tmp_path: Path, path: str) -> Non
         shape = response.json()
         ids = shape.get("tokens") or shape["prompt_token_ids"]
         assert server.engine.tokenizer is not None
-        assert server.engine.tokenizer.decode(ids) == str(secret)  # a text without any braces: as it is
+        assert server.engine.tokenizer.decode(ids) == str(secret)  # rendered as literal text
 
 
 # Texts
@@ -107,7 +107,7 @@ def test_tokenizing_stops_at_the_first_prompt_that_is_too_long(
     assert message.startswith("prompt[0] has ") and sum(done) < 8
 
 
-# Numbers of things
+# Counts
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,7 @@ def test_tokenizing_stops_at_the_first_prompt_that_is_too_long(
         ("/detokenize", {"tokens": [1] * 9000}, "--max-model-len"),
     ],
 )
-def test_a_number_has_a_limit_and_the_limit_a_flag(
-    server: StubServer, path: str, body: dict[str, Any], flag: str
-) -> None:
+def test_counts_are_limited_by_a_flag(server: StubServer, path: str, body: dict[str, Any], flag: str) -> None:
     assert flag in refusal(server.post(path, body))
 
 
@@ -157,12 +155,12 @@ def test_whole_numbers_are_bounded(server: StubServer, path: str, body: dict[str
     assert not server.server.context.jobs and not server.engine.streams
 
 
-def test_a_value_of_a_field_without_effect_is_not_looked_at(server: StubServer) -> None:
+def test_the_value_of_a_field_without_effect_is_ignored(server: StubServer) -> None:
     body = {"prompt": [1], "max_tokens": 1, "metadata": {"a": list(range(10_000))}, "kv_transfer_params": 2**70}
     assert server.post("/v1/completions", body).status_code == 200
 
 
-def test_a_request_may_hold_so_many_prompts() -> None:
+def test_prompts_per_request_are_limited() -> None:
     with stub_server(stub_engine(), ServerConfig(max_prompts=2)) as server:
         assert server.post("/v1/completions", {"prompt": [[1], [2]], "max_tokens": 1}).status_code == 200
         message = refusal(server.post("/v1/completions", {"prompt": [[1], [2], [3]], "max_tokens": 1}))
@@ -181,12 +179,12 @@ def test_a_request_may_hold_so_many_prompts() -> None:
         {"prompt": [1], "max_tokens": 1000, "logprobs": 20, "n": 64},
     ],
 )
-def test_logprobs_of_an_answer_have_a_limit(server: StubServer, body: dict[str, Any]) -> None:
+def test_logprobs_per_response_are_limited(server: StubServer, body: dict[str, Any]) -> None:
     assert "--max-logprob-entries" in refusal(server.post("/v1/completions", body))
 
 
-def test_large_answers_are_whole(server: StubServer) -> None:
-    """Those that are written beside the event loop are the same as others."""
+def test_large_responses_are_complete(server: StubServer) -> None:
+    """Responses encoded off the event loop equal the others."""
     body = {"prompt": [[1], [2, 3]], "n": 2, "max_tokens": 300, "ignore_eos": True, "seed": 1, "temperature": 1}
     small = server.post("/v1/completions", body).json()
     large = server.post("/v1/completions", body | {"logprobs": 20}).json()

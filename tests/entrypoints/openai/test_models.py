@@ -21,14 +21,14 @@ def test_several_names() -> None:
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).json()["model"] == "a"
 
 
-def test_tokens_there_and_back(server: StubServer) -> None:
+def test_tokenize_and_detokenize(server: StubServer) -> None:
     response = server.post("/tokenize", {"prompt": "Hello world", "return_token_strs": True}).json()
     assert response["count"] == len(response["tokens"]) == len(response["token_strs"])
     assert response["max_model_len"] == server.engine.max_model_len
     assert server.post("/detokenize", {"tokens": response["tokens"]}).json() == {"prompt": "Hello world"}
 
 
-def test_tokens_of_a_chat_are_those_it_is_answered_from(client: openai.OpenAI, server: StubServer) -> None:
+def test_tokenized_chats_equal_the_prompt_of_a_completion(client: openai.OpenAI, server: StubServer) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     count = server.post("/tokenize", {"messages": messages}).json()["count"]
     response = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_reasoning_that_is_not_wanted(thinker: StubServer) -> None:
     assert joined(chunks, "content") == "Yes." and joined(chunks, "reasoning") == ""
 
 
-def test_the_prompt_says_whether_there_is_reasoning(thinker: StubServer) -> None:
+def test_the_prompt_decides_whether_reasoning_is_open(thinker: StubServer) -> None:
     say(thinker.engine, "Well</think>Yes.")
     template = "{{ messages[0].content }}{{ '<think>\n' if think else '<think>\n\n</think>\n\n' }}"
     for think, reasoning, content in ((True, "Well", "Yes."), (False, None, "Well</think>Yes.")):
@@ -131,7 +131,7 @@ def test_the_prompt_says_whether_there_is_reasoning(thinker: StubServer) -> None
         assert joined(streamed(thinker, extra_body=extra), "content") == content
 
 
-def test_going_on_inside_the_reasoning(thinker: StubServer) -> None:
+def test_continuing_inside_the_reasoning(thinker: StubServer) -> None:
     say(thinker.engine, " I wonder</think>Yes.")
     messages = [*HELLO, {"role": "assistant", "content": "<think>Well,"}]
     message = whole(thinker, messages, extra_body={"continue_final_message": True}).choices[0].message
@@ -141,7 +141,7 @@ def test_going_on_inside_the_reasoning(thinker: StubServer) -> None:
     assert (message.reasoning, message.content) == (None, " I wonder</think>Yes.")
 
 
-def test_the_answer_can_be_sent_back(thinker: StubServer) -> None:
+def test_the_response_can_be_sent_back(thinker: StubServer) -> None:
     say(thinker.engine, "<think>Well</think>Yes.")
     response = whole(thinker).choices[0].message
     template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
@@ -164,7 +164,7 @@ def test_choices_are_parsed_one_by_one(thinker: StubServer) -> None:
 def test_logprobs_of_all_tokens(thinker: StubServer) -> None:
     ids = say(thinker.engine, "<think>Well</think>Yes.")
     content = whole(thinker, logprobs=True).choices[0].logprobs.content
-    assert len(content) == len(ids) + 1  # and the one that ends it
+    assert len(content) == len(ids) + 1  # and the EOS
     chunks = streamed(thinker, logprobs=True)
     parts = [one.logprobs.content for chunk in chunks for one in chunk.choices if one.logprobs]
     assert [token for part in parts for token in part] == content
@@ -197,8 +197,8 @@ def test_tags_that_are_special_tokens(special: StubServer) -> None:
     assert whole(special).usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_the_engine_is_told_where_reasoning_ends(special: StubServer) -> None:
-    """For grammars, which begin after it, and for the thinking budget."""
+def test_the_engine_receives_the_reasoning_tags(special: StubServer) -> None:
+    """For grammars, which apply after it, and for the thinking budget."""
     say(special.engine, "Yes.")
     seen: list[EngineCoreRequest] = []
     rule = special.engine.rule
@@ -227,14 +227,14 @@ def test_a_budget_needs_tags_that_are_tokens(thinker: StubServer) -> None:
     assert error.value.param == "thinking_token_budget"
 
 
-def test_plain_answers_have_no_new_fields() -> None:
+def test_responses_without_a_parser_have_no_new_fields() -> None:
     with stub_server(says("<think>Well</think>Yes.")) as plain:
         body = plain.post("/v1/chat/completions", {"messages": HELLO}).json()
         assert set(body["choices"][0]["message"]) == {"role", "content", "refusal"}
         assert "completion_tokens_details" not in body["usage"]
 
 
-def test_an_aborted_stream_tells_what_was_held_back() -> None:
+def test_an_aborted_stream_flushes_held_back_text() -> None:
     engine = says("<think>Well</thin", step_seconds=0.005)
     said, eos = engine.rule, engine.config.model.eos_token_ids[0]
     silent = threading.Event()

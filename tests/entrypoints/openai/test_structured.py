@@ -1,4 +1,4 @@
-"""The fields that give an answer its form, over HTTP: wrong ones on a stub, the others on a real engine."""
+"""Structured-output fields over HTTP: invalid ones on a stub, the others on a real engine."""
 
 import json
 import re

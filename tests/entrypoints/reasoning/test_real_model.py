@@ -1,4 +1,4 @@
-"""Reasoning, a budget for it, and a form for what follows, in one real server."""
+"""Reasoning, a thinking budget, and structured output after it, in one real server."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def asked(server: ServerProcess, **fields: Any) -> tuple[Any, str, str]:
-    """The whole answer's choice, and the reasoning and content of the same answer streamed."""
+    """The choice of a whole response, and the streamed reasoning and content of the same request."""
     extra = {"thinking_token_budget": BUDGET} | fields.pop("extra_body", {})
     fields = {"model": "tiny", "messages": HELLO, "temperature": 0.8, "seed": 3, "max_tokens": 120} | fields
     create = server.client().chat.completions.create

@@ -1,4 +1,4 @@
-"""Functions and questions of a public benchmark: whatever a small model is made to answer is a valid call."""
+"""Functions and questions of a public benchmark: every forced response of a small model is a valid call."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def translated(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def limited(schema: dict[str, Any]) -> dict[str, Any]:
-    """With an end to everything that a model could go on with for ever."""
+    """With limits on everything that a model could generate without end."""
     made = dict(schema)
     if schema["type"] == "string" and "enum" not in schema:
         made["maxLength"] = 16
@@ -73,8 +73,8 @@ def test_the_sample() -> None:
 
 
 @pytest.mark.slow
-def test_every_answer_is_a_valid_call(smollm: ServerProcess) -> None:
-    """The offered schemas have limits, so every answer comes to its end."""
+def test_every_response_is_a_valid_call(smollm: ServerProcess) -> None:
+    """The offered schemas have limits, so every response finishes."""
 
     def ask(job: tuple[int, dict[str, Any]]) -> tuple[Any, Any, str | None]:
         place, case = job
@@ -94,8 +94,8 @@ def test_every_answer_is_a_valid_call(smollm: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_answers_without_limits_are_valid_or_cut(smollm: ServerProcess) -> None:
-    """A cut answer says so; what was whole before the cut is valid."""
+def test_unlimited_responses_are_valid_or_truncated(smollm: ServerProcess) -> None:
+    """A truncated response has finish_reason length; complete calls before that are valid."""
 
     def ask(case: dict[str, Any]) -> tuple[Any, Any]:
         tools = tools_of(case, with_limits=False)

@@ -162,7 +162,7 @@ def test_work_is_in_proportion_to_the_text(format: str, monkeypatch: pytest.Monk
             assert double <= 2.3 * single + 3000, unit
 
 
-def test_what_is_told_is_json_as_soon_as_it_is_whole() -> None:
+def test_complete_arguments_are_valid_json() -> None:
     """Joined so far, the arguments of a stream are always the beginning of those of the whole answer."""
     calls: list[Call] = [("get_weather", {"city": 'Zürich "x"', "where": {"a": [1.5, None, True]}, "days": 3})]
     for format, writers in WRITERS.items():

@@ -89,7 +89,7 @@ def test_a_whole_conversation_on_auto(smollm: ServerProcess) -> None:
     assert none.message.content and none.message.tool_calls is None
 
 
-def test_no_arguments_of_its_own(smollm: ServerProcess) -> None:
+def test_no_additional_arguments(smollm: ServerProcess) -> None:
     """A schema that does not forbid other arguments does not invite a model to make some up."""
     open_schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": open_schema}}

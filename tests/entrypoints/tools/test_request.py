@@ -230,7 +230,7 @@ class Shouting(ToolParser):
 '''
 
 
-def test_parsers_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "shouting_parser.py"
     file.write_text(PLUGIN)
     by_file = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="shouting", tool_parser_plugin=str(file))

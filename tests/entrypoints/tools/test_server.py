@@ -113,7 +113,7 @@ def test_what_is_on_the_wire(server: StubServer, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_the_clients_helper_rebuilds_the_whole_answer(format: str) -> None:
+def test_the_clients_helper_rebuilds_the_whole_response(format: str) -> None:
     made: list[Call] = [("get_weather", {"city": 'Zürich "N" 🌧', "where": {"a": [1, None]}}), ("now", {})]
     config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=format)
     with stub_server(engine_that_says(WRITERS[format][0](made)), config) as one:

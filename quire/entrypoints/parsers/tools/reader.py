@@ -49,11 +49,11 @@ class Reader:
         return kept
 
     def consume(self, count: int) -> str:
-        taken = self.text[self.at : self.at + count]
+        consumed = self.text[self.at : self.at + count]
         self.at += count
         if self._recorded is not None:
-            self._recorded.append(taken)
-        return taken
+            self._recorded.append(consumed)
+        return consumed
 
     def peek(self) -> Reading[str]:
         """The next character; raises Truncated at the end."""
@@ -73,9 +73,9 @@ class Reader:
             match = SPACE.match(self.text, self.at)
             assert match is not None
             if match[0]:
-                taken = self.consume(len(match[0]))
+                consumed = self.consume(len(match[0]))
                 if emit is not None:
-                    emit(taken)
+                    emit(consumed)
             if self.at < len(self.text) or self.ended:
                 return
             yield
