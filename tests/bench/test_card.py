@@ -249,9 +249,7 @@ def test_an_engine_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
     assert run_fake_child(["b1"]).sent == [PartStarted("start-up"), Failed("start-up", "ValueError: no such device")]
 
 
-def test_triton_cache_is_counted_in_the_folder_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_cache_is_counted_in_the_configured_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert triton_cache_files() == 0
     (tmp_path / "abc").mkdir()

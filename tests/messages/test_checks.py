@@ -1,4 +1,4 @@
-"""What is too large is refused by its count, before anything is built of it."""
+"""Oversized values are refused by their count, before anything is copied."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from quire.messages.structured import MAX_CHOICES, MAX_TEXT, StructuredOutputsPa
 
 
 class Reading:
-    """Counts what is read of a value, and refuses to give more than `most`."""
+    """Counts the elements read, and fails beyond `most`."""
 
     def __init__(self, size: int, most: int = 0) -> None:
         self.size = size

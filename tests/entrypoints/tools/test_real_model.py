@@ -1,4 +1,4 @@
-"""Calls that a real, small model is made to write."""
+"""Forced calls of a real, small model."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +69,7 @@ def test_forced_calls_are_valid(smollm: ServerProcess) -> None:
 
 
 def test_a_whole_conversation_on_auto(smollm: ServerProcess) -> None:
-    """The model is shown a call and its result, and told to go on; its own text is content, streamed or not."""
+    """The model continues after a call and its result; its text is content, streamed or not."""
     client = smollm.client()
     history: Any = [
         {"role": "user", "content": "What is the weather in Oslo?"},
@@ -90,7 +90,7 @@ def test_a_whole_conversation_on_auto(smollm: ServerProcess) -> None:
 
 
 def test_no_additional_arguments(smollm: ServerProcess) -> None:
-    """A schema that does not forbid other arguments does not invite a model to make some up."""
+    """A schema that allows additional properties does not make a model invent some."""
     open_schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": open_schema}}
     messages: Any = [{"role": "user", "content": "Make up many arguments."}]

@@ -1,4 +1,4 @@
-"""What requests say about tools, and what becomes of it."""
+"""Tools and tool_choice of requests."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tool calls as the official client sees them, from an engine that says what it is told."""
+"""Tool calls as the official client sees them, from a scripted engine."""
 
 import json
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def whole(server: StubServer, **kwargs: Any) -> Any:
 
 
 def streamed(server: StubServer, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """The answer that the client puts together, and the deltas of its calls."""
+    """The response that the client assembles, and the deltas of its calls."""
     client = server.client()
     deltas = []
     with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=OFFERED, **kwargs) as stream:
@@ -82,7 +82,7 @@ def test_auto(server: StubServer, name: str) -> None:
 
 
 def events(server: StubServer, **fields: Any) -> list[Any]:
-    """The choices of a stream, as they are on the wire."""
+    """The choices of a stream, undecoded by the client."""
     body = {"messages": HELLO, "tools": OFFERED, "stream": True, **fields}
     lines = server.post("/v1/chat/completions", body).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -91,7 +91,7 @@ def events(server: StubServer, **fields: Any) -> list[Any]:
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
 def test_what_is_on_the_wire(server: StubServer, choice: Any) -> None:
-    """OpenAI's shapes, key by key."""
+    """OpenAI's schema, key by key."""
     texts = {"auto": CASES["hermes, two"].text, "required": CALLS}
     say(server.engine, texts[choice] if isinstance(choice, str) else '{"city": "Oslo"}')
     first, *between, last = events(server, tool_choice=choice)
