@@ -22,8 +22,9 @@ META, SIMPLIFY = "quire/structured_output/schema/metaschema.py", "quire/structur
 SCHEDULING = ("tests/core/test_scheduler.py",)
 BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")
 HASHING = ("tests/core/test_hashing.py",)
+ADMISSION = ("tests/entrypoints/http/test_admission.py",)
 LIMITS = ("tests/entrypoints/openai/test_limits.py",)
-RATES = ("tests/entrypoints/openai/test_rate_limit.py",)
+RATES = ("tests/entrypoints/http/test_rate_limit.py",)
 INPUTS = ("tests/engine/test_input_processor.py",)
 SAMPLING = ("tests/sample/test_sampler.py",)
 MASKING = ("tests/sample/test_processors.py",)
@@ -37,13 +38,13 @@ MUTANTS = (
         CONTEXT,
         "waiting + max(0, num_sequences - free) > limit",
         "waiting + max(0, num_sequences - free) > limit + 1",
-        LIMITS,
+        ADMISSION,
     ),
     Mutant(
         CONTEXT,
         "waiting + max(0, num_sequences - free) > limit",
         "waiting + max(0, num_sequences - free) >= limit > 0",
-        LIMITS,
+        ADMISSION,
     ),
     Mutant(SCHEDULER, "        self.blocked.pop(request.request_id, None)\n", "", SCHEDULING),
     Mutant(
@@ -122,9 +123,9 @@ MUTANTS = (
     Mutant(RATE, "used + more > limit", "used + more >= limit", RATES),
     Mutant(RATE, "window.requests += count", "window.requests += 1", RATES),
     Mutant(RATE, "window.began + self.interval - self.clock()", "self.interval", RATES),
-    Mutant(CONTEXT, "if num_sequences > places + limit:", "if num_sequences > places + limit + 1:", LIMITS),
-    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - places)", "unfinished - places", LIMITS),
-    Mutant(CONTEXT, "            self._num_sequences -= num_sequences\n", "", LIMITS),
+    Mutant(CONTEXT, "if num_sequences > slots + limit:", "if num_sequences > slots + limit + 1:", ADMISSION),
+    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - slots)", "unfinished - slots", ADMISSION),
+    Mutant(CONTEXT, "            self._num_sequences -= num_sequences\n", "", ADMISSION),
     Mutant("quire/entrypoints/openai/completions.py", "if len(given) > most:", "if len(given) > 1024:", LIMITS),
     # Sample
     Mutant(

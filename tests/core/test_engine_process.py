@@ -13,7 +13,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core import engine_process
 from quire.core.engine_process import EngineProcess
-from quire.engine.engine_connection import EngineWire, engine_address
+from quire.engine.engine_connection import EngineChannel, engine_address
 from quire.messages.protocol import AddRequests, Call, Heartbeat, Outputs, Result, Shutdown, Watch
 from quire.messages.requests import (
     EngineCoreOutputs,
@@ -80,7 +80,7 @@ class Engine:
         self.codes: list[int] = []
         self.thread = threading.Thread(target=lambda: self.codes.append(self.process.run()), daemon=True)
         self.thread.start()
-        self.wire = EngineWire(folder, 0)
+        self.wire = EngineChannel(folder, 0)
         self.wire.wait_ready()
 
     def add(self, name: str, index: int, n: int = 1) -> None:

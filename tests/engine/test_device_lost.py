@@ -1,4 +1,4 @@
-"""A device that computes no more ends the engine; a step that fails does not."""
+"""A lost device ends the engine; a failed step does not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Steps that are replayed give what the model gives, and what cannot be replayed is not."""
+"""Replayed steps equal the model's, and steps that cannot be replayed are not."""
 
 import subprocess
 import sys
@@ -112,7 +112,7 @@ def test_any_work_outside_the_kernels_is_noticed():
         native.argmax(x)  # a kernel, but not one of those
     part = x[:1]
     with pytest.raises(NotReplayableError, match="1 rows in a step of 2"), Recording(2):
-        native.rms_norm(part, None, weight, 1e-5)  # who knows which part of the step it is
+        native.rms_norm(part, None, weight, 1e-5)  # it may be any part of the step
 
 
 class Toy(torch.nn.Module):
@@ -169,7 +169,7 @@ def test_replaying_reads_what_the_inputs_hold_by_then_for_as_many_rows():
     assert (out[6:] == 7).all()
 
 
-def test_memory_is_taken_again_when_nothing_looks_at_it():
+def test_buffers_are_reused_when_no_view_remains():
     x, weight = torch.randn(4, 8), torch.ones(8)
     with Recording(4) as recording:
         first = native.rms_norm(x, None, weight, 1e-5)

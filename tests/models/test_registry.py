@@ -12,7 +12,7 @@ from quire.models.implementation import choose_implementation
 from quire.models.llama import LlamaForCausalLM
 from quire.models.registry import ARCHITECTURES, NATIVE, ModelRegistry, Registry, model_class
 from quire.models.transformers import library
-from tests.entrypoints.openai.processes import serving
+from tests.entrypoints.server_process import server_process
 from tests.models import out_of_tree
 from tests.tiny_models import greedy, prompts, save_tiny
 
@@ -148,7 +148,7 @@ def test_a_plugins_model_offline(tiny: tuple[Path, list[int], list[int]], calls:
     assert json.loads(done.stdout) == expected
     assert calls.read_text().split() == ["register", "load"]
     assert "plugins: out-of-tree (out_of_tree_model:register)" in done.stderr
-    message = "the plugin broken (out_of_tree_model:fail) failed and is left out: RuntimeError: the moon is"
+    message = "the plugin broken (out_of_tree_model:fail) failed and is skipped: RuntimeError: the moon is"
     assert message in done.stderr
 
 
@@ -159,7 +159,8 @@ def test_plugins_can_be_chosen(
     done = offline(*tiny[:2])
     assert done.returncode != 0 and not calls.exists()
     assert (
-        "QUIRE_PLUGINS names 'missing', which no installed package has; there are: broken, out-of-tree" in done.stderr
+        "QUIRE_PLUGINS names 'missing', which no installed package provides; installed: broken, out-of-tree"
+        in done.stderr
     )
     assert "architecture not supported: OutOfTreeForCausalLM" in done.stderr.splitlines()[-1]
 
@@ -170,7 +171,7 @@ def test_a_plugins_model_in_the_servers_engine_process(
     folder, prompt, expected = tiny
     flags = ("--dtype", "float32", "--device", "cpu", "--skip-tokenizer-init", "--kv-cache-memory-bytes", "16M")
     (tmp_path / "run").mkdir()
-    with serving(tmp_path / "run", str(folder), *flags) as server:
+    with server_process(tmp_path / "run", str(folder), *flags) as server:
         asked = {"prompt": prompt, "return_token_ids": True}
         [choice] = server.post("/v1/completions", asked).json()["choices"]
         assert choice["token_ids"] == expected  # greedy and seven tokens, as the model's generation_config.json says

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.sample import user_processors
 from quire.sample.user_processors import processor_classes
-from tests.entrypoints.openai.processes import serving
+from tests.entrypoints.server_process import server_process
 from tests.sample.user_examples import Counting, NoRepeat, OnlyToken
 from tests.tiny_models import prompts, save_tiny
 
@@ -201,7 +201,9 @@ def test_an_installed_plugin_is_found_and_the_front_end_needs_no_torch(tmp_path)
 
 def test_through_the_server(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ".")
-    with serving(tmp_path, "--logits-processors", f"{HERE}:OnlyToken", "--num-gpu-blocks-override", "256") as server:
+    with server_process(
+        tmp_path, "--logits-processors", f"{HERE}:OnlyToken", "--num-gpu-blocks-override", "256"
+    ) as server:
         client = server.client()
         asked = {"model": client.models.list().data[0].id, "prompt": "Once", "max_tokens": 3, "temperature": 0}
         answer = client.completions.create(

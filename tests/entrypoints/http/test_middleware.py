@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig, load_api_keys
 from quire.entrypoints.http.middleware import import_middleware
-from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3}
 
@@ -18,12 +18,12 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_keys() -> None:
-    with running(stub_engine(), api_keys=("first", "zweiter-schlüssel")) as server:
+    with stub_server(stub_engine(), api_keys=("first", "zweiter-schlüssel")) as server:
         for value in (None, "Bearer wrong", "Bearer", "first", "Basic first", "Bearer first second"):
             headers = {"Authorization": value} if value is not None else {}
-            answer = server.post("/v1/completions", BODY, headers=headers)
-            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json()["error"]["code"] == "invalid_api_key"
+            response = server.post("/v1/completions", BODY, headers=headers)
+            assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
         for key in ("first", "zweiter-schlüssel"):
             headers = {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
             assert server.post("/v1/completions", BODY, headers=headers).status_code == 200
@@ -39,7 +39,7 @@ def test_where_keys_come_from(tmp_path: Any) -> None:
     assert load_api_keys(ServerConfig(), {}) == ()
 
 
-def test_a_key_file_that_others_can_read_is_said(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_file_that_others_can_read_is_reported(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys"
     file.write_text("one")
     for mode, said in ((0o600, False), (0o644, True)):
@@ -62,26 +62,26 @@ def test_no_key_where_one_was_meant_fails_closed(tmp_path: Any) -> None:
 
 def test_requests_per_interval() -> None:
     config = ServerConfig(rate_limit_requests=2, rate_limit_interval=1000)
-    with running(stub_engine(), config, api_keys=("a", "b")) as server:
+    with stub_server(stub_engine(), config, api_keys=("a", "b")) as server:
         codes = [server.post("/v1/completions", BODY, headers=bearer("a")).status_code for _ in range(3)]
         assert codes == [200, 200, 429]
-        answer = server.post("/v1/completions", BODY, headers=bearer("a"))
-        assert 990 < int(answer.headers["retry-after"]) <= 1000
-        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        response = server.post("/v1/completions", BODY, headers=bearer("a"))
+        assert 990 < int(response.headers["retry-after"]) <= 1000
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
         assert server.post("/v1/completions", BODY, headers=bearer("b")).status_code == 200
         assert server.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_per_interval(stream: bool) -> None:
-    with running(stub_engine(), ServerConfig(rate_limit_token=10, rate_limit_interval=1000)) as server:
+    with stub_server(stub_engine(), ServerConfig(rate_limit_token=10, rate_limit_interval=1000)) as server:
         codes = [server.post("/v1/completions", BODY | {"stream": stream}).status_code for _ in range(3)]
         assert codes == [200, 200, 429]  # five tokens each
 
 
 def test_cors() -> None:
     preflight = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
-    with running(stub_engine(), ServerConfig(allowed_origins=("http://page",)), api_keys=("k",)) as server:
+    with stub_server(stub_engine(), ServerConfig(allowed_origins=("http://page",)), api_keys=("k",)) as server:
         import httpx
 
         allowed = httpx.options(f"{server.url}/v1/completions", headers=preflight)
@@ -103,7 +103,7 @@ def test_cors_methods_headers_and_cookies_are_those_allowed() -> None:
         allow_credentials=True,
     )
     asks = {"Origin": "http://page", "Access-Control-Request-Method": "PUT"}
-    with running(stub_engine(), config) as server:
+    with stub_server(stub_engine(), config) as server:
         url = f"{server.url}/v1/completions"
         allowed = httpx.options(url, headers=asks | {"Access-Control-Request-Headers": "X-Own"})
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-credentials"] == "true"
@@ -112,19 +112,19 @@ def test_cors_methods_headers_and_cookies_are_those_allowed() -> None:
         assert httpx.options(url, headers=asks | {"Access-Control-Request-Headers": "X-Other"}).status_code == 400
 
 
-def test_no_cors_unless_asked_for(server: Running) -> None:
+def test_no_cors_by_default(server: StubServer) -> None:
     assert "access-control-allow-origin" not in server.get("/health", headers={"Origin": "http://page"}).headers
 
 
-def test_request_ids(server: Running) -> None:
-    answer = server.post("/v1/completions", BODY, headers={"X-Request-Id": "mine-1"})
-    assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
+def test_request_ids(server: StubServer) -> None:
+    response = server.post("/v1/completions", BODY, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1" and response.json()["id"] == "cmpl-mine-1"
     assert len(server.get("/nowhere").headers["x-request-id"]) == 32
     assert server.post("/v1/completions", BODY | {"request_id": "body"}).json()["id"] == "cmpl-body"
     assert server.get("/health", headers={"X-Request-Id": "x" * 500}).headers["x-request-id"] != "x" * 500
 
 
-def test_an_id_in_use_gets_another(slow: Running) -> None:
+def test_an_id_in_use_gets_another(slow: StubServer) -> None:
     client = slow.client(default_headers={"X-Request-Id": "same"})
     with client.completions.create(model=MODEL, prompt=[1], max_tokens=4000, stream=True) as stream:
         assert next(iter(stream)).id == "cmpl-same"
@@ -137,7 +137,7 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     config = ServerConfig(disable_access_log_for_endpoints="/health, /metrics")
-    with caplog.at_level(logging.INFO, logger="quire"), running(stub_engine(), config) as server:
+    with caplog.at_level(logging.INFO, logger="quire"), stub_server(stub_engine(), config) as server:
         server.get("/health")
         server.get("/nowhere%0Aforged", headers={"X-Request-Id": "abc"})
         server.wait_until(lambda: server.server.context.http_metrics.in_progress == 0)
@@ -148,7 +148,7 @@ def test_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, logger="quire"),
-        running(stub_engine(), ServerConfig(access_log=False)) as server,
+        stub_server(stub_engine(), ServerConfig(access_log=False)) as server,
     ):
         server.get("/nowhere")
         server.wait_until(lambda: server.server.context.http_metrics.in_progress == 0)
@@ -156,10 +156,10 @@ def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_behind_a_proxy() -> None:
-    with running(stub_engine(), ServerConfig(root_path="/llm"), api_keys=("k",)) as server:
+    with stub_server(stub_engine(), ServerConfig(root_path="/llm"), api_keys=("k",)) as server:
         assert server.url.endswith("/llm")
-        # The proxy takes its prefix off.
-        bare = Running(server.engine, server.server, server.url.removesuffix("/llm"), server.loop, server.thread)
+        # The proxy strips its prefix.
+        bare = StubServer(server.engine, server.server, server.url.removesuffix("/llm"), server.loop, server.thread)
         assert bare.get("/health").status_code == 200
         assert bare.post("/v1/completions", BODY).status_code == 401
         assert bare.post("/v1/completions", BODY, headers=bearer("k")).status_code == 200
@@ -178,9 +178,9 @@ class Stamp:
         await self.app(scope, receive, stamped)
 
 
-def test_middleware_of_ones_own() -> None:
-    config = ServerConfig(middleware=("tests.entrypoints.openai.test_middleware:Stamp",))
-    with running(stub_engine(), config) as server:
+def test_custom_middleware() -> None:
+    config = ServerConfig(middleware=("tests.entrypoints.http.test_middleware:Stamp",))
+    with stub_server(stub_engine(), config) as server:
         assert server.get("/version").headers["x-stamp"] == "yes"
     for wrong in ("nowhere:Stamp", "json:Stamp", "json"):
         with pytest.raises(ValueError, match="--middleware"):

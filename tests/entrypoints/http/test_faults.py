@@ -1,4 +1,4 @@
-"""Signals, deaths and a full disk: each ends as it should, and leaves nothing behind."""
+"""Signals, crashes and a full disk: the server exits correctly and leaks nothing."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.entrypoints.openai.processes import SECONDS, Served, serving
+from tests.entrypoints.server_process import SECONDS, ServerProcess, server_process
 
 COUNTS = pytest.mark.parametrize("count", ["1", "2"])
 FLAGS = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256")
@@ -28,8 +28,8 @@ ENDLESS: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def streaming(server: Served, count: int = 4, **client: Any) -> Iterator[list[openai.Stream[Any]]]:
-    """Streams that have begun, each on a connection of its own."""
+def streaming(server: ServerProcess, count: int = 4, **client: Any) -> Iterator[list[openai.Stream[Any]]]:
+    """Started streams, each on its own connection."""
     clients = [server.client(**client) for _ in range(count)]
     streams = [one.completions.create(**ENDLESS) for one in clients]
     for stream in streams:
@@ -42,13 +42,13 @@ def streaming(server: Served, count: int = 4, **client: Any) -> Iterator[list[op
 @COUNTS
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, count: str) -> None:
     flags = ("--api-server-count", count, "--shutdown-timeout", "1000")
-    with serving(tmp_path, *FLAGS, *flags) as server, streaming(server) as streams:
+    with server_process(tmp_path, *FLAGS, *flags) as server, streaming(server) as streams:
         server.process.terminate()
         for stream in streams:
-            next(stream)  # they go on
+            next(stream)  # they continue
         with pytest.raises(httpx.TransportError):
             while True:
-                server.get("/health")  # until nobody listens: the first signal has been taken
+                server.get("/health")  # until the port is closed: the first signal has been handled
         server.process.terminate()
         for stream in streams:
             with contextlib.suppress(openai.APIError, httpx.TransportError):
@@ -57,33 +57,33 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, count: str) -> 
 
 
 @COUNTS
-def test_a_stopped_engine_is_unhealthy_until_it_goes_on(tmp_path: Path, count: str) -> None:
+def test_a_stopped_engine_is_unhealthy_until_it_continues(tmp_path: Path, count: str) -> None:
     flags = ("--api-server-count", count, "--engine-heartbeat-timeout", "1", "--engine-call-timeout", "1")
-    with serving(tmp_path, *FLAGS, *flags, "--enable-admin") as server:
+    with server_process(tmp_path, *FLAGS, *flags, "--enable-admin") as server:
         assert server.get("/health").status_code == 200
         os.kill(server.engine, signal.SIGSTOP)
         try:
-            while (answer := server.get("/health")).status_code == 200:
+            while (response := server.get("/health")).status_code == 200:
                 pass
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_stalled"
-            assert "no sign of life" in answer.json()["error"]["message"]
+            assert response.status_code == 503 and response.json()["error"]["code"] == "engine_stalled"
+            assert "no heartbeat" in response.json()["error"]["message"]
             assert server.post("/reset_prefix_cache").status_code == 503
         finally:
             os.kill(server.engine, signal.SIGCONT)
         while server.get("/health").status_code != 200:
             assert server.process.poll() is None
-        answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
-        while answer.status_code == 503:  # of another process, which has not heard yet
-            answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
-        assert answer.status_code == 200
+        response = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        while response.status_code == 503:  # from the process that has not received a heartbeat yet
+            response = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert response.status_code == 200
         server.process.terminate()
         assert server.wait() == 0
 
 
 def test_the_death_of_an_api_process_ends_the_server(tmp_path: Path) -> None:
     flags = ("--api-server-count", "2", "--rate-limit-requests", "6", "--api-key", "a", "--api-key", "b")
-    with serving(tmp_path, *FLAGS, *flags) as server:
-        # A key has six requests, whichever process takes them.
+    with server_process(tmp_path, *FLAGS, *flags) as server:
+        # A key has six requests, whichever process serves them.
         for allowed in [True] * 6 + [False] * 3:
             status = server.get("/v1/models", headers={"Authorization": "Bearer a"}).status_code
             assert status == (200 if allowed else 429)
@@ -103,19 +103,19 @@ def test_a_full_disk_for_logs(tmp_path: Path, count: str) -> None:
         port = free.getsockname()[1]
     with (
         Path("/dev/full").open("wb") as full,
-        serving(tmp_path, *FLAGS, "--api-server-count", count, stderr=full, port=port) as server,
+        server_process(tmp_path, *FLAGS, "--api-server-count", count, stderr=full, port=port) as server,
     ):
         for _ in range(3):
-            answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
-            assert answer.status_code == 200
+            response = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+            assert response.status_code == 200
         with streaming(server, 1) as (stream,):
             stream.close()
         server.process.terminate()
         assert server.wait() == 0
 
 
-def test_the_death_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, "--api-server-count", "2") as server, streaming(server) as streams:
+def test_the_death_of_the_supervisor_ends_all_processes(tmp_path: Path) -> None:
+    with server_process(tmp_path, *FLAGS, "--api-server-count", "2") as server, streaming(server) as streams:
         server.process.kill()
         assert server.wait() == -signal.SIGKILL
         for stream in streams:
@@ -124,7 +124,7 @@ def test_the_death_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", ["1", "2"])
-def test_what_keeps_the_engine_from_starting_is_said_without_a_traceback(count: str) -> None:
+def test_an_engine_start_error_has_no_traceback(count: str) -> None:
     flags = ["--kv-cache-dtype", "fp8", "--device", "cpu", "--port", "0", "--api-server-count", count]
     done = subprocess.run(
         [sys.executable, "-m", "quire", "serve", *flags], capture_output=True, text=True, timeout=SECONDS

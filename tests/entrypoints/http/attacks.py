@@ -1,6 +1,6 @@
-"""Bodies that once blocked the event loop, and how long /health takes while they are being refused.
+"""Bodies that once blocked the event loop, and the latency of /health while they are being refused.
 
-python -m tests.entrypoints.openai.attacks [--seconds 10] [--json FILE]
+python -m tests.entrypoints.http.attacks [--seconds 10] [--json FILE]
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.entrypoints.openai.processes import Served, serving
+from tests.entrypoints.server_process import ServerProcess, server_process
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "x"}
@@ -70,9 +70,9 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 
 class HealthWatch:
-    """How long each call of /health takes, on a connection of its own."""
+    """Polls /health on its own connection and records the latencies."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self.seconds: list[float] = []
         self.failures: list[str] = []
         self._stop = threading.Event()
@@ -100,7 +100,7 @@ class HealthWatch:
 
 
 @contextmanager
-def watched(server: Served) -> Iterator[HealthWatch]:
+def watched(server: ServerProcess) -> Iterator[HealthWatch]:
     watch = HealthWatch(server)
     try:
         yield watch
@@ -108,8 +108,8 @@ def watched(server: Served) -> Iterator[HealthWatch]:
         watch.end()
 
 
-def send(server: Served, name: str, leave_after: float | None = None) -> int | None:
-    """The status, or None if the client left before there was one."""
+def send(server: ServerProcess, name: str, leave_after: float | None = None) -> int | None:
+    """The status, or None if the client disconnected first."""
     path, body = ATTACKS[name]
     headers = {"Content-Type": "application/json"}
     with suppress(httpx.ReadTimeout):
@@ -118,15 +118,15 @@ def send(server: Served, name: str, leave_after: float | None = None) -> int | N
     return None
 
 
-def measure(server: Served, name: str, seconds: float) -> dict[str, Any]:
+def measure(server: ServerProcess, name: str, seconds: float) -> dict[str, Any]:
     body = ATTACKS[name][1]()
     headers = {"Content-Type": "application/json"}
     statuses: dict[int, int] = {}
     with watched(server) as watch:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            answer = httpx.post(server.url + ATTACKS[name][0], content=body, headers=headers, timeout=120)
-            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+            response = httpx.post(server.url + ATTACKS[name][0], content=body, headers=headers, timeout=120)
+            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
     found = watch.end()
     milliseconds = {f"p{p}": round(1e3 * found[min(len(found) - 1, len(found) * p // 100)], 1) for p in (50, 99)}
     return {"attack": name, "statuses": statuses, "calls": len(found), **milliseconds, "max": round(1e3 * found[-1], 1)}
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--max-model-len", "8192") as server:
+    with tempfile.TemporaryDirectory() as folder, server_process(Path(folder), "--max-model-len", "8192") as server:
         for name in ATTACKS:
             rows.append(measure(server, name, args.seconds))
             row = rows[-1]

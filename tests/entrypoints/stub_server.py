@@ -1,4 +1,4 @@
-"""A real server on a free port of the loopback interface, around an engine without a model."""
+"""A real server on a free local port, on an engine without a model."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ MODEL = "stub"
 
 
 @dataclass
-class Running:
+class StubServer:
     engine: StubEngine
     server: Server
     url: str
@@ -43,7 +43,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(20)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Looks after every round of the server's event loop."""
+        """Checks at every iteration of the server's event loop."""
 
         async def wait() -> None:
             while not condition():
@@ -53,7 +53,7 @@ class Running:
 
 
 def stub_engine(step_seconds: float = 0.0) -> StubEngine:
-    """Counts: after the token `ids[i]` comes `ids[i + 1]`; every request begins at its prompt's length."""
+    """Counts: after the token `ids[i]` comes `ids[i + 1]`; every request starts at its prompt's length."""
     engine = StubEngine(cycle([]), step_seconds)
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(TEXT, add_special_tokens=False)
@@ -62,9 +62,9 @@ def stub_engine(step_seconds: float = 0.0) -> StubEngine:
 
 
 @contextmanager
-def running(
+def stub_server(
     engine: StubEngine, config: ServerConfig | None = None, api_keys: tuple[str, ...] = ()
-) -> Iterator[Running]:
+) -> Iterator[StubServer]:
     config = config or ServerConfig()
     config.port, config.served_model_name = 0, config.served_model_name or (MODEL,)
     config.shutdown_timeout = min(config.shutdown_timeout, 5)
@@ -81,9 +81,15 @@ def running(
     thread.start()
     assert event.wait(20)
     try:
-        yield Running(engine, server, base_url(sock, config), started[0], thread)
+        yield StubServer(engine, server, base_url(sock, config), started[0], thread)
     finally:
         server.should_exit = True
         thread.join(20)
         sock.close()
         assert not thread.is_alive()
+
+
+def refusal(response: httpx.Response, status: int = 400) -> str:
+    """The message of an error response."""
+    assert response.status_code == status, response.text
+    return str(response.json()["error"]["message"])

@@ -11,19 +11,19 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.tracing import Tracer, check_tracing
-from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Traced:
-    def __init__(self, server: Running) -> None:
+    def __init__(self, server: StubServer) -> None:
         self.server = server
         self.exporter = InMemorySpanExporter()
         server.server.context.tracer = Tracer("", MODEL, self.exporter)
 
     def spans(self, count: int) -> list[ReadableSpan]:
-        """A client may have its answer before the server has closed the span."""
+        """A client may get its response before the server has closed the span."""
         self.server.wait_until(lambda: len(self.exporter.get_finished_spans()) >= count)
         spans = list(self.exporter.get_finished_spans())
         assert len(spans) == count
@@ -31,7 +31,7 @@ class Traced:
 
 
 @pytest.fixture
-def traced(server: Running) -> Iterator[Traced]:
+def traced(server: StubServer) -> Iterator[Traced]:
     yield Traced(server)
     server.server.context.tracer = None
 
@@ -39,8 +39,8 @@ def traced(server: Running) -> Iterator[Traced]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_a_span(traced: Traced, stream: bool) -> None:
     body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "stream": stream}
-    answer = traced.server.post("/v1/completions", body, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
-    assert answer.status_code == 200
+    response = traced.server.post("/v1/completions", body, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+    assert response.status_code == 200
     (span,) = traced.spans(1)
     assert span.name == "llm_request" and span.kind == SpanKind.SERVER and span.status.status_code == StatusCode.UNSET
     assert f"{span.context.trace_id:032x}" == TRACE
@@ -64,7 +64,7 @@ def test_a_request_is_a_span(traced: Traced, stream: bool) -> None:
     }
 
 
-def test_every_prompt_has_its_own_and_no_header_begins_a_trace(traced: Traced) -> None:
+def test_every_prompt_has_a_span_and_without_a_header_a_new_trace(traced: Traced) -> None:
     body = {"model": MODEL, "prompt": [[1, 2], [1, 2, 3]], "max_tokens": 2, "n": 2}
     assert traced.server.post("/v1/completions", body).status_code == 200
     spans = traced.spans(2)
@@ -79,7 +79,7 @@ def test_a_malformed_header_is_ignored(traced: Traced) -> None:
     assert traced.spans(1)[0].parent is None
 
 
-def test_a_client_that_leaves_is_an_error(slow: Running) -> None:
+def test_a_disconnect_is_an_error(slow: StubServer) -> None:
     traced = Traced(slow)
     stream = slow.client().completions.create(model=MODEL, prompt=[1], max_tokens=4000, stream=True)
     next(stream)
@@ -89,7 +89,7 @@ def test_a_client_that_leaves_is_an_error(slow: Running) -> None:
     assert "gen_ai.latency.time_to_first_token" in (span.attributes or {})
 
 
-def test_an_administrator_s_abort_is_an_error(slow: Running) -> None:
+def test_an_administrator_s_abort_is_an_error(slow: StubServer) -> None:
     traced = Traced(slow)
     stream = slow.client().completions.create(model=MODEL, prompt=[1], max_tokens=4000, stream=True)
     first = next(stream)
@@ -99,7 +99,7 @@ def test_an_administrator_s_abort_is_an_error(slow: Running) -> None:
     assert (span.attributes or {})["gen_ai.usage.completion_tokens"] >= 1
 
 
-def test_what_the_engine_dies_of_is_in_the_span(slow: Running) -> None:
+def test_the_engines_cause_of_death_is_in_the_span(slow: StubServer) -> None:
     traced = Traced(slow)
     stream = slow.client().completions.create(model=MODEL, prompt=[1], max_tokens=4000, stream=True)
     next(stream)
@@ -109,9 +109,9 @@ def test_what_the_engine_dies_of_is_in_the_span(slow: Running) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_a_collector_that_is_not_there_stops_nobody(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+def test_a_missing_collector_fails_no_request(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
-    with running(stub_engine(), ServerConfig(otlp_traces_endpoint="http://127.0.0.1:9")) as server:
+    with stub_server(stub_engine(), ServerConfig(otlp_traces_endpoint="http://127.0.0.1:9")) as server:
         assert server.post("/v1/completions", {"prompt": [1], "max_tokens": 2}).status_code == 200
 
 
@@ -127,6 +127,6 @@ def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         check_tracing()
 
 
-def test_nothing_is_imported_unless_asked_for() -> None:
+def test_opentelemetry_is_imported_only_if_enabled() -> None:
     program = "import sys, quire.entrypoints.http.app; print([m for m in sys.modules if 'opentelemetry' in m])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -49,7 +49,7 @@ def test_512_streams_at_once(expected: list[str], api_servers: int) -> None:
     assert {record.output_tokens for record in records} == {OUTPUT_LEN}
     assert len(set(expected)) > NUM_STREAMS / 2  # texts that are mixed up would be noticed
     assert ["".join(record.texts[0]) for record in records] == expected
-    # They did run at once: the last had begun before the first was done.
+    # They ran concurrently: the last started before the first finished.
     assert max(record.sent for record in records) < min(record.ended for record in records)
 
 

@@ -1,4 +1,4 @@
-"""One server, whether one process takes its requests or several: real processes, the official client, raw sockets."""
+"""One server with one or several API processes: real processes, the official client, raw sockets."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.entrypoints.openai.processes import SECONDS, Served, eventually, serving, stopped
+from tests.entrypoints.server_process import SECONDS, ServerProcess, eventually, server_process, stopped
 
 MODEL = "tiny"
 BLOCKS = 600
@@ -21,9 +21,9 @@ LONG: dict[str, Any] = GREEDY | {"prompt": "Once", "max_tokens": 400}
 
 
 @pytest.fixture(scope="module", params=["1", "2"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
-    with serving(folder, "--api-server-count", request.param, *FLAGS) as one:
+    with server_process(folder, "--api-server-count", request.param, *FLAGS) as one:
         yield one
 
 
@@ -34,22 +34,22 @@ def expected() -> list[str]:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-def state(server: Served) -> dict[str, int]:
+def state(server: ServerProcess) -> dict[str, int]:
     return server.get("/server_info").json()["state"]["core"]
 
 
-def idle(server: Served) -> bool:
-    """Nothing runs, and all blocks are back."""
+def idle(server: ServerProcess) -> bool:
+    """Nothing runs, and all blocks are free."""
     now, load = state(server), server.get("/load").json()
     return not now["requests"] and now["blocks_free"] == now["blocks"] and not load["server_load"]
 
 
-def metric(server: Served, name: str) -> float:
+def metric(server: ServerProcess, name: str) -> float:
     lines = server.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"quire:{name}{{"))
 
 
-def send(server: Served, head: bytes, body: bytes = b"") -> socket.socket:
+def send(server: ServerProcess, head: bytes, body: bytes = b"") -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.settimeout(60)
@@ -62,7 +62,7 @@ def completion(body: bytes) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
 
 
-def test_greedy_texts_equal_the_offline_ones(server: Served, expected: list[str]) -> None:
+def test_greedy_texts_equal_the_offline_ones(server: ServerProcess, expected: list[str]) -> None:
     async def texts() -> list[str]:
         url = f"{server.url}/v1"
 
@@ -79,14 +79,14 @@ def test_greedy_texts_equal_the_offline_ones(server: Served, expected: list[str]
 
     tokens, requests = metric(server, "generation_tokens_total"), metric(server, "http_requests_total")
     assert asyncio.run(texts()) == expected * 2
-    # However the connections fell to the processes, the sums are right.
+    # However connections are spread over the processes, the sums are right.
     assert metric(server, "generation_tokens_total") == tokens + 8 * 2 * len(PROMPTS)
     assert metric(server, "request_success_total") >= 2 * len(PROMPTS)
     assert metric(server, "http_requests_total") >= requests + 2 * len(PROMPTS)
     assert metric(server, "num_requests_running") == 0
 
 
-def test_the_official_client(server: Served, expected: list[str]) -> None:
+def test_the_official_client(server: ServerProcess, expected: list[str]) -> None:
     client = server.client()
     (scored,) = client.completions.create(prompt=PROMPTS[0], logprobs=2, **GREEDY).choices
     assert scored.text == expected[0] and scored.logprobs is not None and len(scored.logprobs.tokens or []) == 8
@@ -107,24 +107,24 @@ def test_the_official_client(server: Served, expected: list[str]) -> None:
         client.completions.create(**GREEDY | {"temperature": -1}, prompt="x")
 
 
-def test_raw_sockets(server: Served) -> None:
+def test_raw_sockets(server: ServerProcess) -> None:
     body = b'{"prompt": "Once", "max_tokens": 400, "ignore_eos": true, "stream": true}'
     with send(server, completion(body), body[:20]):
-        pass  # half a body, and gone
+        pass  # half a body, then a disconnect
     with send(server, completion(body), body) as dropped:
         assert dropped.recv(100).startswith(b"HTTP/1.1 200")  # in the middle of its stream
     short = body.replace(b"400", b"5")
     with send(server, b"") as slow:
         for byte in completion(short) + short:
             slow.send(bytes([byte]))
-        answer = b""
-        while b"[DONE]" not in answer:
-            answer += slow.recv(7)
+        response = b""
+        while b"[DONE]" not in response:
+            response += slow.recv(7)
     eventually(lambda: idle(server))
 
 
-def test_a_client_that_never_reads(server: Served) -> None:
-    """Others go on, and its requests end; test_lifecycle has one that fills every buffer on the way."""
+def test_a_client_that_never_reads(server: ServerProcess) -> None:
+    """Others continue, and its requests finish; test_lifecycle fills all socket buffers."""
     text = b'{"prompt": "Once", "max_tokens": 40, "n": 2, "ignore_eos": true, "stream": true, "logprobs": 5}'
     with send(server, completion(text), text):
         eventually(lambda: state(server)["requests"] == 2)
@@ -133,8 +133,8 @@ def test_a_client_that_never_reads(server: Served) -> None:
     eventually(lambda: idle(server))
 
 
-def test_the_processes_are_one_server(server: Served) -> None:
-    """While a process stands still, the other takes every new connection: so each can be spoken to."""
+def test_the_processes_are_one_server(server: ServerProcess) -> None:
+    """While one process is stopped, the other accepts every new connection: so each can be addressed."""
     if not server.apis:
         assert server.get("/load").json()["server_load"] == 0  # one process is one server
         return
@@ -152,7 +152,7 @@ def test_the_processes_are_one_server(server: Served) -> None:
         assert aborted.json() == {"aborted": ["cmpl-same"]}
     assert list(stream)[-1].choices[0].finish_reason == "abort"
     with stopped(first):
-        answer = server.get("/metrics")  # without the other's part the sums would fall
-        assert answer.status_code == 503 and "does not answer" in answer.text
+        response = server.get("/metrics")  # without the other's part the counters would drop
+        assert response.status_code == 503 and "does not respond" in response.text
     assert server.get("/metrics").status_code == 200
     eventually(lambda: idle(server))

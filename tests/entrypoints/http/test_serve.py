@@ -16,8 +16,8 @@ import pytest
 
 from quire.config.server import ServerConfig, server_config
 from quire.entrypoints.cli import serve
-from tests.entrypoints.openai.processes import SECONDS, eventually, serving
-from tests.entrypoints.openai.running import running, stub_engine
+from tests.entrypoints.server_process import SECONDS, eventually, server_process
+from tests.entrypoints.stub_server import stub_engine, stub_server
 
 COUNTS = pytest.mark.parametrize("count", ["1", "2"])
 ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -25,16 +25,16 @@ ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "stream": True, 
 
 @COUNTS
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
-def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str, ending: signal.Signals) -> None:
+def test_serve_responds_drains_and_cleans_up(tmp_path: Path, count: str, ending: signal.Signals) -> None:
     flags = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256", "--api-server-count", count)
-    with serving(tmp_path, *flags) as server:
+    with server_process(tmp_path, *flags) as server:
         eventually(lambda: server.log.read_text().count("curl") == 1)  # the line after the one with the address
         assert len(server.apis) == (int(count) if count != "1" else 0)
         client = server.client()
-        answer = client.chat.completions.create(
+        response = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0
         )
-        assert answer.usage is not None and answer.usage.completion_tokens >= 1
+        assert response.usage is not None and response.usage.completion_tokens >= 1
         streams = [client.completions.create(model="tiny", **ENDLESS | {"max_tokens": 8}) for _ in range(4)]
         for stream in streams:
             next(stream)
@@ -46,7 +46,7 @@ def test_serve_answers_drains_and_leaves_nothing(tmp_path: Path, count: str, end
 
 @COUNTS
 def test_the_engines_death_ends_the_server(tmp_path: Path, count: str) -> None:
-    with serving(tmp_path, "--num-gpu-blocks-override", "256", "--api-server-count", count) as server:
+    with server_process(tmp_path, "--num-gpu-blocks-override", "256", "--api-server-count", count) as server:
         client = server.client()
         name = client.models.list().data[0].id
         streams = [client.completions.create(model=name, **ENDLESS) for _ in range(4)]
@@ -130,7 +130,7 @@ def test_tls(tmp_path: Path, password: str | None) -> None:
     if made.returncode:
         pytest.skip("no openssl to make a certificate with")
     config = ServerConfig(ssl_keyfile=str(key), ssl_certfile=str(certificate), ssl_keyfile_password=password)
-    with running(stub_engine(), config) as server:
+    with stub_server(stub_engine(), config) as server:
         assert server.url.startswith("https://")
         trusted = ssl.create_default_context(cafile=str(certificate))
         assert httpx.get(f"{server.url}/health", verify=trusted).status_code == 200

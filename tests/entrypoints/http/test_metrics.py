@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana get to see."""
+"""The metrics for Prometheus and Grafana."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.config import CacheConfig
 from quire.engine.metrics import HELP, Counter, cache_config_info
 from quire.entrypoints.http.metrics import prometheus_text
-from tests.entrypoints.openai.running import MODEL, Running
+from tests.entrypoints.stub_server import MODEL, StubServer
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "examples" / "grafana.json"
@@ -20,14 +20,14 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge
 
 
 @pytest.fixture
-def text(client: openai.OpenAI, server: Running) -> str:
+def text(client: openai.OpenAI, server: StubServer) -> str:
     client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4)
-    # The stub has no blocks, so no engine of its own adds this line.
+    # The stub engine has no blocks, so it does not add this line.
     return server.get("/metrics").text + prometheus_text([cache_config_info(CacheConfig(), 8, "m")])
 
 
 def exposed(text: str) -> dict[str, str]:
-    """Names as they stand in the text, and their kinds."""
+    """Metric names and their types."""
     pairs = (line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE"))
     return {name: kind for name, kind in pairs}
 

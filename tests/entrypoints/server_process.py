@@ -1,4 +1,4 @@
-"""`quire serve` as a user starts it: a process with children, a log, and an end."""
+"""`quire serve` in a subprocess, with its child processes, log and exit code."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import openai
 
-SECONDS = 120  # for what must happen at all, on a busy machine
+SECONDS = 120  # generous, for a busy machine
 
 
-class Served:
+class ServerProcess:
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path, folder: Path, url: str) -> None:
         self.process = process
         self.log = log
@@ -44,7 +44,7 @@ class Served:
 
     @property
     def engine(self) -> int:
-        """The child that computes has by far the most memory."""
+        """The engine process has by far the most memory."""
         return max(self.children, key=resident)
 
     @property
@@ -56,7 +56,7 @@ class Served:
         return "\n".join(self.log.read_text().splitlines()[-count:])
 
     def wait(self) -> int:
-        """The exit code, and nothing is left behind."""
+        """The exit code, after checking that nothing leaked."""
         code = self.process.wait(SECONDS)
         self.assert_nothing_is_left()
         return code
@@ -68,7 +68,7 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, stderr: Any = None, port: int = 0) -> Iterator[Served]:
+def server_process(folder: Path, *flags: str, stderr: Any = None, port: int = 0) -> Iterator[ServerProcess]:
     log, temporary = folder / "log", folder / "tmp"
     temporary.mkdir()
     command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--max-model-len", "512", *flags]
@@ -85,7 +85,7 @@ def serving(folder: Path, *flags: str, stderr: Any = None, port: int = 0) -> Ite
         url = f"http://127.0.0.1:{port}" if port else _url(process, log)
         if port:
             eventually(lambda: _answers(url))
-        served = Served(process, log, temporary, url)
+        served = ServerProcess(process, log, temporary, url)
         yield served
     finally:
         if process.poll() is None:
@@ -133,7 +133,7 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does not get to run for a while."""
+    """Stops a process for a while."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Clients that leave, engines that die, servers that end."""
+"""Disconnecting clients, dying engines, servers that shut down."""
 
 import os
 import socket
@@ -12,27 +12,27 @@ from quire.config.server import ServerConfig
 from quire.engine.async_engine import EngineStalledError
 from quire.entrypoints.http.server import bind
 from quire.messages.requests import ErrorKind, FinishReason, RequestError
-from tests.entrypoints.openai.processes import resident
-from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+from tests.entrypoints.server_process import resident
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": [1], "max_tokens": 8000}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [[1], [[1], [1, 2]]])
-def test_a_client_that_leaves_ends_its_requests(slow: Running, stream: bool, prompt: Any) -> None:
+def test_a_disconnect_aborts_requests(slow: StubServer, stream: bool, prompt: Any) -> None:
     with pytest.raises(httpx.ReadTimeout):
         body = ENDLESS | {"prompt": prompt, "stream": stream}
-        with httpx.stream("POST", f"{slow.url}/v1/completions", json=body, timeout=0.3) as answer:
-            for _ in answer.iter_raw():
+        with httpx.stream("POST", f"{slow.url}/v1/completions", json=body, timeout=0.3) as response:
+            for _ in response.iter_raw():
                 raise httpx.ReadTimeout("enough")
     slow.wait_until(lambda: not slow.engine.running and not slow.server.context.jobs and not slow.engine.streams)
     assert len(slow.engine.aborted) == (1 if prompt == [1] else 2)
 
 
 def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
-    """The engine merges what its client does not fetch, and other clients do not notice."""
-    with running(stub_engine()) as server:
+    """The engine merges unread outputs, and other clients are not affected."""
+    with stub_server(stub_engine()) as server:
         url = httpx.URL(server.url)
         body = b'{"prompt": [1], "max_tokens": 8000, "n": 8, "stream": true, "return_token_ids": true}'
         with socket.socket() as sock:
@@ -49,7 +49,7 @@ def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
         server.wait_until(lambda: not server.server.context.jobs)
 
 
-def test_the_death_of_an_engine_is_told_to_everyone(slow: Running) -> None:
+def test_an_engines_death_fails_all_requests(slow: StubServer) -> None:
     stream = slow.client().completions.create(**ENDLESS, stream=True)
     next(stream)
     slow.in_loop(lambda: slow.engine.die("out of memory"))
@@ -61,14 +61,14 @@ def test_the_death_of_an_engine_is_told_to_everyone(slow: Running) -> None:
 
 def test_requests_to_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.entrypoints.http.server.TICKS_PER_CHECK", 10**9)  # it would end the server
-    with running(stub_engine()) as server:
+    with stub_server(stub_engine()) as server:
         server.in_loop(lambda: setattr(server.engine, "dead", "gone"))
-        for answer in (server.post("/v1/completions", ENDLESS), server.get("/health"), server.get("/ready")):
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
-            assert "gone" not in answer.text
+        for response in (server.post("/v1/completions", ENDLESS), server.get("/health"), server.get("/ready")):
+            assert response.status_code == 503 and response.json()["error"]["code"] == "engine_dead"
+            assert "gone" not in response.text
 
 
-def test_a_failed_request_says_why_as_far_as_that_is_public(slow: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_request_shows_the_public_cause_only(slow: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = slow.engine
     processed = engine.output_processor.process
 
@@ -87,7 +87,7 @@ def test_a_failed_request_says_why_as_far_as_that_is_public(slow: Running, caplo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_there_is_no_room_for(slow: Running, stream: bool) -> None:
+def test_a_request_refused_by_a_busy_engine(slow: StubServer, stream: bool) -> None:
     processed = slow.engine.output_processor.process
 
     def busy(outputs: Any) -> Any:
@@ -96,27 +96,27 @@ def test_a_request_that_there_is_no_room_for(slow: Running, stream: bool) -> Non
         return processed(outputs)
 
     slow.engine.output_processor.process = busy  # type: ignore[method-assign]
-    answer = slow.post("/v1/completions", ENDLESS | {"stream": stream})
-    assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
-    assert "all compilers are busy" in answer.json()["error"]["message"]
+    response = slow.post("/v1/completions", ENDLESS | {"stream": stream})
+    assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
+    assert "all compilers are busy" in response.json()["error"]["message"]
 
 
-def test_a_stalled_engine_is_said_to_be_and_the_server_goes_on() -> None:
-    with running(stub_engine(0.01)) as server:
+def test_a_stalled_engine_is_reported_and_the_server_keeps_running() -> None:
+    with stub_server(stub_engine(0.01)) as server:
         healthy = server.engine.check_health
         seen = []
 
         async def stalled() -> None:
             seen.append(1)
-            raise EngineStalledError("no sign of life (--engine-heartbeat-timeout)")
+            raise EngineStalledError("no heartbeat (--engine-heartbeat-timeout)")
 
         server.in_loop(lambda: setattr(server.engine, "check_health", stalled))
         for path in ("/health", "/ready", "/ping"):
-            answer = server.get(path)
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_stalled"
-            assert "--engine-heartbeat-timeout" in answer.text
+            response = server.get(path)
+            assert response.status_code == 503 and response.json()["error"]["code"] == "engine_stalled"
+            assert "--engine-heartbeat-timeout" in response.text
         assert server.post("/v1/completions", ENDLESS).status_code == 503
-        server.wait_until(lambda: len(seen) > 6)  # the server's own looks too
+        server.wait_until(lambda: len(seen) > 6)  # the server's own checks too
         server.in_loop(lambda: setattr(server.engine, "check_health", healthy))
         assert server.get("/health").status_code == 200 and not server.server.should_exit
 
@@ -126,7 +126,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_panic_is_one_requests_failure(slow: Running, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+def test_a_panic_fails_one_request(slow: StubServer, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
     """In the tokenizer, for one prompt of several or for the only one."""
 
     def panic(*_: Any, **__: Any) -> Any:
@@ -136,34 +136,34 @@ def test_a_panic_is_one_requests_failure(slow: Running, monkeypatch: pytest.Monk
     next(other)
     monkeypatch.setattr(slow.engine.input_processor, "process", panic)
     for prompt in ([1], [[1], [2]]):
-        answer = slow.post("/v1/completions", ENDLESS | {"prompt": prompt, "stream": streamed})
-        assert answer.status_code == 500 and "an internal error" in answer.json()["error"]["message"]
-        assert "of a library" not in answer.text
+        response = slow.post("/v1/completions", ENDLESS | {"prompt": prompt, "stream": streamed})
+        assert response.status_code == 500 and "internal error" in response.json()["error"]["message"]
+        assert "of a library" not in response.text
     assert next(other).choices
     other.close()
 
 
-def test_a_request_that_fails_in_the_middle_of_its_stream(slow: Running) -> None:
+def test_a_request_that_fails_in_the_middle_of_its_stream(slow: StubServer) -> None:
     stream = slow.client().completions.create(**ENDLESS, stream=True)
     next(stream)
     (entry,) = slow.engine.streams.values()
     slow.in_loop(lambda: entry.fail(RuntimeError("a secret of the server")))
-    with pytest.raises(openai.APIError, match="an internal error") as error:
+    with pytest.raises(openai.APIError, match="internal error") as error:
         list(stream)
     assert "secret" not in str(error.value)
 
 
 def test_a_deadline() -> None:
-    with running(stub_engine(0.01), ServerConfig(request_timeout=0.2)) as server:
-        answer = server.post("/v1/completions", ENDLESS)
-        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+    with stub_server(stub_engine(0.01), ServerConfig(request_timeout=0.2)) as server:
+        response = server.post("/v1/completions", ENDLESS)
+        assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
         with pytest.raises(openai.APIError, match=r"more than 0\.2 seconds"):
             list(server.client().completions.create(**ENDLESS, stream=True))
         server.wait_until(lambda: not server.engine.running)
 
 
-def test_shutdown_lets_requests_end() -> None:
-    with running(stub_engine(0.01)) as server:
+def test_shutdown_lets_requests_finish() -> None:
+    with stub_server(stub_engine(0.01)) as server:
         stream = server.client().completions.create(model=MODEL, prompt=[1], max_tokens=60, stream=True)
         next(stream)
         server.server.should_exit = True
@@ -172,8 +172,8 @@ def test_shutdown_lets_requests_end() -> None:
         assert server.server.exit_code == 0
 
 
-def test_shutdown_ends_those_that_take_too_long() -> None:
-    with running(stub_engine(0.01), ServerConfig(shutdown_timeout=0.3)) as server:
+def test_shutdown_aborts_requests_after_the_timeout() -> None:
+    with stub_server(stub_engine(0.01), ServerConfig(shutdown_timeout=0.3)) as server:
         stream = server.client().completions.create(**ENDLESS, stream=True)
         next(stream)
         server.server.should_exit = True
@@ -183,7 +183,7 @@ def test_shutdown_ends_those_that_take_too_long() -> None:
         assert not server.engine.running
 
 
-def test_a_port_in_use_is_said_at_once() -> None:
+def test_a_port_in_use_is_reported_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
