@@ -60,7 +60,7 @@ def _serve(own: ApiProcess) -> int:
 
         async def talk() -> None:
             channel = await fleet.open()
-            channel.send(Started(server.context.model_names[0], engine.summary))
+            channel.send(Started(server.context.model_names[0]))
             await fleet.serve(server, engine)
 
         server = Server(app, own.config, lambda: tasks.add(asyncio.create_task(talk())), supervised=True)

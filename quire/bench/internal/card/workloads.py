@@ -184,7 +184,10 @@ def device_facts(llm: Any) -> dict[str, Any]:
 
     core = getattr(llm.llm_engine.client, "core", None)
     # As a plain string: one of torch's own type would have the reader import torch beside the first measurement.
-    facts: dict[str, Any] = {"engine": list(core.summary) if core else [], "torch": str(torch.__version__)}
+    facts: dict[str, Any] = {
+        "engine": [core.summary.device, core.summary.kv_cache] if core else [],
+        "torch": str(torch.__version__),
+    }
     try:
         facts["triton"] = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
