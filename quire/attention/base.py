@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.kernels.paged_attention import Scoring as Scoring
+from quire.kernels.paged_attention import AttentionFeatures as AttentionFeatures
 from quire.kernels.rope import gather_cos_sin
-from quire.kernels.rope_and_write import Norms
+from quire.kernels.rope_and_write import QKNormParams
 
 
 @dataclass
@@ -65,6 +65,8 @@ class AttentionBackend(Protocol):
 
     name: str
     block_dim: int
+    supports_graphs: bool  # its steps can be captured in CUDA graphs
+    supports_replay: bool  # its calls can be recorded on a CPU and replayed (worker/recorded.py)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor; `num_blocks` includes the null block and is dimension `block_dim`."""
@@ -86,7 +88,7 @@ class AttentionBackend(Protocol):
         self,
         qkv: torch.Tensor,  # [N, (heads + 2 * kv_heads) * head_size]
         num_heads: int,
-        norms: Norms | None,
+        qk_norm: QKNormParams | None,
         angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
@@ -96,7 +98,11 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scoring: Scoring
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, features: AttentionFeatures
     ) -> torch.Tensor:  # [N, heads, head_size]
         """Over the pages of each row, this step's own keys among them."""
+        ...
+
+    def reset_workspace(self) -> None:
+        """Make what launches share fit for the next step, after one that failed."""
         ...

@@ -20,11 +20,7 @@ def cache_dtype(platform: Platform, dtype: torch.dtype, kv_cache_dtype: str) -> 
     """In what precision keys and values are kept."""
     if kv_cache_dtype == "auto":
         return dtype
-    if platform.name == "cpu":
-        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto (--kv-cache-dtype)")
-    if torch.cuda.get_device_capability(platform.device) < (8, 9):
-        name = torch.cuda.get_device_name(platform.device)
-        raise ValueError(f"{name} has no fp8; allowed there: kv_cache_dtype auto (--kv-cache-dtype)")
+    platform.check_fp8_cache(kv_cache_dtype)
     return torch.float8_e4m3fn
 
 
@@ -39,7 +35,7 @@ def choose_backend(
     """The backend and one sentence that says why it was chosen. `shapes` are those of all layers."""
     if requested is not None and requested not in BACKENDS:
         raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(BACKENDS)}")
-    if requested == "triton" and platform.name == "cpu":
+    if requested == "triton" and not platform.supports_triton:
         raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: native, torch")
     lacking = native_needs(platform, dtype, shapes)
     if requested == "native" and lacking is not None:
@@ -48,7 +44,7 @@ def choose_backend(
         raise ValueError(f"attention backend 'torch' has no kv_cache_dtype {kv_cache_dtype!r}; allowed: auto")
     # In float32 torch's own products are faster than the plain C of that precision.
     on_cpu = "native" if lacking is None and dtype is torch.bfloat16 else "torch"
-    name = requested or (on_cpu if platform.name == "cpu" else "triton")
+    name = requested or ("triton" if platform.supports_triton else on_cpu)
     sizes = " and ".join(map(str, sorted({shape.head_size for shape in shapes})))
     served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {sizes}"
     why = f"attention backend {name}: {'it was asked for' if requested else f'it serves {served}'}."
@@ -73,7 +69,7 @@ def choose_backend(
 
 def native_needs(platform: Platform, dtype: torch.dtype, shapes: Sequence[AttentionShape]) -> str | None:
     """What the C kernels would need to serve here; None: they can."""
-    if platform.name != "cpu":
+    if not platform.supports_native:
         return "a CPU"
     if dtype not in native.TYPES:
         return "float32 or bfloat16"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, Scoring, StepInputs
+from quire.attention.base import Angles, AttentionFeatures, StepInputs
 from quire.kernels.paged_attention import AttentionShape
-from quire.kernels.rope_and_write import Norms, rope_and_write
+from quire.kernels.rope_and_write import QKNormParams, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
 
@@ -26,6 +26,8 @@ class TritonBackend:
 
     name = "triton"
     block_dim = 0
+    supports_graphs = True
+    supports_replay = False
 
     def __init__(
         self, max_rows: int, shapes: Sequence[AttentionShape], dtype: torch.dtype, device: torch.device
@@ -60,29 +62,32 @@ class TritonBackend:
         self,
         qkv: torch.Tensor,
         num_heads: int,
-        norms: Norms | None,
+        qk_norm: QKNormParams | None,
         angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor:
         table, positions = (angles.table, angles.positions) if angles is not None else (None, None)
-        return rope_and_write(qkv, num_heads, norms, table, positions, kv_cache, slot_mapping)
+        return rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping)
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, scoring: Scoring
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, features: AttentionFeatures
     ) -> torch.Tensor:
         step, table = metadata.step, metadata.block_table
         out = torch.empty_like(q)
         if not step.one_each:
             assert step.query_blocks is not None
             paged_prefill(
-                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scoring,
+                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, features,
                 queries=self.queries_per_block,
             )  # fmt: skip
         if step.some_single:
             paged_decode(
                 q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,
-                self.workspace, scoring, prefix_len=step.prefix_len if scoring.window is None else None,
+                self.workspace, features, prefix_len=step.prefix_len if features.window is None else None,
             )  # fmt: skip
         return out
+
+    def reset_workspace(self) -> None:
+        self.workspace.reset()

@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.executor.base import StepResult
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.platforms import platform_class
 from quire.worker.worker import Worker
 
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
@@ -29,7 +30,7 @@ class UniProcExecutor:
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
         self._tasks: Tasks = queue.SimpleQueue()
         self._stop: Callable[[], object] | None = None
-        if config.scheduler.depth > 0 and config.device.device == "cpu":
+        if config.scheduler.depth > 0 and not platform_class(config.device.device).launches_async:
             thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-worker", daemon=True)
             thread.start()
             # Also if nobody calls shutdown(): a thread inside torch while the interpreter ends aborts the process.

@@ -6,12 +6,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.dispatch import early_launch, use_triton
+from quire.kernels.dispatch import early_launch, supports_triton, use_triton
 from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
-from quire.kernels.rms_norm import rms_norm_torch
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 
-Scoring = Literal["softmax", "topk_softmax"]
+RouterScoring = Literal["softmax", "topk_softmax"]
 Activation = Literal["silu", "swigluoai"]
 Routes = tuple[torch.Tensor, torch.Tensor]  # weights [N, k] float32, experts [N, k] int32
 
@@ -38,7 +37,7 @@ def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tenso
     return F.silu(gate) * up
 
 
-def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Scoring) -> Routes:
+def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
     """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower first."""
     wide = logits.float()
     experts = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -86,7 +85,7 @@ def _expert_torch(x: torch.Tensor, w: ExpertWeights, e: int) -> torch.Tensor:
     return F.linear(inner, w.down[e], None if w.down_bias is None else w.down_bias[e]).float()
 
 
-def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Scoring) -> Routes:
+def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
     if not use_triton(logits):
         return route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
     from quire.kernels.triton import moe_route as kernel
@@ -102,7 +101,7 @@ def moe_triton(
     top_k: int,
     *,
     renormalize: bool,
-    scoring: Scoring,
+    scoring: RouterScoring,
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     config: MoeConfig | None = None,  # default: by the table
     pdl: bool | None = None,  # start kernels while the one before still runs; default: where the device can
@@ -125,14 +124,14 @@ def moe_triton(
 
 def fused_layer_torch(
     x: torch.Tensor,
-    norm: Norm | None,
+    norm: RMSNormParams | None,
     router: torch.Tensor,
     router_bias: torch.Tensor | None,
     w: ExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
-    scoring: Scoring,
+    scoring: RouterScoring,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, in float32: see `fused_layer`."""
@@ -146,14 +145,14 @@ def fused_layer_torch(
 
 def fused_layer(
     x: torch.Tensor,  # [N, H], N <= MAX_FUSED_ROWS
-    norm: Norm | None,  # RMSNorm of x first
+    norm: RMSNormParams | None,  # RMSNorm of x first
     router: torch.Tensor,  # [E, H]
     router_bias: torch.Tensor | None,  # [E]
     w: ExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
-    scoring: Scoring,
+    scoring: RouterScoring,
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     config: FewConfig | None = None,
     pdl: bool | None = None,
@@ -174,7 +173,7 @@ def fused_layer(
 
 def prepare_moe(device: torch.device) -> None:
     """Allocate what the kernels share on a device; must come before a capture."""
-    if device.type == "cuda":
-        from quire.kernels.triton.moe_route import Counters
+    if supports_triton(device):
+        from quire.kernels.triton.moe_route import RouteWorkspace
 
-        Counters.of(device)
+        RouteWorkspace.of(device)

@@ -20,7 +20,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Scoring:
+class AttentionFeatures:
     """How a layer weighs keys: softmax(cap(q k scale) + slope (key position - query position)) over what is seen."""
 
     scale: float
@@ -37,7 +37,7 @@ def paged_attention(
     query_start: torch.Tensor,  # [n + 1]
     seq_lens: torch.Tensor,  # [n]: keys of each row, those of its queries included
     block_table: torch.Tensor,  # [rows, max_blocks]
-    scoring: Scoring,
+    features: AttentionFeatures,
 ) -> torch.Tensor:  # [N, H, D]
     out = torch.zeros_like(q)
     num_heads = q.shape[1]
@@ -49,19 +49,19 @@ def paged_attention(
         pages = kv_cache[block_table[row, : -(-length // block_size)].long()].to(q.dtype)
         k, v = (pages[:, part].transpose(0, 1).reshape(kv_heads, -1, head_size)[:, :length] for part in (0, 1))
         k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
-        scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * scoring.scale
+        scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * features.scale
         keys = torch.arange(length, device=q.device)
         queries = torch.arange(length - (last - first), length, device=q.device)[:, None]
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        if scoring.slopes is not None:
-            scores = scores + scoring.slopes[:, None, None] * (keys - queries)
+        if features.softcap is not None:
+            scores = features.softcap * torch.tanh(scores / features.softcap)
+        if features.slopes is not None:
+            scores = scores + features.slopes[:, None, None] * (keys - queries)
         hidden = keys > queries
-        if scoring.window is not None:
-            hidden = hidden | (keys <= queries - scoring.window)
+        if features.window is not None:
+            hidden = hidden | (keys <= queries - features.window)
         scores = scores.masked_fill(hidden, -torch.inf)
-        if scoring.sinks is not None:
-            scores = torch.cat((scores, scoring.sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
+        if features.sinks is not None:
+            scores = torch.cat((scores, features.sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
         weights = scores.softmax(-1)[..., :length]
         out[first:last] = torch.einsum("hqk,hkd->qhd", weights, v.float()).to(q.dtype)
     return out

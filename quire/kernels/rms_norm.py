@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from quire.kernels import native
 from quire.kernels.dispatch import use_triton
 
+RMSNormParams = tuple[torch.Tensor, float]  # weight [D], epsilon: for kernels that fuse the norm
+
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., D], weight [D] float32 -> [..., D], computed in float32 whatever the dtype of x."""

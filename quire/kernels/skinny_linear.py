@@ -3,12 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.dispatch import early_launch, use_triton
-from quire.kernels.rms_norm import rms_norm_torch
+from quire.kernels.dispatch import early_launch, supports_triton, use_triton
+from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.kernels.skinny_table import SkinnyConfig, choose, choose_fused
-
-Norm = tuple[torch.Tensor, float]  # weight [K], epsilon
 
 
 def skinny_linear_torch(
@@ -19,7 +17,7 @@ def skinny_linear_torch(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    norm: Norm | None = None,
+    norm: RMSNormParams | None = None,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -49,7 +47,7 @@ def skinny_linear(
     weight_scale: torch.Tensor | None = None,  # [N] float32
     x_scale: torch.Tensor | None = None,  # [M] float32
     residual: torch.Tensor | None = None,  # added to the result; contiguous
-    norm: Norm | None = None,  # RMSNorm of x first; gemv only
+    norm: RMSNormParams | None = None,  # RMSNorm of x first; gemv only
     silu: bool = False,  # the weight is [gate; up]: silu(gate) * up, [M, N / 2]
     out_dtype: torch.dtype | None = None,  # default: that of x
     pdl: bool | None = None,  # start while the kernel before still runs; default: where the device can
@@ -71,10 +69,10 @@ def skinny_linear(
 
 def prepare_skinny_linear(device: torch.device) -> None:
     """Allocate what the kernels share on a device; must come before a capture."""
-    if device.type == "cuda":
-        from quire.kernels.triton.skinny_linear import SplitSums
+    if supports_triton(device):
+        from quire.kernels.triton.skinny_linear import SplitWorkspace
 
-        SplitSums.of(device)
+        SplitWorkspace.of(device)
 
 
 def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:

@@ -1,25 +1,48 @@
-"""Device memory that launches share and leave as they found it."""
+"""Device memory that kernel launches share, and counters that every launch leaves at zero."""
 
-import functools
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 
 class Workspace:
-    """One for each device and kind of workspace. Launches that share it must share a stream."""
+    """Buffers of a kernel. Launches that share them must share a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        raise NotImplementedError
+        self.device = device
+        self._counters: list[torch.Tensor] = []
 
     @classmethod
     def of(cls, device: torch.device) -> Self:
-        return _made(cls, device)  # type: ignore[arg-type]
+        """The one that all launches of this kernel share on a device."""
+        found = _shared.get((cls, device))
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # Inside a capture its counters would not be zeroed before the first replay.
+                raise RuntimeError(
+                    f"the workspace of {cls.__module__} is needed before a CUDA graph is captured: prepare it"
+                )
+            found = _shared[cls, device] = cls(device)
+        assert isinstance(found, cls)
+        return found
+
+    def new_counters(self, count: int) -> torch.Tensor:
+        """[count] int32 that every launch leaves at zero."""
+        counters = torch.zeros(count, dtype=torch.int32, device=self.device)
+        self._counters.append(counters)
+        return counters
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Zero the counters: a step that failed between two launches leaves them as they were, and the next launch
+        would write where they point."""
+        for counters in self._counters:
+            counters.zero_()
 
 
-@functools.cache
-def _made(kind: type[Workspace], device: torch.device) -> Any:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Inside a capture its counters would not be zeroed before the first replay.
-        raise RuntimeError(f"the workspace of {kind.__module__} is needed before a CUDA graph is captured: prepare it")
-    return kind(device)
+_shared: dict[tuple[type[Workspace], torch.device], Workspace] = {}
+
+
+def reset_shared_workspaces() -> None:
+    for workspace in _shared.values():
+        workspace.reset()

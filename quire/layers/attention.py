@@ -5,15 +5,15 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from quire.attention.base import Angles, AttentionBackend, ForwardContext, Scoring
-from quire.kernels.rope_and_write import Norms
+from quire.attention.base import Angles, AttentionBackend, AttentionFeatures, ForwardContext
+from quire.kernels.rope_and_write import QKNormParams
 from quire.messages.kv_cache import KVCacheSpec
 
 
 class Attention(nn.Module):
     """One layer's attention over the paged cache. The runner binds cache, group and backend before the first step.
 
-    `softcap`, `slopes` and `sinks` are Scoring's; whoever made `sinks` also loads it.
+    `softcap`, `slopes` and `sinks` are AttentionFeatures's; whoever made `sinks` also loads it.
     """
 
     kv_cache: torch.Tensor
@@ -59,10 +59,10 @@ class Attention(nn.Module):
         return self.sliding_window, *features, self.head_size, self.num_heads, self.num_kv_heads
 
     @cached_property
-    def scoring(self) -> Scoring:
+    def features(self) -> AttentionFeatures:
         # Holds the parameter itself, so that it sees whatever is loaded into it.
         softcap = float(self.softcap) if self.softcap is not None else None
-        return Scoring(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
+        return AttentionFeatures(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
 
     def bind(self, kv_cache: torch.Tensor, group: int, backend: AttentionBackend) -> None:
         """kv_cache: shaped as backend.kv_cache_shape says."""
@@ -74,14 +74,14 @@ class Attention(nn.Module):
         return KVCacheSpec(block_size, self.num_kv_heads, self.head_size, dtype.itemsize, self.sliding_window)
 
     def forward(
-        self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, norms: Norms | None = None
+        self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None
     ) -> torch.Tensor:
         """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; queries and keys are normed, then rotated."""
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        q = self.backend.write(qkv, self.num_heads, norms, angles, self.kv_cache, slots, metadata)
-        out = self.backend.attend(q, self.kv_cache, metadata, self.scoring)
+        q = self.backend.write(qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata)
+        out = self.backend.attend(q, self.kv_cache, metadata, self.features)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod, Partition
@@ -39,7 +39,7 @@ class ParallelLinear(nn.Module):
     def fused(
         self,
         x: torch.Tensor,
-        norm: Norm | None = None,
+        norm: RMSNormParams | None = None,
         residual: torch.Tensor | None = None,
         silu: bool = False,
     ) -> torch.Tensor:

@@ -21,6 +21,15 @@ class MoeBackend:
     name: BackendName
     why: str
 
+    @property
+    def fuses_layer(self) -> bool:
+        """Norm, router, experts and residual of few rows can be fused."""
+        return self.name == "triton"
+
+    @property
+    def packs_weights(self) -> bool:
+        return self.name == "native"
+
 
 @functools.cache
 def choose_moe_backend(device_type: str, dtype: torch.dtype, num_experts: int, asked: str = "auto") -> MoeBackend:

@@ -10,6 +10,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Platform(Protocol):
     name: str
     device: torch.device
+    supports_triton: bool  # our Triton kernels run on it
+    supports_native: bool  # our C kernels do
+    has_own_memory: bool  # apart from the host's; what a step takes of it is measured
+    launches_async: bool  # an operation returns before the device has done it
     default_max_num_seqs: int
     default_max_num_batched_tokens: int
 
@@ -27,6 +31,10 @@ class Platform(Protocol):
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """ValueError if the platform cannot compute in `dtype`."""
+        ...
+
+    def check_fp8_cache(self, kv_cache_dtype: str) -> None:
+        """ValueError, which names the setting, if the platform cannot keep keys and values in fp8."""
         ...
 
     def available_memory(self) -> int:

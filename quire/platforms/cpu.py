@@ -9,6 +9,10 @@ from quire.platforms.cpuid import load_cpuid
 
 class CpuPlatform:
     name = "cpu"
+    supports_triton = False
+    supports_native = True
+    has_own_memory = False
+    launches_async = False
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 2048
 
@@ -50,6 +54,9 @@ class CpuPlatform:
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype {dtype} is not supported on a CPU; allowed: {', '.join(DTYPES)}")
+
+    def check_fp8_cache(self, kv_cache_dtype: str) -> None:
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto (--kv-cache-dtype)")
 
     def available_memory(self) -> int:
         return cpu_facts.available_memory()

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.kernels.counters import reset_counters
 from quire.kernels.transfer import aligned, write_to
 
 logger = logging.getLogger("quire")
@@ -81,10 +80,13 @@ class StepGraphs:
         max_rows: int,
         max_tokens: int,
         device: torch.device,
+        reset_workspaces: Callable[[], None],
     ) -> None:
-        """`compute` runs a step of the key's size from the buffers and returns its logits."""
+        """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
+        after a capture that failed."""
         self.compute = compute
         self.backend = backend
+        self.reset_workspaces = reset_workspaces
         self.device = device
         self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
         self.mixed_rows = min(MIXED_ROWS, max_rows)
@@ -145,7 +147,7 @@ class StepGraphs:
             logger.warning("steps of %s will be launched kernel by kernel, as no graph can be captured: %s", key, error)
             # The allocator may still take the old pool, or the driver the stream, to be part of a capture.
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-            reset_counters()
+            self.reset_workspaces()
             return False
         return True
 

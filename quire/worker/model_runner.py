@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
+from quire.kernels.dispatch import supports_triton
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.kernels.transfer import to_device
+from quire.kernels.workspace import reset_shared_workspaces
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
@@ -20,7 +22,7 @@ from quire.models.base import LanguageModel
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
-from quire.worker.prompt_scores import PromptScores
+from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 from quire.worker.transfer import Pending
@@ -73,7 +75,7 @@ class ModelRunner:
         """Allocate rows and cache; hand every attention layer its part."""
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device)
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
-        self.prompt_scores = PromptScores(self.model.compute_logits, self.logprobs_mode)
+        self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in self.model.attention_layers()}
         # Tensor i backs layer i of every group: all have pages of equal bytes, so one allocation is viewed in each
@@ -90,15 +92,22 @@ class ModelRunner:
                 layers[layer].bind(caches[layer], index, self.backend)
         if self.connector is not None:
             self.connector.bind([caches[i] for i in sorted(caches)])
-        if self.device.type == "cpu":
+        if self.backend.supports_replay:
             self.recorded = RecordedSteps(self.model, self.backend, self.rows.block_tables, self.rows.block_sizes)
+
+    def reset_workspaces(self) -> None:
+        """After a failed step or capture."""
+        reset_shared_workspaces()
+        self.backend.reset_workspace()
 
     @torch.inference_mode()
     def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
         self.compile_kernels(max_tokens)
         if self.use_graphs:
             max_rows = len(self.rows.num_tokens)
-            self.graphs = StepGraphs(self._captured_step, self.backend, max_rows, max_tokens, self.device)
+            self.graphs = StepGraphs(
+                self._captured_step, self.backend, max_rows, max_tokens, self.device, self.reset_workspaces
+            )
             self.graphs.capture_at_start(largest_only)
             if not largest_only:
                 from quire.kernels.triton.precompile import compile_behind
@@ -121,9 +130,9 @@ class ModelRunner:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
-        # Last: news taken before something fails would be lost.
+        # Finished transfers are read last: those read before something fails would be lost.
         if step.logits is None:
-            return Pending(lambda: self._with_news(_nothing_sampled()))
+            return Pending(lambda: self._with_transfers(_nothing_sampled()))
         return self._sample(step, step.logits, grammar)
 
     def _sample(
@@ -132,10 +141,12 @@ class ModelRunner:
         plan, state = step.plan, self.rows
         assert step.rows is not None
         count, row_list = len(plan.rows), plan.rows.tolist()
-        features = self.sampler.graph_features(row_list, grammar) if self.device.type == "cuda" else None
-        if features is not None:
-            self.sampler.sample_in_graph(logits, step.rows, state, features, self.sampled)
-            return Pending(lambda ids: self._with_news(_output(ids, None, step.prompt_logprobs)), self.sampled[:count])
+        draw = self.sampler.choose_draw(row_list, grammar) if supports_triton(self.device) else None
+        if draw is not None:
+            self.sampler.sample_fused(logits, step.rows, state, draw, self.sampled)
+            return Pending(
+                lambda ids: self._with_transfers(_output(ids, None, step.prompt_logprobs)), self.sampled[:count]
+            )
         rows = step.rows[:count].long()
         positions = state.num_tokens[rows]
         batch = SampleBatch(
@@ -147,16 +158,17 @@ class ModelRunner:
         )
         sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
-        found = sampled.logprobs
+        top = sampled.logprobs
 
-        def make(ids: np.ndarray, *scores: np.ndarray) -> ModelRunnerOutput:
-            logprobs = Logprobs(np.asarray(sampled.places), *scores) if scores else None
-            return self._with_news(_output(ids, logprobs, step.prompt_logprobs))
+        def make(ids: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
+            logprobs = Logprobs(np.asarray(sampled.places), *found) if found else None
+            return self._with_transfers(_output(ids, logprobs, step.prompt_logprobs))
 
-        scores = (found.token_ids, found.logprobs, found.ranks) if found is not None else ()
-        return Pending(make, sampled.token_ids.int(), *scores)
+        arrays = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
+        return Pending(make, sampled.token_ids.int(), *arrays)
 
-    def _with_news(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _with_transfers(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Adds the requests whose KV transfers have finished."""
         if self.connector is not None:
             output.finished_sending, output.finished_recving = self.connector.get_finished()
         return output
@@ -164,11 +176,11 @@ class ModelRunner:
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         for row in plan.finished_rows:
             self.sampler.remove_row(row)
-            self.prompt_scores.remove_row(row)
+            self.prompt_logprobs.remove_row(row)
         self.rows.add(plan.new_rows)
         for new in plan.new_rows:
             self.sampler.add_row(new)
-            self.prompt_scores.add_row(new)
+            self.prompt_logprobs.add_row(new)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
             copies = np.array(plan.block_copies)
@@ -181,7 +193,7 @@ class ModelRunner:
         plan = pending.plan
         one_each = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if one_each else 0
-        if self.graphs is not None and self.connector is None and not self.prompt_scores.wanted(plan):
+        if self.graphs is not None and self.connector is None and not self.prompt_logprobs.needed(plan):
             if one_each:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
             else:
@@ -212,7 +224,7 @@ class ModelRunner:
             some_single=bool((plan.num_tokens == 1).any()),
         )
         pending.logits = self.model.compute_logits(hidden if one_each else hidden[last])
-        pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
+        pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
 
     @torch.inference_mode()
     def compile_kernels(self, max_tokens: int) -> None:
@@ -235,9 +247,9 @@ class ModelRunner:
                 if num_rows <= len(self.rows.num_tokens) and len(self.rows.block_sizes) == 1:
                     self._captured_step(GraphKey(num_rows, num_rows, one_each=True, shared_prefix=True), buffers)
             for draw in Draw:
-                self.sampler.sample_in_graph(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
+                self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
-            self.sampler.rehearse(logits[:4], self.rows.num_tokens)
+            self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens)
         self._compiling = False
         self._later = later
         compile_all(jobs)

@@ -40,7 +40,7 @@ class RecordedSteps:
         self.model, self.backend, self.tables, self.sizes = model, backend, tables, sizes
         self.replays = 0
         self._recorded: Recorded | None = None
-        self._possible = backend.name == "native" and model.embed_tokens is not None
+        self._possible = model.embed_tokens is not None
 
     def run(
         self, rows: torch.Tensor, query_start: torch.Tensor, inputs: PreparedInputs, shared: int

@@ -41,8 +41,8 @@ class Worker:
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
         for note in self.platform.prepare():
             logger.info(note)
-        on_gpu = self.platform.name == "cuda"
-        self.memory_before = DeviceMemory.measure(self.platform.device) if on_gpu else None
+        own_memory = self.platform.has_own_memory
+        self.memory_before = DeviceMemory.measure(self.platform.device) if own_memory else None
         processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
@@ -72,7 +72,6 @@ class Worker:
         asked = config.device.attention_backend
         backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, asked, kept)
         logger.debug(why)
-        self.recovery = Recovery(self.platform.device)
         self.runner = ModelRunner(
             self.model,
             backend,
@@ -80,9 +79,10 @@ class Worker:
             config.model.vocab_size,
             config.model.logprobs_mode,
             worker_connector(config.transfer.kv_connector),
-            use_graphs=backend.name == "triton" and self.model.capturable and not config.device.enforce_eager,
+            use_graphs=backend.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
         )
+        self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 
     def _check_length(self) -> None:
         model = self.config.model
@@ -101,7 +101,7 @@ class Worker:
     def kv_cache_memory(self) -> int:
         """Measured after the weights are in place."""
         cache = self.config.cache
-        if self.platform.name == "cpu":
+        if not self.platform.has_own_memory:
             # A mapped file's pages count as available, but every step needs them.
             available = max(0, self.platform.available_memory() - getattr(self.model, "mapped_bytes", 0))
             return int(available * cache.cpu_memory_utilization)

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.attention.base import Scoring
+from quire.attention.base import AttentionFeatures
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -38,7 +38,7 @@ FEATURES = {
 }
 
 
-def scoring_with(features, heads, scale, window=None, device="cpu"):
+def make_features(features, heads, scale, window=None, device="cpu"):
     """features: a name of FEATURES, or "". Sinks from nothing to more than all keys; slopes as of ALiBi; a cap that
     bites."""
     made = {
@@ -46,4 +46,4 @@ def scoring_with(features, heads, scale, window=None, device="cpu"):
         "slopes": 2.0 ** -torch.linspace(0.5, 8, heads, device=device),
         "sinks": torch.linspace(-9, 6, heads, device=device),
     }
-    return Scoring(scale, window, **{name: made[name] for name in FEATURES.get(features, ())})
+    return AttentionFeatures(scale, window, **{name: made[name] for name in FEATURES.get(features, ())})

@@ -9,6 +9,7 @@ from quire.platforms import current_platform
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64)
 ROWS = 8
+GPU = SimpleNamespace(name="cuda", supports_triton=True, supports_native=False)
 
 
 def test_selector_says_why_and_lists_what_is_allowed():
@@ -44,9 +45,9 @@ def test_shapes_that_the_c_kernels_have_not(heads, head_size):
 def test_shapes_that_the_gpu_kernels_have_not(heads, head_size):
     with pytest.raises(ValueError, match="the most are 256 and 128; allowed here: torch"):
         shapes = [SHAPE, AttentionShape(heads, 1, head_size)]
-        choose_backend(SimpleNamespace(name="cuda"), torch.bfloat16, shapes, ROWS)
+        choose_backend(GPU, torch.bfloat16, shapes, ROWS)
 
 
 def test_more_rows_than_a_launch_has():
     with pytest.raises(ValueError, match=r"max_num_seqs is 65536; on a GPU at most 65535 .*--max-num-seqs"):
-        choose_backend(SimpleNamespace(name="cuda"), torch.bfloat16, [SHAPE], 65_536)
+        choose_backend(GPU, torch.bfloat16, [SHAPE], 65_536)

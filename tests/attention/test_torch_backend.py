@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.attention.base import Scoring, StepInputs
+from quire.attention.base import AttentionFeatures, StepInputs
 from quire.attention.pages import similar_lengths
 from quire.attention.torch import TorchBackend
 
@@ -53,7 +53,7 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     metadata = backend.build(step, table, block_size)
     qkv = torch.cat([torch.cat([*part, padded]) for part, padded in zip((q, k, v), pad, strict=True)], dim=1)
     queries = backend.write(qkv.flatten(1), heads, None, None, cache, torch.cat(slots), metadata)
-    return backend.attend(queries, cache, metadata, Scoring(HEAD**-0.5, window)), torch.cat(wanted)
+    return backend.attend(queries, cache, metadata, AttentionFeatures(HEAD**-0.5, window)), torch.cat(wanted)
 
 
 MIXES = {

@@ -68,9 +68,9 @@ def test_a_failed_capture_leaves_its_steps_eager_and_right(model, monkeypatch, c
 
 
 def test_a_step_that_fails_between_experts_kernels_leaves_no_counts():
-    from quire.kernels.counters import reset_counters
     from quire.kernels.moe import ExpertWeights, moe_triton
     from quire.kernels.triton.moe_route import route
+    from quire.kernels.workspace import reset_shared_workspaces
 
     device = torch.device("cuda", 0)
     x, logits = torch.randn(200, 64, device=device).bfloat16(), torch.randn(200, 8, device=device)
@@ -78,7 +78,7 @@ def test_a_step_that_fails_between_experts_kernels_leaves_no_counts():
     w, kind = ExpertWeights(gate_up, down), {"renormalize": True, "scoring": "softmax"}
     wanted = moe_triton(x, logits, w, 2, **kind)
     route(logits, 2, True, count=True)  # and nothing that takes the counts back
-    reset_counters()
+    reset_shared_workspaces()
     assert torch.equal(moe_triton(x, logits, w, 2, **kind), wanted)
 
 

@@ -20,7 +20,7 @@ from quire.kernels.triton import rms_norm as norm_kernel
 from quire.kernels.triton import rope_and_write as rope_kernel
 from quire.kernels.triton import silu_mul as silu_kernel
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
-from tests.attention.mixes import scoring_with
+from tests.attention.mixes import make_features
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -90,11 +90,11 @@ def check_attention(
     starts, table = starts.to(device), table.to(device)
     length = torch.tensor([prefix], dtype=torch.int32, device=device) if prefix else None
     step = StepInputs(in_step, len(q), starts, seq_lens, bool((counts == 1).all()), blocks, length)
-    scoring = scoring_with(features, heads, head_size**-0.5, window, device)
-    wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, scoring)
+    layer_features = make_features(features, heads, head_size**-0.5, window, device)
+    wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, layer_features)
     real = len(q) - padding
     for _ in range(2):  # the second time finds the counters that the first left
-        ours = backend.attend(q, cache, backend.build(step, table, block_size), scoring)
+        ours = backend.attend(q, cache, backend.build(step, table, block_size), layer_features)
         check_close(ours[:real], wanted[:real], dtype)
         assert ours.isfinite().all()
 
@@ -198,7 +198,7 @@ def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning, features
     q = torch.randn(len(lens), 4, 16).to(device, dtype)
     out, space = torch.empty_like(q), DecodeWorkspace(len(lens), [AttentionShape(4, 2, 16)], torch.device(device))
     rows, starts, lens, table = (x.to(device) for x in (rows, starts, lens, table))
-    scoring = scoring_with(features, 4, 0.25, device=device)
+    layer_features = make_features(features, 4, 0.25, device=device)
     for _ in range(2):
-        paged_decode(q, out, cache, rows, None, lens, table, space, scoring, tuning=tuning)
-        check_close(out, paged_attention(q, cache, rows, starts, lens, table, scoring), dtype)
+        paged_decode(q, out, cache, rows, None, lens, table, space, layer_features, tuning=tuning)
+        check_close(out, paged_attention(q, cache, rows, starts, lens, table, layer_features), dtype)

@@ -187,9 +187,9 @@ def check_bitmask(device: str, vocab: int, dtype: torch.dtype) -> None:
 
 
 def check_logprobs(device: str, n: int, vocab: int, dtype: torch.dtype) -> None:
-    scores = random_logits(n, vocab, device, dtype)
-    scores[0, : vocab // 2] = -INF
+    logits = random_logits(n, vocab, device, dtype)
+    logits[0, : vocab // 2] = -INF
     chosen = torch.arange(n, device=device) * (vocab - 1) // max(1, n - 1)
-    got, expected = gather_logprobs(scores, chosen), gather_logprobs_torch(scores, chosen)
+    got, expected = gather_logprobs(logits, chosen), gather_logprobs_torch(logits, chosen)
     assert torch.equal(got.chosen, expected.chosen) and torch.equal(got.ranks, expected.ranks)
     torch.testing.assert_close(got.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.counters import zeroed_counters
+from quire.kernels.workspace import Workspace
 from quire.worker.graphs import StepGraphs
 
 CPU = torch.device("cpu")
@@ -52,7 +52,8 @@ def main_stream(monkeypatch):
 
 
 def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
-    counters, tried = zeroed_counters(2, CPU), []
+    workspace, tried = Workspace(CPU), []
+    counters = workspace.new_counters(2)
 
     def compute(key, buffers):
         if key.shared_prefix and FakeGraph.capturing:
@@ -61,7 +62,7 @@ def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
             raise torch.OutOfMemoryError("no memory")
         return torch.zeros(key.num_rows, 8)
 
-    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU)
+    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU, workspace.reset)
     graphs.capture_at_start()
     assert graphs.run_decode(ROWS, 0) is not None
     side = graphs._stream
@@ -82,7 +83,7 @@ def test_the_error_of_a_failed_capture_is_the_first_one(main_stream, caplog, mon
             raise RuntimeError("an operation that cannot be captured")
         return torch.zeros(key.num_rows, 8)
 
-    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU)
+    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU, lambda: None)
     monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
     with caplog.at_level(logging.WARNING, "quire"):
         assert [graphs.run_decode(ROWS, PREFIX) for _ in range(3)] == [None] * 3

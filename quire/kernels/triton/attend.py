@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quire.kernels.paged_attention import Scoring
+from quire.kernels.paged_attention import AttentionFeatures
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -91,10 +91,10 @@ def start(sinks, head, real, M: tl.constexpr, DP: tl.constexpr, SINKS: tl.conste
     return acc, most, total
 
 
-def features(scoring: Scoring) -> dict[str, bool]:
+def feature_flags(features: AttentionFeatures) -> dict[str, bool]:
     """What kernels leave out where a layer has no need of it."""
     return {
-        "SOFTCAP": scoring.softcap is not None,
-        "ALIBI": scoring.slopes is not None,
-        "SINKS": scoring.sinks is not None,
+        "SOFTCAP": features.softcap is not None,
+        "ALIBI": features.slopes is not None,
+        "SINKS": features.sinks is not None,
     }

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.moe_table import FewConfig
+from quire.kernels.rms_norm import RMSNormParams
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _gate_up_kernel(
     w,  # [E, 2 * D, H]
     inner,  # [rows * TOP_K, D]
     bias,  # [E, 2 * D]
-    norm,  # [H]: weight of an RMSNorm of x
+    norm_weight,  # [H] of an RMSNorm of x
     experts,  # [rows * TOP_K]
     H,
     D,
@@ -72,7 +73,7 @@ def _gate_up_kernel(
             values = tl.load(x_row + k, mask=k < H, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += values * values
-            values *= tl.load(norm + k, mask=k < H, other=0.0).to(tl.float32)
+            values *= tl.load(norm_weight + k, mask=k < H, other=0.0).to(tl.float32)
         acc += gate * values[None, :]
         acc_up += up * values[None, :]
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
@@ -154,7 +155,7 @@ def few_experts(
     experts: torch.Tensor,
     w: ExpertWeights,
     config: FewConfig,
-    norm: tuple[torch.Tensor, float] | None,
+    norm: RMSNormParams | None,
     residual: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.moe_table import GroupedConfig, TileConfig
 from quire.kernels.triton.moe_few import activate
-from quire.kernels.triton.moe_route import Counters
+from quire.kernels.triton.moe_route import RouteWorkspace
 
 COMPARED = 4096  # pairs of (pair, expert) that a program of the sort holds in registers
 COLUMNS = 1024  # that a program sums up
@@ -199,7 +199,7 @@ def grouped_experts(
     pairs, device = rows * top_k, x.device
     block_m, block_e = config.block_m, triton.next_power_of_2(num_experts)
     tiles = max_tiles(pairs, num_experts, block_m)
-    counts = Counters.of(device).counts
+    counts = RouteWorkspace.of(device).counts
     launch: dict[str, bool] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
 
     order = torch.empty(tiles * block_m, dtype=torch.int32, device=device)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
 from quire.kernels.moe_table import MAX_EXPERTS, MAX_FUSED_ROWS
-from quire.kernels.triton.workspace import Workspace
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.workspace import Workspace
 
 TILE = 8192  # weights of the router that a program holds in registers
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -89,7 +89,7 @@ def _route_kernel(
 @triton.jit
 def _router_kernel(
     x,  # [N, H]
-    norm,  # [H]: weight of an RMSNorm of x
+    norm_weight,  # [H] of an RMSNorm of x
     router,  # [E, H]
     bias,  # [E]
     logits,  # [N, E] float32
@@ -118,7 +118,9 @@ def _router_kernel(
     inside = h < H
     at = router + tl.minimum(e, E - 1).to(tl.int64)[:, None] * H + h[None, :]
     tile = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
-    gain = tl.load(norm + h, mask=inside, other=0.0).to(tl.float32) if HAS_NORM else tl.zeros([BLOCK_H], tl.float32)
+    gain = (
+        tl.load(norm_weight + h, mask=inside, other=0.0).to(tl.float32) if HAS_NORM else tl.zeros([BLOCK_H], tl.float32)
+    )
     if PDL:
         gdc_wait()
     values = tl.load(x + row * x_stride + h, mask=inside, other=0.0).to(tl.float32)
@@ -140,12 +142,11 @@ def _router_kernel(
     )  # fmt: skip
 
 
-class Counters(Workspace):
-    """Zero between uses."""
-
+class RouteWorkspace(Workspace):
     def __init__(self, device: torch.device) -> None:
-        self.counts = zeroed_counters(MAX_EXPERTS, device)
-        self.arrived = zeroed_counters(MAX_FUSED_ROWS, device)
+        super().__init__(device)
+        self.counts = self.new_counters(MAX_EXPERTS)
+        self.arrived = self.new_counters(MAX_FUSED_ROWS)
 
 
 def route(
@@ -157,9 +158,10 @@ def route(
     places = torch.empty_like(experts) if count else None
     if rows:
         block = triton.next_power_of_2(num_experts)
+        counts = RouteWorkspace.of(logits.device).counts
         _route_kernel[(rows,)](
-            logits, weights, experts, places if places is not None else experts, Counters.of(logits.device).counts,
-            num_experts, logits.stride(0), TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), OF_CHOSEN=of_chosen,
+            logits, weights, experts, places if places is not None else experts, counts, num_experts,
+            logits.stride(0), TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), OF_CHOSEN=of_chosen,
             COUNT=count, num_warps=4 if block > 32 else 1, **early_launch(logits),
         )  # fmt: skip
     return weights, experts, places
@@ -169,7 +171,7 @@ def router(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    norm: tuple[torch.Tensor, float] | None,
+    norm: RMSNormParams | None,
     top_k: int,
     of_chosen: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +185,7 @@ def router(
     block_n = max(1, TILE // block_h)
     gain, eps = norm if norm is not None else (None, 0.0)
     _router_kernel[(rows, triton.cdiv(num_experts, block_n))](
-        x, gain, weight, bias, logits, Counters.of(x.device).arrived, weights, experts,
+        x, gain, weight, bias, logits, RouteWorkspace.of(x.device).arrived, weights, experts,
         num_experts, hidden, x.stride(0), eps, TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), BLOCK_N=block_n,
         BLOCK_H=block_h, OF_CHOSEN=of_chosen, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, num_warps=4,
         **early_launch(x),

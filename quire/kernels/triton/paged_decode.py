@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
-from quire.kernels.paged_attention import AttentionShape, Scoring
-from quire.kernels.triton.attend import attend, features, start
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
+from quire.kernels.triton.attend import attend, feature_flags, start
+from quire.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -283,17 +283,18 @@ def _shared_prefix_kernel(
     tl.store(partial_sum + place * 2 + 1, total, mask=real)
 
 
-class DecodeWorkspace:
-    """Where splits leave their parts. One for all layers, which run one after the other, and large enough for each."""
+class DecodeWorkspace(Workspace):
+    """Partial results of splits. One for all layers, which run one after the other, and large enough for each."""
 
     def __init__(self, max_rows: int, shapes: Sequence[AttentionShape], device: torch.device) -> None:
+        super().__init__(device)
         parts = {s: most_parts(max_rows, s.num_kv_heads) for s in shapes}
         largest_out = max(count * s.num_heads * s.head_size for s, count in parts.items())
         largest_sum = max(count * s.num_heads * 2 for s, count in parts.items())
         self.partial_out = torch.empty(largest_out, dtype=torch.float32, device=device)
         self.partial_sum = torch.empty(largest_sum, dtype=torch.float32, device=device)
         most_heads = max(s.num_kv_heads for s in shapes)
-        self.arrived = zeroed_counters(max_rows * most_heads, device)
+        self.arrived = self.new_counters(max_rows * most_heads)
 
 
 def most_parts(max_rows: int, num_kv_heads: int) -> int:
@@ -315,7 +316,7 @@ def paged_decode(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     workspace: DecodeWorkspace,
-    scoring: Scoring,
+    features: AttentionFeatures,
     prefix_len: torch.Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> None:
@@ -339,12 +340,12 @@ def paged_decode(
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size, TILE=tuning.tile,
         PREFIX_SPLITS=prefix_splits,
     )  # fmt: skip
-    has = features(scoring)
-    slopes = scoring.slopes if scoring.slopes is not None else q
-    sinks = scoring.sinks if scoring.sinks is not None else q
-    scale, softcap = scoring.scale, scoring.softcap or 0.0
+    has = feature_flags(features)
+    slopes = features.slopes if features.slopes is not None else q
+    sinks = features.sinks if features.sinks is not None else q
+    scale, softcap = features.scale, features.softcap or 0.0
     if prefix_len is not None:
-        assert query_start is None and scoring.window is None
+        assert query_start is None and features.window is None
         block_m = max(32 if full else 128, triton.next_power_of_2(group))
         _shared_prefix_kernel[(triton.cdiv(num_rows, block_m // group), kv_heads, prefix_splits)](
             q, kv_cache, rows, seq_lens, block_table, block_table.stride(0), prefix_len,
@@ -360,6 +361,6 @@ def paged_decode(
         slopes, sinks, scale, softcap, splits,
         GP=padded_group(group), GM=triton.next_power_of_2(group),
         MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, PURE=query_start is None,
-        WINDOW=scoring.window or 0, **has,
+        WINDOW=features.window or 0, **has,
         num_warps=tuning.warps, num_stages=tuning.stages, **shape, **early_launch(q),
     )  # fmt: skip

@@ -6,8 +6,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
-from quire.kernels.paged_attention import Scoring
-from quire.kernels.triton.attend import attend, features, start
+from quire.kernels.paged_attention import AttentionFeatures
+from quire.kernels.triton.attend import attend, feature_flags, start
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -105,7 +105,7 @@ def paged_prefill(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
-    scoring: Scoring,
+    features: AttentionFeatures,
     queries: int | None = None,
     tile: int | None = None,
     warps: int | None = None,
@@ -127,10 +127,10 @@ def paged_prefill(
         options["maxnreg"] = 128
     _prefill_kernel[(kv_heads * query_blocks.shape[0],)](
         q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
-        scoring.slopes if scoring.slopes is not None else q, scoring.sinks if scoring.sinks is not None else q,
-        scoring.scale, scoring.softcap or 0.0,
+        features.slopes if features.slopes is not None else q, features.sinks if features.sinks is not None else q,
+        features.scale, features.softcap or 0.0,
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
         BLOCK_M=size, QUERIES=queries or most, TILE=tile or (16 if large else 32 if full else 64),
-        WINDOW=scoring.window or 0, **features(scoring),
+        WINDOW=features.window or 0, **feature_flags(features),
         **options, **early_launch(q),
     )  # fmt: skip

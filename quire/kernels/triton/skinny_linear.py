@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.counters import zeroed_counters
+from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
-from quire.kernels.triton.workspace import Workspace
+from quire.kernels.workspace import Workspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
 COUNTERS = 8192
@@ -68,7 +68,7 @@ def _gemv_kernel(
     y,  # [rows, N]
     bias,
     residual,
-    norm,  # [K]: weight of an RMSNorm of x
+    norm_weight,  # [K] of an RMSNorm of x
     w_scale,
     x_scale,
     rows,
@@ -120,7 +120,7 @@ def _gemv_kernel(
         if PDL:
             # The weights are on their way before the kernel that makes x has ended.
             gdc_wait()
-        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
+        gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
             x, gain, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
         )
@@ -292,12 +292,13 @@ def _dot_kernel(
     )  # fmt: skip
 
 
-class SplitSums(Workspace):
+class SplitWorkspace(Workspace):
     """Partial sums and arrival counters of split products."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.partial = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-        self.arrived = zeroed_counters(COUNTERS, device)
+        self.arrived = self.new_counters(COUNTERS)
 
 
 def skinny_linear(
@@ -308,7 +309,7 @@ def skinny_linear(
     weight_scale: torch.Tensor | None,
     x_scale: torch.Tensor | None,
     residual: torch.Tensor | None,
-    norm: tuple[torch.Tensor, float] | None,
+    norm: RMSNormParams | None,
     silu: bool,
     out_dtype: torch.dtype,
     pdl: bool,
@@ -344,7 +345,7 @@ def skinny_linear(
     halves = 2 if silu else 1
     size = weight.element_size()
     stages = min(config.stages, MAX_SHARED // ((halves * config.block_n + block_m) * config.block_k * size))
-    space = SplitSums.of(x.device)
+    space = SplitWorkspace.of(x.device)
     if config.splits > 1:
         needed = tiles * config.splits * halves * config.block_n * block_m
         if needed > WORKSPACE_FLOATS or tiles > COUNTERS:
