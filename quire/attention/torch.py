@@ -1,9 +1,9 @@
-"""Attention over pages in plain torch: the CPU's backend, and the reference on any device.
+"""Attention over pages in torch: the fallback on a CPU, and the reference on any device.
 
 Pages are gathered, then multiplied by batched matmuls with the query heads of a KV head side by side, so K and V are
 never repeated. On a CPU in bf16 this measured twice as fast as torch's scaled_dot_product_attention, both for decode
-rows and, in blocks of queries, for prompts. In float32 the latter is up to 1.4 times as fast for long prompts; one path
-serves both all the same.
+rows and, in blocks of queries, for prompts. In float32 the latter is up to 1.4 times as fast for long prompts, which
+does not justify a second path.
 """
 
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
 
 @dataclass
 class Plan:
-    """What a step gathers and hides; the same for every layer of a group."""
+    """The pages that a step gathers and the keys it masks; the same for every layer of a group."""
 
     decode: list[DecodeBatch]
     prompts: list[PromptRow]
-    scratch: torch.Tensor  # [most pages gathered at once, block_size * D]: fresh memory for every layer would cost more
+    scratch: torch.Tensor  # [most pages gathered at once, block_size * D]: reused by all layers
 
 
 @dataclass
 class TorchMetadata:
-    """Rows of the step, and the plan that the first layer to attend makes of them."""
+    """Rows of the step, and the plans, each made by the first layer that needs it."""
 
     step: StepInputs
     block_table: torch.Tensor
@@ -127,7 +127,7 @@ def _attend_decode(
     k, v = _gather(pages, batch.pages, scratch, kv_heads, head_size)
     flat_q = q.transpose(0, 1).reshape(kv_heads * rows, group, head_size)
     raw = torch.bmm(flat_q, k.view(kv_heads * rows, -1, head_size).transpose(1, 2))
-    scores = _bent(raw.view(kv_heads, rows, group, -1), features)
+    scores = _cap_scores(raw.view(kv_heads, rows, group, -1), features)
     if features.slopes is not None:
         distances = batch.first[:, None] + torch.arange(scores.shape[-1], device=q.device)
         scores += features.slopes.view(kv_heads, 1, group, 1) * distances[:, None]
@@ -154,7 +154,7 @@ def _attend_prompt(
         # [T, KV, G, D] -> [KV, G * T, D]: one matmul per KV head serves its whole group.
         flat_q = q[queries].permute(1, 2, 0, 3).reshape(kv_heads, -1, head_size)
         raw = torch.bmm(flat_q, k[:, keys].transpose(1, 2))
-        scores = _bent(raw.view(kv_heads, group, block.num_tokens, -1), features)
+        scores = _cap_scores(raw.view(kv_heads, group, block.num_tokens, -1), features)
         if features.slopes is not None:
             key, query = (torch.arange(n, device=q.device) for n in (scores.shape[-1], block.num_tokens))
             scores += features.slopes.view(kv_heads, group, 1, 1) * (block.first + key - query[:, None])
@@ -164,8 +164,8 @@ def _attend_prompt(
         out[queries] = result.view(kv_heads, group, block.num_tokens, head_size).permute(2, 0, 1, 3)
 
 
-def _bent(scores: torch.Tensor, features: AttentionFeatures) -> torch.Tensor:
-    """Soft-capped where asked; in float32 where more than a softmax is to come."""
+def _cap_scores(scores: torch.Tensor, features: AttentionFeatures) -> torch.Tensor:
+    """Scores with the soft-cap, if any; in float32 if biases or sinks are added to them."""
     if features.softcap is not None:
         return scores.float().div_(features.softcap).tanh_().mul_(features.softcap)
     return scores.float() if features.slopes is not None or features.sinks is not None else scores

@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts each row goes to, and the sum of what they make of it."""
+"""Mixture of experts: the routing of rows to experts, and the weighted sum of the experts' outputs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +38,7 @@ def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tenso
 
 
 def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
-    """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower first."""
+    """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower index first."""
     wide = logits.float()
     experts = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :top_k]
     if scoring == "topk_softmax":
@@ -62,11 +62,11 @@ def experts_torch(
     else:
         total = residual.to(torch.float32, copy=True)
     if x.is_cuda:
-        # Every row by every expert: which rows an expert has the host must not ask, a graph may be being captured.
+        # Every row by every expert: a graph may be being captured, so the host cannot read which rows an expert has.
         share = torch.zeros(len(x), len(w.down), device=x.device).scatter_(1, experts.long(), weights)
         for e in range(len(w.down)):
             mine = share[:, e : e + 1]
-            total += torch.where(mine != 0, _expert_torch(x, w, e) * mine, 0.0)  # what it makes of others may overflow
+            total += torch.where(mine != 0, _expert_torch(x, w, e) * mine, 0.0)  # of other rows it may overflow
         return total.to(x.dtype)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -74,8 +74,8 @@ def experts_torch(
     for e, pairs in enumerate(order.split(counts)):
         if len(pairs):
             rows = pairs // experts.shape[1]
-            made = _expert_torch(x[rows], w, e)
-            total.index_add_(0, rows, made * weights.reshape(-1)[pairs, None])
+            output = _expert_torch(x[rows], w, e)
+            total.index_add_(0, rows, output * weights.reshape(-1)[pairs, None])
     return total.to(x.dtype)
 
 
@@ -134,7 +134,7 @@ def fused_layer_torch(
     scoring: RouterScoring,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition, in float32: see `fused_layer`."""
+    """The reference, in float32: see `fused_layer`."""
     wide = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
     logits = F.linear(wide, router.float(), None if router_bias is None else router_bias.float())
     routes = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
@@ -172,7 +172,7 @@ def fused_layer(
 
 
 def prepare_moe(device: torch.device) -> None:
-    """Allocate what the kernels share on a device; must come before a capture."""
+    """Allocate the kernels' workspace on a device; call it before a capture."""
     if supports_triton(device):
         from quire.kernels.triton.moe_route import RouteWorkspace
 

@@ -1,4 +1,4 @@
-"""Attention over pages, written plainly: what every backend's kernels are tested against."""
+"""Paged attention in torch: the reference that every backend's kernels are tested against, and its parameters."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of a layer."""
+    """Heads of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -21,13 +21,13 @@ class AttentionShape:
 
 @dataclass(frozen=True, eq=False)
 class AttentionFeatures:
-    """How a layer weighs keys: softmax(cap(q k scale) + slope (key position - query position)) over what is seen."""
+    """Of a layer: weights are softmax(cap(q k scale) + slope (key position - query position)) over visible keys."""
 
     scale: float
     window: int | None = None  # keys that a query sees, itself among them
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     slopes: torch.Tensor | None = None  # [H] float32: ALiBi's
-    sinks: torch.Tensor | None = None  # [H] float32: the score of one more key, whose value is nothing
+    sinks: torch.Tensor | None = None  # [H] float32: the score of an additional key, whose value is zero
 
 
 def paged_attention(

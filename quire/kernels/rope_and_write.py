@@ -1,4 +1,4 @@
-"""Between the QKV projection and attention: queries and keys normed and rotated, keys and values written to pages."""
+"""Between QKV projection and attention: norm and rotary embedding of queries and keys, and the KV-cache write."""
 
 import torch
 
@@ -25,7 +25,7 @@ def norm_and_rope(
         q, k = q_and_k.split((num_heads, num_kv_heads), dim=1)
         q_and_k = torch.cat((rms_norm_torch(q, q_weight, eps), rms_norm_torch(k, k_weight, eps)), dim=1)
     if cos_sin is not None:
-        # Queries and keys lie side by side and turn by the same angles: one call instead of two.
+        # Queries and keys are adjacent and have the same angles: one call instead of two.
         q_and_k = apply_rope(q_and_k, *cos_sin)
     q, k = q_and_k.split((num_heads, num_kv_heads), dim=1)
     return q, k, v

@@ -1,4 +1,4 @@
-"""x [M, K] times a weight [N, K], for the few rows of a decode step, with what stands around it fused in."""
+"""x [M, K] times a weight [N, K], for the few rows of a decode step, fused with norm, activation and residual."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def skinny_linear_torch(
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The definition, in float32: see `skinny_linear`."""
+    """The reference, in float32: see `skinny_linear`."""
     out_dtype = out_dtype or x.dtype
     left, right = x.float(), weight.float()
     if norm is not None:
@@ -68,7 +68,7 @@ def skinny_linear(
 
 
 def prepare_skinny_linear(device: torch.device) -> None:
-    """Allocate what the kernels share on a device; must come before a capture."""
+    """Allocate the kernels' workspace on a device; call it before a capture."""
     if supports_triton(device):
         from quire.kernels.triton.skinny_linear import SplitWorkspace
 
@@ -76,7 +76,7 @@ def prepare_skinny_linear(device: torch.device) -> None:
 
 
 def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
-    """The kernel measured to be the fastest for x times the weight; None: the library's is, or the types do not fit."""
+    """The kernel measured to be the fastest for x times the weight; None: the library's, or ours lack these types."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     fits = (half and x.dtype == weight.dtype) or (weight.dtype is torch.float8_e4m3fn and weight.is_contiguous())
     if not x.is_cuda or not fits or x.stride(-1) != 1:
@@ -85,7 +85,7 @@ def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
 
 
 def can_fuse(weight: torch.Tensor) -> bool:
-    """Whether there is a kernel that norms few rows first, multiplies, and adds a residual."""
+    """Whether a kernel exists that fuses RMSNorm, product and residual for few rows."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     fp8 = weight.dtype is torch.float8_e4m3fn and weight.is_contiguous()
     return weight.is_cuda and (half or fp8) and weight.shape[1] % 16 == 0

@@ -13,7 +13,7 @@ from quire.messages.kv_cache import KVCacheSpec
 class Attention(nn.Module):
     """One layer's attention over the paged cache. The runner binds cache, group and backend before the first step.
 
-    `softcap`, `slopes` and `sinks` are AttentionFeatures's; whoever made `sinks` also loads it.
+    `softcap`, `slopes` and `sinks` are those of AttentionFeatures; the module that owns `sinks` loads it.
     """
 
     kv_cache: torch.Tensor
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
     @property
     def kind(self) -> tuple[int | None, bool, bool, bool, int, int, int]:
-        """What its kernels are compiled for: layers of one kind differ only in numbers."""
+        """What its kernels are compiled for: layers of one kind differ only in values."""
         features = (self.softcap is not None, self.slopes is not None, self.sinks is not None)
         return self.sliding_window, *features, self.head_size, self.num_heads, self.num_kv_heads
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         return AttentionFeatures(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
 
     def bind(self, kv_cache: torch.Tensor, group: int, backend: AttentionBackend) -> None:
-        """kv_cache: shaped as backend.kv_cache_shape says."""
+        """kv_cache: of the shape backend.kv_cache_shape()."""
         self.kv_cache = kv_cache
         self.group = group
         self.backend = backend
@@ -76,7 +76,7 @@ class Attention(nn.Module):
     def forward(
         self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None
     ) -> torch.Tensor:
-        """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; queries and keys are normed, then rotated."""
+        """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; norm, then rotary embedding, of queries and keys."""
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
@@ -87,5 +87,5 @@ class Attention(nn.Module):
         return out.view(out.shape[0], -1)
 
     def forward_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """q [N, heads, D], k and v [N, kv_heads, D], normed and rotated where need be -> [N, heads * D]."""
+        """q [N, heads, D], k and v [N, kv_heads, D], after norm and rotary embedding -> [N, heads * D]."""
         return self.forward(torch.cat((q, k, v), dim=1).flatten(1), ctx)

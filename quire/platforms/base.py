@@ -1,4 +1,4 @@
-"""What the rest of Quire asks of the hardware it runs on."""
+"""The interface to the hardware that Quire runs on."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ class Platform(Protocol):
     device: torch.device
     supports_triton: bool  # our Triton kernels run on it
     supports_native: bool  # our C kernels do
-    has_own_memory: bool  # apart from the host's; what a step takes of it is measured
+    has_own_memory: bool  # separate from the host's; its use by steps is measured
     launches_async: bool  # an operation returns before the device has done it
     default_max_num_seqs: int
     default_max_num_batched_tokens: int
@@ -42,5 +42,5 @@ class Platform(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything it was given."""
+        """Wait until the device has finished all work."""
         ...

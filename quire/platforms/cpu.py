@@ -22,7 +22,7 @@ class CpuPlatform:
         self._pin = pin
         self._claim: cpu_cores.Claim | None = None
         self._cpuid = load_cpuid()
-        cpu_isa.ceiling()  # an unknown one is an error now, not in the middle of loading
+        cpu_isa.ceiling()  # raise for an unknown one now, not while loading
 
     def prepare(self) -> list[str]:
         cpu_isa.limit_torch()
@@ -37,7 +37,7 @@ class CpuPlatform:
     def cores_to_pin(self) -> list[int]:
         """A CPU for each compute thread, if threads are to be pinned.
 
-        Only when they fill all cores: with fewer, or a quota of time, the kernel places them better than we could.
+        Only if they fill all cores: with fewer, or under a CPU quota, the kernel places them better.
         """
         cores = cpu_cores.physical_cores()
         if not self._pin or self.threads < 2 or self.threads != len(cores) or self.threads != cpu_cores.usable_cores():

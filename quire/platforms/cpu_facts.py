@@ -26,7 +26,7 @@ def amx_is_broken(cpuid: Cpuid) -> bool:
 
 
 def cap_onednn_if_amx_is_broken(cpuid: Cpuid | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Keep oneDNN off AMX where it would die with SIGILL. Call before the first matmul: oneDNN reads the variable once.
+    """Keep oneDNN from AMX where it would crash. Call before the first matmul: oneDNN reads the variable once.
 
     Returns a sentence to log, or None where nothing was done.
     """
@@ -40,7 +40,7 @@ def cap_onednn_if_amx_is_broken(cpuid: Cpuid | None, environ: MutableMapping[str
 
 
 def onednn_may_use_amx(environ: Mapping[str, str] = os.environ) -> bool:
-    """Once the platform is prepared: whether the processor has AMX and nothing keeps oneDNN from it."""
+    """Whether the processor has AMX and oneDNN is not limited below it; call once the platform is prepared."""
     return "amx_bf16" in cpu_flags() and ONEDNN_ISA not in environ
 
 
@@ -69,7 +69,7 @@ def has_fast_bf16(cpuid: Cpuid | None) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes this process can still take: what the kernel has left, or what its cgroup allows if that is less."""
+    """Bytes this process can still allocate: the system's free memory, or its cgroup's limit if that is less."""
     known = [c for c in (_mem_available(), cpu_cgroup.memory_left()) if c is not None]
     if not known:
         raise RuntimeError("cannot find out how much memory is free; set the size of the KV cache explicitly")

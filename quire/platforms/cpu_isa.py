@@ -7,7 +7,7 @@ VARIABLE = "QUIRE_CPU_ISA"
 LEVELS = ("portable", "avx2", "avx512", "amx")  # each includes those before it
 ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 
-# What keeps torch's own kernels below the same ceiling. oneDNN knows no level between AVX-512 with fp16 and AMX.
+# Keep torch's own kernels below the same ceiling. oneDNN knows no level between AVX-512 with fp16 and AMX.
 _TORCH_LIMITS = {
     "portable": {ONEDNN_ISA: "SSE41", "ATEN_CPU_CAPABILITY": "default"},
     "avx2": {ONEDNN_ISA: "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -17,7 +17,7 @@ _TORCH_LIMITS = {
 
 
 def ceiling(environ: Mapping[str, str] = os.environ) -> str:
-    """The highest level that may be used; "amx" where nothing was asked for."""
+    """The highest level that may be used; "amx" if the variable is not set."""
     level = environ.get(VARIABLE, "amx")
     if level not in LEVELS:
         raise ValueError(f"{VARIABLE} is {level!r}; allowed: {', '.join(reversed(LEVELS))}")

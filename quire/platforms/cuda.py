@@ -16,7 +16,7 @@ class CudaPlatform:
 
     def __init__(self, device: str = "cuda") -> None:
         if not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use 'cpu' or 'auto'")
+            raise ValueError("device 'cuda' was requested, but torch finds no CUDA device; use 'cpu' or 'auto'")
         self.device = torch.device("cuda", torch.device(device).index or 0)  # memory queries insist on an index
 
     def prepare(self) -> list[str]:

@@ -85,7 +85,7 @@ class PackedSlot(LoadSlot):
     index: int = 0
     target: str | None = None  # the format for a tensor that is not quantized; None: it stays as it is
 
-    def take(self, tensor: object) -> bool:
+    def load_directly(self, tensor: object) -> bool:
         if self.target is not None or not isinstance(tensor, StoredBlocks):
             return False
         kind = quantized.FORMATS.get(tensor.type_name)

@@ -39,7 +39,7 @@ from quire.sample.warpers import MinP, Temperature, TopKTopP, Warper
 @dataclass(slots=True)
 class Sampled:
     token_ids: torch.Tensor  # [n] int64; -1 where the logits hold NaN or allow no token
-    places: list[int]  # rows of the batch that asked for logprobs
+    places: list[int]  # indices in the batch of the rows that requested logprobs
     logprobs: TokenLogprobs | None
 
 
@@ -61,7 +61,7 @@ class Sampler:
             AllowedTokens(device),
             MinTokens(device),
             BadWords(device),
-            ThinkingBudget(device),  # last: what it forces is all that may be drawn
+            ThinkingBudget(device),  # last: it overrides all others
         )
         self._grammar = Grammar(device)
         by_row = self.parameters.device
@@ -133,7 +133,7 @@ class Sampler:
             processed, tokens = self._choose_fused(logits, batch, draw, used, bool(places))
         else:
             processed, tokens = self._choose(logits, batch, draw, used)
-        known = tokens.clamp(min=0)  # an index even where there is no token
+        known = tokens.clamp(min=0)  # a valid index even for NO_TOKEN
         for processor in used:
             processor.sampled(known, batch)
         return Sampled(tokens, places, self._logprobs(logits if self.raw_logprobs else processed, known, places, batch))

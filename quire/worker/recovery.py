@@ -11,7 +11,7 @@ class Recovery:
     def __init__(
         self, device: torch.device, reset_workspaces: Callable[[], None], probe: Callable[[], None] | None = None
     ) -> None:
-        """`probe` raises if the device computes no more; by default, on a GPU, a tiny operation."""
+        """`probe` raises if the device no longer computes; by default, on a GPU, a tiny operation."""
         self._reset_workspaces = reset_workspaces
         self._probe = probe or (cuda_probe(device) if device.type == "cuda" else _nothing)
 
@@ -22,7 +22,7 @@ class Recovery:
             self._probe()
             self._reset_workspaces()
         except Exception as fault:
-            raise DeviceLostError(f"the device computes no more: {type(error).__name__}: {error}") from fault
+            raise DeviceLostError(f"the device no longer computes: {type(error).__name__}: {error}") from fault
 
 
 def cuda_probe(device: torch.device) -> Callable[[], None]:

@@ -55,7 +55,7 @@ def test_a_replayed_call_has_all_of_it():
     batch = paged_batch(MIXES["decode"], 16, 6, 2, 64, torch.bfloat16)
     layer_features, backend = make_features("all", 6, 0.125), NativeBackend()
     q, cache, rows, starts, lens, table = batch
-    metadata = backend.build(StepInputs(rows, len(q), starts, lens, one_each=True), table, 16)
+    metadata = backend.build(StepInputs(rows, len(q), starts, lens, decode_only=True), table, 16)
     wanted = backend.attend(q, cache, metadata, layer_features)
     with Recording(len(q)) as recording:
         out = backend.attend(q, cache, metadata, layer_features)

@@ -19,7 +19,7 @@ def test_selector_says_why_and_lists_what_is_allowed():
     backend, reason = choose_backend(cpu, torch.bfloat16, [SHAPE], ROWS)
     assert backend.name == ("torch" if native.library() is None else "native") and "bfloat16" in reason
     backend, reason = choose_backend(cpu, torch.bfloat16, [SHAPE], ROWS, "torch")
-    assert backend.name == "torch" and "asked for" in reason
+    assert backend.name == "torch" and "requested" in reason
     for asked, dtype, message in (
         ("flash", torch.bfloat16, "'flash'; allowed: torch, native, triton"),
         ("triton", torch.bfloat16, "needs a GPU"),

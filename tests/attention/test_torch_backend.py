@@ -48,8 +48,8 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     pad = [torch.zeros(padding, n, HEAD) for n in (heads, kv_heads, kv_heads)]
     slots.append(torch.zeros(padding, dtype=torch.long))
     starts = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).int()
-    one_each = all(new == 1 for _, new in rows)
-    step = StepInputs(torch.arange(len(rows)), int(starts[-1]), starts, torch.tensor(lens).int(), one_each)
+    decode_only = all(new == 1 for _, new in rows)
+    step = StepInputs(torch.arange(len(rows)), int(starts[-1]), starts, torch.tensor(lens).int(), decode_only)
     metadata = backend.build(step, table, block_size)
     qkv = torch.cat([torch.cat([*part, padded]) for part, padded in zip((q, k, v), pad, strict=True)], dim=1)
     queries = backend.write(qkv.flatten(1), heads, None, None, cache, torch.cat(slots), metadata)

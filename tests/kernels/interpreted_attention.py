@@ -111,6 +111,6 @@ def test_rope_and_write(normed, head_dim, rotary):
     check_rope_and_write("cpu", torch.float32, 7, 6, 2, head_dim, rotary, normed)
 
 
-@pytest.mark.parametrize("one_each", [True, False])
-def test_prepare_inputs(one_each):
-    check_prepare_inputs("cpu", one_each)
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_prepare_inputs(decode_only):
+    check_prepare_inputs("cpu", decode_only)

@@ -157,11 +157,11 @@ def check_rope_and_write(
     check_close(caches[1], caches[0], dtype)
 
 
-def check_prepare_inputs(device: str, one_each: bool) -> None:
+def check_prepare_inputs(device: str, decode_only: bool) -> None:
     rng = np.random.default_rng(0)
-    counts = np.ones(5, np.int32) if one_each else np.array([3, 1, 40, 1, 7], np.int32)
+    counts = np.ones(5, np.int32) if decode_only else np.array([3, 1, 40, 1, 7], np.int32)
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
-    token_rows = None if one_each else torch.from_numpy(np.repeat(np.arange(5, dtype=np.int32), counts)).to(device)
+    token_rows = None if decode_only else torch.from_numpy(np.repeat(np.arange(5, dtype=np.int32), counts)).to(device)
     rows = torch.tensor([4, 0, 7, 2, 5], dtype=torch.int32, device=device)
     token_ids = torch.from_numpy(rng.integers(0, 1000, (9, 96), dtype=np.int32)).to(device)
     tables = [torch.from_numpy(rng.integers(1, 99, (9, 96 // size), dtype=np.int32)).to(device) for size in (16, 32)]
@@ -174,7 +174,7 @@ def check_prepare_inputs(device: str, one_each: bool) -> None:
     assert torch.equal(ids.long(), wanted.input_ids) and torch.equal(positions.long(), wanted.positions)
     assert torch.equal(seq_lens, wanted.seq_lens) and torch.equal(states[0], states[1])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(slots, wanted.slot_mapping, strict=True))
-    if one_each:
+    if decode_only:
         padded = torch.cat([rows, torch.full((3,), -1, dtype=torch.int32, device=device)])
         before = states[1].clone()
         ids, positions, slots, seq_lens = prepare_kernel.prepare_inputs(

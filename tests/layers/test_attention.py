@@ -21,7 +21,7 @@ def context(attention, tokens):
     at = torch.arange(tokens)
     slots = table[0][at // BLOCK].long() * BLOCK + at % BLOCK
     starts = torch.tensor([0, tokens], dtype=torch.int32)
-    step = StepInputs(torch.tensor([0]), tokens, starts, starts[1:], one_each=False)
+    step = StepInputs(torch.tensor([0]), tokens, starts, starts[1:], decode_only=False)
     return ForwardContext(step, [attention.backend.build(step, table, BLOCK)], [slots])
 
 

@@ -299,7 +299,7 @@ def test_backends():
     assert choose_moe_backend("cuda", torch.float32, 2000).name == "torch"
     slow = choose_moe_backend("cpu", torch.float32, 8)
     assert slow.name == "torch" and "bfloat16, not float32" in slow.why
-    assert choose_moe_backend("cpu", torch.bfloat16, 8, "torch").why == "it was asked for"
+    assert choose_moe_backend("cpu", torch.bfloat16, 8, "torch").why == "it was requested"
     with pytest.raises(ValueError, match="triton cannot be used: Triton needs a GPU"):
         choose_moe_backend("cpu", torch.bfloat16, 8, "triton")
     with pytest.raises(ValueError, match="must be one of auto, triton, native, torch"):

@@ -122,7 +122,7 @@ def test_wrong_arguments_are_refused(tiny, llm):
         ("apply", "Faulty failed in apply: RuntimeError: something broke"),
         ("panic", "Panic: something broke"),
         ("exit", "SystemExit: something broke"),
-        ("shape", r"Faulty gave back a tensor \[\d+, 210\] of torch.float32 for a tensor \[\d+, 211\]"),
+        ("shape", r"Faulty returned a tensor \[\d+, 210\] of torch.float32 for a tensor \[\d+, 211\]"),
     ],
 )
 def test_a_failure_ends_its_step_and_names_the_processor(llm, fault, message):
@@ -149,7 +149,7 @@ def test_a_failure_after_the_end_is_nobodys(llm, caplog):
         (f"{HERE}:a_function", "it must be a class"),
         (f"{HERE}:Incomplete", "lacks add_row, remove_row, sampled"),
         (f"{HERE}:ForVllm", "vLLM's interface"),
-        (f"{HERE}:NoConstructor", "cannot be made"),
+        (f"{HERE}:NoConstructor", "cannot be created"),
         (HERE, "it must be module:Class"),
         (":OnlyToken", "it must be module:Class"),
         (7, "it must be module:Class"),

@@ -1,7 +1,7 @@
 import torch
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups
-from quire.worker.memory import MARGIN, MOST_CODE, DeviceMemory, kv_cache_budget, state_memory
+from quire.worker.memory import MARGIN, MAX_CODE, DeviceMemory, kv_cache_budget, state_memory
 from quire.worker.rows import RowState, row_state_bytes
 
 GIB = 1 << 30
@@ -18,7 +18,7 @@ def test_what_neighbours_do_meanwhile_counts_little():
     alone = kv_cache_budget(before, before, 0.9, reserved=10 * GIB)
     one_went, one_came = DeviceMemory(80 * GIB, 5 * GIB), DeviceMemory(80 * GIB, 50 * GIB)
     assert kv_cache_budget(before, one_went, 0.9, reserved=10 * GIB) == alone
-    assert kv_cache_budget(before, one_came, 0.9, reserved=10 * GIB) == alone - MOST_CODE
+    assert kv_cache_budget(before, one_came, 0.9, reserved=10 * GIB) == alone - MAX_CODE
 
 
 def test_the_state_of_rows_is_what_is_allocated():

@@ -30,7 +30,7 @@ def test_a_device_that_computes_no_more_is_told_from_a_failed_step():
         raise RuntimeError("an illegal memory access was encountered")
 
     Recovery(CPU, alive, alive).after(ValueError("one step"))
-    with pytest.raises(DeviceLostError, match="computes no more: ValueError: one step"):
+    with pytest.raises(DeviceLostError, match="no longer computes: ValueError: one step"):
         Recovery(CPU, alive, dead).after(ValueError("one step"))
 
 

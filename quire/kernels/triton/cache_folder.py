@@ -1,4 +1,4 @@
-"""Triton's cache, from which it runs compiled code whoever wrote it."""
+"""Triton's cache folder, which must be private: Triton runs the compiled code it finds there."""
 
 import logging
 import os
@@ -12,8 +12,7 @@ SETTING = "TRITON_CACHE_DIR"
 
 
 def secure_cache() -> None:
-    """Point Triton, here and in processes started from here, to a folder of this process where others can write to its
-    cache."""
+    """If others can write to Triton's cache, use a temporary folder instead, here and in child processes."""
     folder = os.environ.get(SETTING) or os.path.join(
         os.environ.get("TRITON_HOME") or Path("~").expanduser(), ".triton", "cache"
     )

@@ -1,7 +1,7 @@
-"""Which experts a row goes to: the router's product, top-k and weights.
+"""Routing of rows to experts: the router's product, top-k and weights.
 
-An expert's place among the chosen is the number of those before it, found by comparing all with all: one reduction
-where taking the largest k times would be k of them, one behind the other.
+An expert's rank is the number of experts before it, found by comparing all with all: one reduction, where selecting the
+maximum k times would be k in sequence.
 """
 
 import torch
@@ -20,7 +20,7 @@ COMPARED = 4096  # pairs of experts that a program compares at a time
 
 @triton.jit
 def _numbers(at, inside):
-    """Logits, with inf for NaN: whatever a row holds, the experts chosen for it exist, and its weights are NaN."""
+    """Logits, with inf for NaN: the chosen experts exist even for a row with NaN, and its weights are NaN."""
     read = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     return tl.where(read == read, read, float("inf"))
 
@@ -30,7 +30,7 @@ def _choose(
     logits,  # [E], of one row
     weights,  # [TOP_K]
     experts,  # [TOP_K]
-    places,  # [TOP_K]: which of its expert's pairs each is
+    places,  # [TOP_K]: its index among its expert's pairs
     counts,  # [E]: pairs of each expert so far
     E,
     TOP_K: tl.constexpr,
@@ -49,12 +49,12 @@ def _choose(
         rank += tl.sum((before & (o < E)[None, :]).to(tl.int32), 1)
     chosen = (rank < TOP_K) & (e < E)
     share = tl.where(e < E, tl.exp(mine - tl.max(mine, 0)), 0.0)
-    # The softmax over the chosen ones is the softmax over all, divided by their sum.
+    # The softmax over the chosen experts is the softmax over all, divided by their sum.
     total = tl.sum(tl.where(chosen, share, 0.0), 0) if OF_CHOSEN else tl.sum(share, 0)
     tl.store(weights + rank, share / total, mask=chosen)
     tl.store(experts + rank, e, mask=chosen)
     if COUNT:
-        # In any order: it decides where a row of an expert's matrix lies, but not one bit of what is computed.
+        # In any order: it decides the row in an expert's matrix, but not one bit of the result.
         place = tl.atomic_add(counts + e, tl.full([BLOCK_E], 1, tl.int32), mask=chosen, sem="relaxed")
         tl.store(places + rank, place, mask=chosen)
 
@@ -130,7 +130,7 @@ def _router_kernel(
     if HAS_BIAS:
         found += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
     tl.store(logits + row * E + e, found, mask=e < E)
-    # Every thread's part must be written before one thread says so.
+    # Every thread's part must be written before one thread counts it as arrived.
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") != tl.num_programs(1) - 1:
         return
