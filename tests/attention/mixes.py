@@ -13,7 +13,7 @@ MIXES = {
 
 
 def paged_batch(rows, block_size, heads, kv_heads, head_size, dtype, window=None):
-    """rows: (cached, new) -> q, cache, rows, query_start, seq_lens, table, as attention kernels take them."""
+    """rows: (cached, new) -> q, cache, rows, query_start, seq_lens, table, as attention kernels accept them."""
     torch.manual_seed(0)
     lens = [cached + new for cached, new in rows]
     per_row = [-(-n // block_size) for n in lens]
@@ -39,8 +39,8 @@ FEATURES = {
 
 
 def make_features(features, heads, scale, window=None, device="cpu"):
-    """features: a name of FEATURES, or "". Sinks from nothing to more than all keys; slopes as of ALiBi; a cap that
-    bites."""
+    """features: a name of FEATURES, or "". Sinks from negligible to larger than all keys; ALiBi slopes; a soft-cap that
+    changes scores."""
     made = {
         "softcap": 1.5,
         "slopes": 2.0 ** -torch.linspace(0.5, 8, heads, device=device),

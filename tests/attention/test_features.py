@@ -1,4 +1,4 @@
-"""Soft-cap, ALiBi and sinks in the backends of a CPU, against plain attention."""
+"""Soft-cap, ALiBi and sinks in the CPU backends, against the reference."""
 
 import itertools
 
@@ -26,11 +26,11 @@ def attend(backend, batch, layer_features):
 @pytest.mark.parametrize("features", ["", *FEATURES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), SHAPES)
-def test_equals_plain_attention(features, dtype, heads, kv_heads, head_size):
+def test_equals_the_reference(features, dtype, heads, kv_heads, head_size):
     limit = {"atol": 2e-5, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     for mix, window in itertools.product(MIXES, (None, 6, 40)):
         if mix == "long" and heads > 8:
-            continue  # seconds, and nothing new
+            continue  # slow, and covered by other cases
         batch = paged_batch(MIXES[mix], 16, heads, kv_heads, head_size, dtype, window)
         layer_features = make_features(features, heads, head_size**-0.5, window)
         wanted = paged_attention(*batch, layer_features)

@@ -73,7 +73,7 @@ def test_equals_dense_attention(mix, block_size, window, heads, kv_heads):
     torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_padding_tokens_stay_finite_and_disturb_nobody():
+def test_padding_tokens_stay_finite_and_change_no_row():
     ours, wanted = run_paged(MIXES["mixed"], 16, 6, 2, None, padding=5)
     torch.testing.assert_close(ours[:-5], wanted, atol=2e-5, rtol=1e-4)
     assert ours[-5:].isfinite().all()

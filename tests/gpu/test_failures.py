@@ -1,4 +1,4 @@
-"""What fails on a GPU: one step, a capture, or the device itself."""
+"""Failures on a GPU: of one step, of a capture, or of the device itself."""
 
 import itertools
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHARED = 640  # tokens of a prefix that is worth attending to for all rows at once
+SHARED = 640  # tokens of a prefix long enough to be attended to once for all rows
 
 LOSE_DEVICE = """
 import sys, torch
@@ -77,7 +77,7 @@ def test_a_step_that_fails_between_experts_kernels_leaves_no_counts():
     gate_up, down = (torch.randn(8, *shape, device=device).bfloat16() * 0.1 for shape in ((64, 64), (64, 32)))
     w, kind = ExpertWeights(gate_up, down), {"renormalize": True, "scoring": "softmax"}
     wanted = moe_triton(x, logits, w, 2, **kind)
-    route(logits, 2, True, count=True)  # and nothing that takes the counts back
+    route(logits, 2, True, count=True)  # and no kernel that resets the counts
     reset_shared_workspaces()
     assert torch.equal(moe_triton(x, logits, w, 2, **kind), wanted)
 

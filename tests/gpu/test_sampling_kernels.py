@@ -54,7 +54,7 @@ def test_thresholds(cases, dtype, spread):
 
 
 @pytest.mark.parametrize("draw", Draw)
-def test_tokens_equal_the_twins_nearly_always(cases, draw):
+def test_tokens_equal_the_reference_nearly_always(cases, draw):
     """A number close to a boundary may fall on its other side."""
     n = 256
     logits = cases.random_logits(n, VOCAB, "cuda", torch.bfloat16, spread=4.0)

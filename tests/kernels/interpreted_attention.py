@@ -21,7 +21,7 @@ from tests.kernels.kernel_cases import (
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """A GPU's hundreds, of which most find nothing to do, take the interpreter ten seconds."""
+    """Hundreds of programs, as on a GPU, most without work, would take the interpreter ten seconds."""
     monkeypatch.setattr(paged_decode, "FLOAT32", Tuning(tile=32, stages=2, programs=64))
     monkeypatch.setattr(Tuning, "programs", 64)
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the linears against their twins, in Triton's interpreter: run by test_interpreter.py."""
+"""Triton kernels of the linears against their torch references, in Triton's interpreter: run by test_interpreter.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Triton kernels of a mixture of experts against their twins, in Triton's interpreter: run by test_interpreter.py."""
+"""Triton MoE kernels against their torch references, in Triton's interpreter: run by test_interpreter.py."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_route(num_experts, top_k, renormalize, scoring):
     torch.testing.assert_close(got[0], wanted[0])
 
 
-def test_rows_of_garbage_get_experts_that_exist():
+def test_rows_of_nan_or_inf_get_valid_experts():
     logits = torch.full((3, E), float("nan"))
     logits[1, 2], logits[2] = float("inf"), float("-inf")
     _, experts = route(logits, TOP_K, **ONE_KIND)

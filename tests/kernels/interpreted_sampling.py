@@ -87,8 +87,8 @@ def test_draws_follow_the_distribution():
     assert ((seen - draws * shares) ** 2 / (draws * shares).clamp(min=1e-9)).sum() < 28
 
 
-def test_the_sampler_draws_alike_with_and_without_a_graph():
-    """And rows beside one that needs the host's help draw as they do alone."""
+def test_fused_and_eager_sampling_agree():
+    """Rows beside one that cannot be fused sample what they sample alone."""
     wants = [SamplingParams(temperature=0.7, seed=3), SamplingParams(temperature=0), SamplingParams(top_p=0.8, seed=4)]
     sampler = Sampler(8, 600, torch.device("cpu"))
     for row, params in enumerate(wants):

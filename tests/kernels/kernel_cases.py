@@ -1,4 +1,4 @@
-"""Kernels against their twins, on whichever device: in Triton's interpreter here, on a GPU in tests/gpu."""
+"""Kernels against their torch references, on whichever device: in Triton's interpreter here, on a GPU in tests/gpu."""
 
 from dataclasses import dataclass
 
@@ -148,7 +148,7 @@ def check_rope_and_write(
     norms = (weights[0], weights[1], 1e-6) if normed else None
     shape = (blocks, 2, kv_heads, block_size, head_dim)
     caches = [torch.zeros(shape, dtype=t, device=device) for t in (torch.float32, dtype)]
-    # The kernel rounds once, at the end; so the twin must not round between norm and rotation.
+    # The kernel rounds once, at the end; so the torch reference must not round between norm and rotation.
     exact = (weights[0].float(), weights[1].float(), 1e-6) if normed else None
     full = table.float() if table is not None else None
     wanted = rope_and_write_torch(qkv.float(), heads, exact, full, positions, caches[0], slots)

@@ -1,4 +1,4 @@
-"""The draw by itself: as a graph would capture it, and where there is nothing to draw from."""
+"""The draw by itself: fused with the append, and for rows without a possible token."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_a_row_without_a_possible_token_fails_alone(want, broken):
     assert sampled.token_ids[[0, 2]].tolist() == fine.token_ids[[0, 2]].tolist()
 
 
-def test_what_a_graph_must_be_able_to_do():
+def test_the_draw_chosen_for_a_batch():
     rows = list(WANTS)
     s = sampler(*WANTS.values())
     features = {name: s.choose_draw([rows.index(name), 0]) for name in rows}
@@ -73,7 +73,7 @@ def test_what_a_graph_must_be_able_to_do():
     assert s.choose_draw([3]) == Draw.GREEDY
 
 
-def test_drawing_and_appending_at_once_equals_drawing():
+def test_fused_sampling_equals_sampling_then_appending():
     s = sampler(WANTS["greedy"], WANTS["random"], WANTS["warped"])
     one = logits(4)
     expected = s.sample(one[[0, 2, 3]], batch([2, 0, 1], 3)).token_ids.tolist()

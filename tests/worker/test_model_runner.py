@@ -3,7 +3,7 @@ from tests.tiny_models import save_tiny
 
 
 class NoGraphs:
-    """Is asked for a graph, and has none."""
+    """Has no graph for any step."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -23,7 +23,7 @@ def test_counters_are_zero_again_after_a_failed_step():
     assert counters.tolist() == [0, 0, 0, 0]
 
 
-def test_a_device_that_computes_no_more_is_told_from_a_failed_step():
+def test_a_lost_device_is_distinguished_from_a_failed_step():
     def alive() -> None: ...
 
     def dead() -> None:
@@ -34,7 +34,7 @@ def test_a_device_that_computes_no_more_is_told_from_a_failed_step():
         Recovery(CPU, alive, dead).after(ValueError("one step"))
 
 
-def test_a_failure_that_shows_in_the_result_is_looked_into():
+def test_on_failure_is_called_for_an_error_of_the_result():
     def broken() -> None:
         raise RuntimeError("late")
 
