@@ -6,25 +6,11 @@ import torch
 
 
 class Workspace:
-    """Buffers of a kernel. Launches that share them must share a stream."""
+    """Buffers of a kernel. Launches that use the same ones must share a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._counters: list[torch.Tensor] = []
-
-    @classmethod
-    def of(cls, device: torch.device) -> Self:
-        """The one that all launches of this kernel share on a device."""
-        found = _shared.get((cls, device))
-        if found is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                # Inside a capture its counters would not be zeroed before the first replay.
-                raise RuntimeError(
-                    f"the workspace of {cls.__module__} is needed before a CUDA graph is captured: prepare it"
-                )
-            found = _shared[cls, device] = cls(device)
-        assert isinstance(found, cls)
-        return found
 
     def new_counters(self, count: int) -> torch.Tensor:
         """[count] int32 that every launch leaves at zero."""
@@ -40,7 +26,24 @@ class Workspace:
             counters.zero_()
 
 
-_shared: dict[tuple[type[Workspace], torch.device], Workspace] = {}
+class SharedWorkspace(Workspace):
+    """One per kernel and device, for kernels that layers launch without an owner to pass it."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        found = _shared.get((cls, device))
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # Inside a capture its counters would not be zeroed before the first replay.
+                raise RuntimeError(
+                    f"the workspace of {cls.__module__} is needed before a CUDA graph is captured: prepare it"
+                )
+            found = _shared[cls, device] = cls(device)
+        assert isinstance(found, cls)
+        return found
+
+
+_shared: dict[tuple[type[SharedWorkspace], torch.device], SharedWorkspace] = {}
 
 
 def reset_shared_workspaces() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quire.kernels.workspace import Workspace, reset_shared_workspaces
+from quire.kernels.workspace import SharedWorkspace, reset_shared_workspaces
 from quire.messages.plan import DeviceLostError
 from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
@@ -9,15 +9,15 @@ from quire.worker.transfer import Pending
 CPU = torch.device("cpu")
 
 
-class SharedWorkspace(Workspace):
+class CountingWorkspace(SharedWorkspace):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.arrived = self.new_counters(4)
 
 
 def test_counters_are_zero_again_after_a_failed_step():
-    counters = SharedWorkspace.of(CPU).arrived
-    assert SharedWorkspace.of(CPU).arrived is counters
+    counters = CountingWorkspace.of(CPU).arrived
+    assert CountingWorkspace.of(CPU).arrived is counters
     counters[2] = 7  # a launch counted, and the one that would have counted down never came
     Recovery(CPU, reset_shared_workspaces).after(RuntimeError("no memory for what lies between"))
     assert counters.tolist() == [0, 0, 0, 0]

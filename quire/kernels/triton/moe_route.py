@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.dispatch import early_launch
 from quire.kernels.moe_table import MAX_EXPERTS, MAX_FUSED_ROWS
 from quire.kernels.rms_norm import RMSNormParams
-from quire.kernels.workspace import Workspace
+from quire.kernels.workspace import SharedWorkspace
 
 TILE = 8192  # weights of the router that a program holds in registers
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -142,7 +142,7 @@ def _router_kernel(
     )  # fmt: skip
 
 
-class RouteWorkspace(Workspace):
+class RouteWorkspace(SharedWorkspace):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.counts = self.new_counters(MAX_EXPERTS)

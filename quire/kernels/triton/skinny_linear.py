@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
-from quire.kernels.workspace import Workspace
+from quire.kernels.workspace import SharedWorkspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
 COUNTERS = 8192
@@ -292,7 +292,7 @@ def _dot_kernel(
     )  # fmt: skip
 
 
-class SplitWorkspace(Workspace):
+class SplitWorkspace(SharedWorkspace):
     """Partial sums and arrival counters of split products."""
 
     def __init__(self, device: torch.device) -> None:
