@@ -1,7 +1,7 @@
 """Which pages each row of a step reads, and which of their positions are hidden from it.
 
 A query at position p sees keys p - window < j <= p (all j <= p without a window). Pages wholly before a row's window
-are not touched: they may be gone. Rows are padded only with pages of their own, so nothing foreign is ever read.
+are not read: they may have been freed. Rows are padded only with pages of their own, so no other row's are read.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import torch
 
 # A batch's gathered keys and values should stay in the processor's cache until they are multiplied.
 MAX_BATCH_HEAD_TOKENS = 48 * 1024
-# Padding (in tokens over all rows) that is worth the fixed cost of one more batch.
-WORTHWHILE_PADDING = 1024
+# Padding (in tokens over all rows) beyond which another batch, with its fixed cost, is faster.
+MAX_PADDING = 1024
 # Queries of a prompt handled together: the scores of more fall out of the processor's cache.
 QUERY_BLOCK = 128
 
@@ -139,7 +139,7 @@ def similar_lengths(num_pages: list[int], block_size: int, num_kv_heads: int) ->
         longest = num_pages[begin]
         padding = (len(num_pages) - row) * (longest - num_pages[row]) * block_size
         full = (row + 1 - begin) * longest * block_size * num_kv_heads > MAX_BATCH_HEAD_TOKENS
-        if full or padding > WORTHWHILE_PADDING:
+        if full or padding > MAX_PADDING:
             batches.append((begin, row))
             begin = row
     return [*batches, (begin, len(num_pages))]

@@ -14,6 +14,7 @@ from quire.distributed.kv_connector import scheduler_connector
 from quire.executor.base import Executor, StepResult
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
+from quire.messages.protocol import EngineSummary
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, failure_of
 from quire.structured_output.manager import Failure, StructuredOutputManager
 
@@ -42,11 +43,11 @@ class EngineCore:
         executor.initialize_kv_cache(layout, self.max_model_len)
         one = blocks_of_one_request(layout.groups, self.max_model_len, span)
         size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
-        self.summary = [
+        self.summary = EngineSummary(
             executor.describe(),
             f"KV cache: {layout.num_blocks} blocks of {config.cache.block_size} tokens ({size:.2f} GiB), "
             f"{layout.num_blocks / one:.1f} requests of {self.max_model_len} tokens at a time",
-        ]
+        )
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,

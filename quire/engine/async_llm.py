@@ -60,10 +60,8 @@ class AsyncLLM:
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: threading.Thread | None = None
-        device, cache = ready.summary
-        self.summary = [f"{self.model_name} · {device}", cache, f"ready in {time.perf_counter() - began:.1f} s"]
         if self._owns_engine:
-            for line in self.summary:
+            for line in (*ready.summary.lines(self.model_name), f"ready in {time.perf_counter() - began:.1f} s"):
                 logger.info(line)
 
     async def generate(

@@ -42,8 +42,7 @@ class LLMEngine:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._num_blocks = ready.num_blocks
-        device, cache = ready.summary
-        for line in (f"{checkpoint.name} · {device}", cache, _time_line(times, import_seconds)):
+        for line in (*ready.summary.lines(checkpoint.name), _time_line(times, import_seconds)):
             logger.info(line)
 
     def _start_in_process(self, times: list[float]) -> tuple[InprocClient, Ready]:

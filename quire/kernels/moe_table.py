@@ -1,4 +1,4 @@
-"""Which kernels multiply rows by their experts: by measurement where the model is known, by rule elsewhere.
+"""The choice of kernels for rows times their experts: measured for known models, by rule for others.
 
 `benchmarks/gpu/moe.py` measures every candidate and prints the lines of MEASURED.
 """
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 MAX_EXPERTS = 1024
-MAX_FUSED_ROWS = 16  # of a layer that norms, routes and adds the residual by itself
-MAX_FEW_PAIRS = 64  # of row and expert for which sorting is not worth its kernels, unless measured otherwise
+MAX_FUSED_ROWS = 16  # for the layer fused with norm, router and residual
+MAX_FEW_PAIRS = 64  # pairs of row and expert up to which no sorting is faster, unless measured otherwise
 ELEMENTS = 8192  # that four warps hold of a tile of weights, in 16-byte loads all in flight
 
 
@@ -141,10 +141,10 @@ def down_slabs(top_k: int, width: int) -> list[SlabConfig]:
     ]
 
 
-def _largest_step(size: int, most: int) -> int:
-    """The largest power of two up to `most` that divides size, if there is a fair one."""
+def _largest_step(size: int, limit: int) -> int:
+    """The largest power of two up to `limit` that divides size, if there is a fair one."""
     step = size & -size
-    return min(step, most) if step >= 128 else min(most, 1 << (size - 1).bit_length())
+    return min(step, limit) if step >= 128 else min(limit, 1 << (size - 1).bit_length())
 
 
 def tile_heights(rows: int, shape: Shape) -> list[int]:

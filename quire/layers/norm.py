@@ -17,7 +17,7 @@ class Norm(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and the sum: the new residual. The old one must not be used any more."""
+        """The norm of x + residual, and the sum, which is the new residual: the old one may be overwritten."""
         ...
 
 
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`shape` of more than one dimension: weights differ by head, and each head is normed for itself."""
+    """`shape` of more than one dimension: weights differ by head, and each head is normalised separately."""
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, bias: bool, device: torch.device) -> None:
         super().__init__()

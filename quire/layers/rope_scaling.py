@@ -1,7 +1,7 @@
 """How a model stretches rotary frequencies over a longer context: one class per `rope_type`.
 
 Frequencies are float32 [pairs], or [positions, pairs] where they differ by position. Every table is fixed when the
-model is built: requests share the KV cache and the batch, so a frequency must not depend on who else is in it.
+model is built: requests share the KV cache and the batch, so a frequency must not depend on other requests.
 """
 
 import math
@@ -17,7 +17,7 @@ MAX_NUMBER = 1e6  # of any factor
 
 @dataclass(frozen=True)
 class RopeSource:
-    """What a scaling may read: its own keys in the config, and the lengths that stand elsewhere."""
+    """What a scaling may read: its own keys in the config, and lengths from other keys."""
 
     given: dict[str, Any]
     max_positions: int  # max_position_embeddings
@@ -55,7 +55,7 @@ class RopeScaling(Protocol):
         """[pairs], or [len(positions), pairs]."""
 
 
-def plain_frequencies(theta: float, dim: int) -> torch.Tensor:
+def base_frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / theta ** _exponents(dim)
 
 
@@ -75,7 +75,7 @@ class Unscaled:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        return plain_frequencies(theta, dim)
+        return base_frequencies(theta, dim)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Linear:
         return math.ceil(max_positions * self.factor)
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        return plain_frequencies(theta, dim) / self.factor
+        return base_frequencies(theta, dim) / self.factor
 
 
 @dataclass(frozen=True)
@@ -154,17 +154,17 @@ class Yarn:
         return max(max_positions, math.ceil(self.original_positions * self.factor))
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        plain = plain_frequencies(theta, dim)
+        base = base_frequencies(theta, dim)
         first, last = self._pair_turning(self.beta_fast, theta, dim), self._pair_turning(self.beta_slow, theta, dim)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
         width = last - first or 0.001
-        stretched = ((torch.arange(len(plain), dtype=torch.float32) - first) / width).clamp(0, 1)
-        return plain / self.factor * stretched + plain * (1 - stretched)
+        stretched = ((torch.arange(len(base), dtype=torch.float32) - first) / width).clamp(0, 1)
+        return base / self.factor * stretched + base * (1 - stretched)
 
     def _pair_turning(self, turns: float, theta: float, dim: int) -> float:
-        """The (fractional) pair that turns so often within the original context."""
+        """The (fractional) pair that makes this many turns within the original context."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -193,11 +193,11 @@ class Llama3:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        plain = plain_frequencies(theta, dim)
-        turns = self.original_positions * plain / (2 * math.pi)  # within the original context
+        base = base_frequencies(theta, dim)
+        turns = self.original_positions * base / (2 * math.pi)  # within the original context
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0.0, 1.0)
-        return plain * kept + plain / self.factor * (1.0 - kept)
+        return base * kept + base / self.factor * (1.0 - kept)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class LongRope:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        return plain_frequencies(theta, dim) / torch.tensor(self.factors, dtype=torch.float32)
+        return base_frequencies(theta, dim) / torch.tensor(self.factors, dtype=torch.float32)
 
 
 def _factors(source: RopeSource, name: str) -> tuple[float, ...] | None:

@@ -10,9 +10,9 @@ from quire.attention.base import Angles
 from quire.config.values import finite_number, shown, whole_number
 from quire.layers.rope_scaling import LongRope, RopeScaling, RopeSource, read_scaling
 
-# Rows of the table computed at a time: float32 temporaries stay small beside a table of a million positions.
+# Rows of the table computed at a time, which keeps float32 temporaries small.
 TABLE_STEP = 16384
-# A table of so many is gigabytes; the longest contexts there are have ten million.
+# Such a table takes gigabytes; the longest contexts of today's models are ten million.
 MAX_POSITIONS = 2**24
 MAX_THETA = 1e15
 

@@ -58,11 +58,21 @@ class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
+class EngineSummary(msgspec.Struct):
+    """What the start-up log says, in words."""
+
+    device: str  # with the model's size, precision and kernels
+    kv_cache: str
+
+    def lines(self, model_name: str) -> tuple[str, str]:
+        return f"{model_name} · {self.device}", self.kv_cache
+
+
 class Ready(msgspec.Struct, tag=True):
     """The engine is ready to serve."""
 
     max_model_len: int
-    summary: list[str]  # for the start-up lines
+    summary: EngineSummary
     num_blocks: int = 0  # of the KV cache
     max_num_seqs: int = 0  # that can run at a time
 

@@ -9,8 +9,8 @@ from torch import nn
 from quire.attention.base import Angles, ForwardContext
 from quire.kernels.activation import SILU, activate, activate_mul
 from quire.kernels.add import add
-from quire.kernels.rope_and_write import Norms
-from quire.kernels.skinny_linear import Norm as FusedNorm
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.rope_and_write import QKNormParams
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.alibi import alibi_slopes
 from quire.layers.attention import Attention
@@ -44,7 +44,7 @@ class FeedForward(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+    def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         """stream + block(norm(stream)), for at most `max_fused_rows` rows."""
         ...
 
@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
         return self.o_proj(self.attn(qkv, ctx, angles, self.norms()))
 
-    def norms(self) -> Norms | None:
+    def norms(self) -> QKNormParams | None:
         """Those that the rotary kernel applies."""
         if self.qk_norm != "head":
             return None
@@ -149,7 +149,7 @@ class MLP(nn.Module):
         act = activate_mul if self.gated else activate
         return self.down_proj(act(inner, self.activation))
 
-    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+    def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         return self.down_proj.fused(self.up_proj.fused(stream, norm=norm, silu=True), residual=stream)
 
     @property

@@ -8,7 +8,7 @@ from torch import nn
 
 from quire.config.values import whole_number
 from quire.kernels.moe_table import BUCKETS
-from quire.kernels.skinny_linear import Norm as FusedNorm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ColumnParallelLinear
 from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
@@ -93,7 +93,7 @@ class SparseMLP(nn.Module):
             return routed
         return routed + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
-    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+    def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         router = self.router
         return self.experts.forward_fused(stream, norm, router.weight, residual=stream, router_bias=router.bias)
 

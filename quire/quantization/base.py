@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId
 
 
@@ -49,7 +49,7 @@ class LinearMethod(Protocol):
         layer: nn.Module,
         x: torch.Tensor,
         bias: torch.Tensor | None,
-        norm: Norm | None = None,
+        norm: RMSNormParams | None = None,
         residual: torch.Tensor | None = None,
         silu: bool = False,
     ) -> torch.Tensor:

@@ -85,7 +85,7 @@ class BlockQuantizedSlot(LoadSlot):
     index: int = 0
     target: str | None = None  # format to quantize to while loading; None: keep the stored one
 
-    def take(self, tensor: object) -> bool:
+    def load_directly(self, tensor: object) -> bool:
         if self.target is not None or not isinstance(tensor, StoredBlocks):
             return False
         kind = quantized.FORMATS.get(tensor.type_name)

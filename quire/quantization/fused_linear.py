@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from quire.kernels.skinny_linear import Norm, can_fuse, fused_config_for, skinny_linear
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.skinny_linear import can_fuse, fused_config_for, skinny_linear
 
 
 class FusedLinearMixin:
@@ -18,7 +19,7 @@ class FusedLinearMixin:
         layer: nn.Module,
         x: torch.Tensor,
         bias: torch.Tensor | None,
-        norm: Norm | None = None,
+        norm: RMSNormParams | None = None,
         residual: torch.Tensor | None = None,
         silu: bool = False,
     ) -> torch.Tensor:

@@ -32,6 +32,7 @@ from quire.bench.internal.card.serving import SHOWN, _add, row_names
 from quire.bench.internal.card.workloads import GPU_WORKLOADS, Caller, measure
 from quire.bench.workloads import GPU_SHAPES, MODEL_SHAPES, TINY_SHAPE, gpu_workload
 from quire.entrypoints.cli.main import main
+from quire.messages.protocol import EngineSummary
 
 TIME = Row("time", "ms", lower_is_better=True)
 RATE = Row("rate", "tok/s")
@@ -129,7 +130,9 @@ class FakeLLM:
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
-    llm_engine = SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(summary=["a device", "a cache"])))
+    llm_engine = SimpleNamespace(
+        client=SimpleNamespace(core=SimpleNamespace(summary=EngineSummary("a device", "a cache")))
+    )
 
 
 @pytest.fixture

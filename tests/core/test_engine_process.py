@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.core import engine_process
 from quire.core.engine_process import EngineProcess
 from quire.engine.engine_connection import EngineChannel, engine_address
-from quire.messages.protocol import AddRequests, Call, Heartbeat, Outputs, Result, Shutdown, Watch
+from quire.messages.protocol import AddRequests, Call, EngineSummary, Heartbeat, Outputs, Result, Shutdown, Watch
 from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -42,7 +42,7 @@ class Core:
     max_model_len, num_blocks, max_num_seqs = 16, 1, 4
 
     def __init__(self) -> None:
-        self.summary = ["device", "cache"]
+        self.summary = EngineSummary("device", "cache")
         self.requests: dict[str, Any] = {}
         self.scheduler = Scheduler({})
         self.may_step = threading.Event()

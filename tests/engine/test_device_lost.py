@@ -26,5 +26,5 @@ def test_a_lost_device_ends_the_engine_with_the_cause(tmp_path, monkeypatch, asy
         (failed,) = llm.generate([prompt], params, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         monkeypatch.setattr(worker.recovery, "_probe", dead)
-        with pytest.raises(DeviceLostError, match="computes no more: RuntimeError: launch failed"):
+        with pytest.raises(DeviceLostError, match="no longer computes: RuntimeError: launch failed"):
             llm.generate([prompt], params, use_tqdm=False)

@@ -114,7 +114,7 @@ def test_configs_that_make_no_rope(rope, message):
         table({"rope_scaling": rope, "max_position_embeddings": MAX_POSITIONS})
 
 
-def test_dimensions_beyond_the_partial_ones_stay():
+def test_dimensions_beyond_the_rotary_part_are_unchanged():
     rope = RopeParameters.from_hf({"partial_rotary_factor": 0.25, "max_position_embeddings": 8}, HEAD_DIM)
     rotary = RotaryEmbedding(rope, torch.float32, torch.device("cpu"))
     x = torch.randn(5, 3, HEAD_DIM)

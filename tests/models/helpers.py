@@ -76,7 +76,7 @@ class TinyRunner:
         seq_lens = [self.lens[row] for row in rows]
         query_start = torch.tensor([0, *counts]).cumsum(0).int()
         step = StepInputs(
-            torch.tensor(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), one_each=max(counts) == 1
+            torch.tensor(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), decode_only=max(counts) == 1
         )
         slots, metadata = [], []
         row_of_token = torch.tensor(rows).repeat_interleave(torch.tensor(counts))

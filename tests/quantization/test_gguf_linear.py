@@ -142,7 +142,7 @@ def take(layer, *tensors: tuple[object, Stored | torch.Tensor]) -> None:
     slots = layer.load_slots()
     for shard, tensor in tensors:
         slot = slots.pop(("weight", shard))
-        if not slot.take(tensor):
+        if not slot.load_directly(tensor):
             with slot.opened() as view:
                 view.copy_(slot.part_of(tensor))
     assert not slots

@@ -60,7 +60,6 @@ class Started(msgspec.Struct, tag=True):
     """The process listens."""
 
     model_name: str
-    summary: list[str]
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -59,7 +59,8 @@ class Supervisor:
         self, config: ServerConfig, engine_config: EngineConfig, api_keys: tuple[str, ...], listener: socket.socket
     ) -> None:
         self.config = config
-        self.engine_config, _ = resolve_config(engine_config)  # download once, not in every process
+        self.engine_config, checkpoint = resolve_config(engine_config)  # download once, not in every process
+        self.checkpoint_name = checkpoint.name
         self.api_keys = api_keys
         self.listener = listener
         self._apis: list[Api] = []
@@ -92,9 +93,9 @@ class Supervisor:
             self.listener.close()  # or the port would stay open after the API processes have closed it
             await self._until(lambda: len(self._started) == len(self._apis) or self._ending)
             if not self._ending:
-                self._engine.wait_ready()
+                ready = self._engine.wait_ready()
                 self._engine.host.all_connected()
-                for line in self._started[0].summary[:2]:
+                for line in ready.summary.lines(self.checkpoint_name):
                     logger.info(line)
                 logger.info("%d API processes, ready in %.1f s", len(self._apis), time.perf_counter() - began)
                 announce(url, self._started[0].model_name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quire.kernels.native.build import library
-from quire.kernels.paged_attention import Scoring
+from quire.kernels.paged_attention import AttentionFeatures
 from quire.platforms.cpu_facts import cpu_flags
 from quire.platforms.cpu_isa import allows
 
@@ -232,7 +232,7 @@ def attention(
     query_start: torch.Tensor,  # [n + 1] int32
     seq_lens: torch.Tensor,  # [n] int32
     block_table: torch.Tensor,  # [rows, max_blocks] int32
-    scoring: Scoring,
+    features: AttentionFeatures,
     shared: int = 0,
 ) -> torch.Tensor:
     """`shared`: leading keys, in blocks that all rows have, that are read once for all of them; then each row has one
@@ -242,13 +242,13 @@ def attention(
     _, _, kv_heads, block_size, _ = kv_cache.shape
     q = q.contiguous()
     out = torch.empty_like(q)
-    window, softcap = scoring.window or 0, float(scoring.softcap or 0.0)
-    slopes, sinks = (x.data_ptr() if x is not None else None for x in (scoring.slopes, scoring.sinks))
+    window, softcap = features.window or 0, float(features.softcap or 0.0)
+    slopes, sinks = (x.data_ptr() if x is not None else None for x in (features.slopes, features.sinks))
     native_function("quire_attention")(
         q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), rows.data_ptr(), query_start.data_ptr(),
         seq_lens.data_ptr(), block_table.data_ptr(),
         q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window, shared,
-        float(scoring.scale), softcap, slopes, sinks, TYPES[q.dtype], has_amx(),
+        float(features.scale), softcap, slopes, sinks, TYPES[q.dtype], has_amx(),
     )  # fmt: skip
     return out
 

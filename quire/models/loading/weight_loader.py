@@ -122,14 +122,15 @@ def _load_quantized_rows(tensor: CheckpointTensor, target: Target, slots: list[L
         return False
     blocks = tensor.raw() if target.transform is None else target.transform(tensor.raw())
     return all(
-        slot.take(_StoredRows(tensor.type_name, rows)) for slot, rows in zip(slots, blocks.split(sizes), strict=True)
+        slot.load_directly(_StoredRows(tensor.type_name, rows))
+        for slot, rows in zip(slots, blocks.split(sizes), strict=True)
     )
 
 
 def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) -> None:
     if target.transform is None and not slot.any_shape:
         _check_shape(tensor.name, tensor.shape, slot)
-    if target.transform is None and slot.take(tensor):
+    if target.transform is None and slot.load_directly(tensor):
         return
     with slot.opened() as view:
         if target.transform is None and slot.is_whole and tuple(tensor.shape) == slot.full_shape:

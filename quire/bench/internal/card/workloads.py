@@ -184,7 +184,10 @@ def device_facts(llm: Any) -> dict[str, Any]:
 
     core = getattr(llm.llm_engine.client, "core", None)
     # A str: unpickling torch's own version type would make the parent import torch during the measurement.
-    facts: dict[str, Any] = {"engine": list(core.summary) if core else [], "torch": str(torch.__version__)}
+    facts: dict[str, Any] = {
+        "engine": [core.summary.device, core.summary.kv_cache] if core else [],
+        "torch": str(torch.__version__),
+    }
     try:
         facts["triton"] = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
