@@ -13,7 +13,8 @@ class Mutant:
 
 SCHEDULER, MANAGER = "quire/core/scheduler.py", "quire/core/kv_cache_manager.py"
 POOL, GROUPS = "quire/core/block_pool.py", "quire/core/kv_groups.py"
-CORE = "quire/core/engine_core.py"
+QUEUE, ADMISSION = "quire/core/admission_queue.py", "quire/core/admission.py"
+RESULTS, CORE = "quire/core/results.py", "quire/core/engine_core.py"
 RATE, CONTEXT = "quire/entrypoints/openai/rate_limit.py", "quire/entrypoints/openai/context.py"
 INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
@@ -45,17 +46,17 @@ MUTANTS = (
         "waiting + max(0, num_sequences - free) >= limit > 0",
         LIMITS,
     ),
-    Mutant(SCHEDULER, "        self.blocked.pop(request.request_id, None)\n", "", SCHEDULING),
+    Mutant(QUEUE, "        self.blocked.discard(request)\n", "", SCHEDULING),
     Mutant(
         SCHEDULER,
-        "failed=True)\n        self.kv.reset_prefix_cache()\n",
-        "failed=True)\n",
+        "found in the cache.\n            self.kv.reset_prefix_cache()\n",
+        "found in the cache.\n            pass\n",
         SCHEDULING,
     ),
     Mutant(
-        SCHEDULER,
-        "first = np.maximum(next_query - group.window + 1, 0)",
-        "first = np.maximum(next_query - group.window + 1 - group.block_size, 0)",
+        GROUPS,
+        "np.maximum(next_query - self.window + 1, 0)",
+        "np.maximum(next_query - self.window + 1 - self.block_size, 0)",
         SCHEDULING,
     ),
     Mutant(MANAGER, "self.pool.free(reversed(blocks))", "self.pool.free(list(blocks))", BLOCKS),
@@ -63,26 +64,21 @@ MUTANTS = (
     Mutant(WARPERS, "logits < least, -torch.inf", "logits <= least, -torch.inf", SAMPLING),
     Mutant(MASKS, " & (lengths <= position)", "", MASKING),
     # Core
+    Mutant(ADMISSION, "        if request.num_cached >= 0:\n", "        if False:\n", SCHEDULING),
+    Mutant(MANAGER, "self.prefix_hits += hit.num_tokens", "self.prefix_hits += num_tokens", SCHEDULING),
     Mutant(
-        SCHEDULER,
-        "        if request.num_cached < 0:\n            # Who",
-        "        if True:\n            # Who",
-        SCHEDULING,
-    ),
-    Mutant(SCHEDULER, "self.kv.prefix_hits += hit.num_tokens", "self.kv.prefix_hits += known", SCHEDULING),
-    Mutant(
-        SCHEDULER,
+        RESULTS,
         "if (run.num_pending[rows] > 1).any():",
         "if (run.num_pending[rows] > 2).any():",
         ("tests/structured_output/test_engine.py",),
     ),
-    Mutant(SCHEDULER, "at + 1 >= run.token_limit[rows]", "at + 1 > run.token_limit[rows]", SCHEDULING),
-    Mutant(SCHEDULER, "            request.frames_to_discard -= 1\n", "", SCHEDULING),
-    Mutant(SCHEDULER, "any(preempted.key < request.key for preempted in self._draining)", "False", SCHEDULING),
+    Mutant(RESULTS, "lengths >= run.token_limit[rows]", "lengths > run.token_limit[rows]", SCHEDULING),
+    Mutant(QUEUE, "        request.frames_to_discard -= 1\n", "", SCHEDULING),
+    Mutant(QUEUE, "any(preempted.key < request.key for preempted in self._draining)", "False", SCHEDULING),
     Mutant(
         SCHEDULER,
-        "cut_at = long_prefill_token_threshold if chunked_prefill else 0",
-        "cut_at = long_prefill_token_threshold",
+        "threshold = long_prefill_token_threshold if chunked_prefill else 0",
+        "threshold = long_prefill_token_threshold",
         SCHEDULING,
     ),
     Mutant(SCHEDULER, "core.priority if self.by_priority else 0", "0", SCHEDULING),

@@ -95,7 +95,7 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         return {
             "requests": len(scheduler.requests),
-            "requests_sending": len(scheduler.sending),
+            "requests_sending": len(scheduler.transfers.sending),
             "rows": len(scheduler.running),
             "plans_in_flight": len(self._in_flight),
             "blocks": pool.num_blocks,

@@ -83,8 +83,8 @@ class StatsLogger:
         scheduler = self._scheduler
         return Totals(
             self._clock(),
-            scheduler.num_prompt_tokens,
-            scheduler.num_generated_tokens,
+            scheduler.results.num_prompt_tokens,
+            scheduler.results.num_generated_tokens,
             scheduler.kv.prefix_queries,
             scheduler.kv.prefix_hits,
         )

@@ -198,7 +198,7 @@ class FakeEngine:
     def check_books(self) -> None:
         """Reference counts equal owners; free and held blocks are all blocks; only confirmed content can be found."""
         owners: dict[int, int] = {}
-        holders = [*self.scheduler.requests.values(), *self.scheduler.sending.values()]
+        holders = [*self.scheduler.requests.values(), *self.scheduler.transfers.sending.values()]
         for request in holders:
             for blocks in request.blocks:
                 for block in blocks:

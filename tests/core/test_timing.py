@@ -38,8 +38,8 @@ def test_the_first_token_says_when_its_request_was_scheduled(depth):
     engine.add("b", range(3), max_tokens=3)
     engine.run()
     assert began <= told.times["a"] < told.times["b"] <= time.monotonic()
-    assert engine.scheduler.num_prompt_tokens == 13 and engine.scheduler.num_generated_tokens == 6
-    assert not engine.scheduler._started
+    assert engine.scheduler.results.num_prompt_tokens == 13 and engine.scheduler.results.num_generated_tokens == 6
+    assert not engine.scheduler.running.num_awaiting_first_token
 
 
 def test_a_preempted_request_keeps_its_time():
@@ -60,7 +60,7 @@ def test_one_that_ends_before_its_first_token_leaves_nothing():
     engine.step()
     engine.abort("a")
     engine.run()
-    assert not told.times and not engine.scheduler._started
+    assert not told.times and not engine.scheduler.running.num_awaiting_first_token
 
 
 def test_forks_count_their_prompt_once():
@@ -70,7 +70,7 @@ def test_forks_count_their_prompt_once():
     engine.add("a1", range(9), max_tokens=2, n=2, fork_of="a")
     engine.run()
     assert told.times.keys() == {"a", "a1"}
-    assert engine.scheduler.num_prompt_tokens == 9
+    assert engine.scheduler.results.num_prompt_tokens == 9
 
 
 def test_steps_are_counted_by_size():
