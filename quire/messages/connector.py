@@ -1,4 +1,4 @@
-"""KV connectors bring KV-cache blocks from elsewhere and take them there: another engine, a CPU tier, a disk."""
+"""KV connectors load KV-cache blocks from elsewhere and save them there: another engine, a CPU tier, a disk."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class SchedulerConnector(Protocol):
     """The scheduler's side. No method may block."""
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
-        """Tokens after `num_computed` whose KV can be brought, and whether that takes longer than the step (the
+        """Tokens after `num_computed` whose KV can be loaded, and whether that takes longer than the step (the
         request then waits without running)."""
         ...
 

@@ -81,7 +81,7 @@ class DeviceLostError(RuntimeError):
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """One result per plan row. Rows that have not reached their last known token sampled nothing of worth."""
+    """One result per plan row. The token of a row that has not reached its last known token is discarded."""
 
     token_ids: np.ndarray  # [n, 1 + k] int32
     num_sampled: np.ndarray  # [n] int32

@@ -133,7 +133,7 @@ class SchedulerStats(msgspec.Struct):
 
 
 class EngineCoreOutputs(msgspec.Struct):
-    """One step's news, one row per request that got tokens or ended."""
+    """One step's results, one row per request that got tokens or ended."""
 
     index: np.ndarray  # [n] int64
     token_ids: np.ndarray  # [m] int32, the rows' new tokens one after the other

@@ -3,10 +3,8 @@
 import numpy as np
 
 from quire.core.kv_cache_manager import KVCacheManager
-from quire.core.request import Request
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
-from quire.messages.requests import EngineCoreRequest
-from quire.messages.sampling_params import SamplingParams
+from tests.core import fake_engine
 from tests.core.fake_engine import spec
 
 
@@ -15,9 +13,7 @@ def manager(*specs, num_blocks=64):
 
 
 def request(name, num_tokens, groups, start=0):
-    ids = np.arange(start, start + num_tokens, dtype=np.int32)
-    core = EngineCoreRequest(name, 0, ids, SamplingParams(), (), 0, 0.0)
-    return Request(core, (0, 0), groups)
+    return fake_engine.request(name, prompt=range(start, start + num_tokens), num_groups=groups)
 
 
 def computed(kv, name, num_tokens):
