@@ -14,6 +14,7 @@ class Mutant:
 SCHEDULER, MANAGER = "quire/core/scheduler.py", "quire/core/kv_cache_manager.py"
 POOL, GROUPS = "quire/core/block_pool.py", "quire/core/kv_groups.py"
 QUEUE, ADMISSION = "quire/core/admission_queue.py", "quire/core/admission.py"
+FORKS, TRANSFERS = "quire/core/forks.py", "quire/core/kv_transfers.py"
 RESULTS, CORE = "quire/core/results.py", "quire/core/engine_core.py"
 RATE, CONTEXT = "quire/entrypoints/openai/rate_limit.py", "quire/entrypoints/openai/context.py"
 INPUT = "quire/engine/input_processor.py"
@@ -22,6 +23,7 @@ META, SIMPLIFY = "quire/structured_output/metaschema.py", "quire/structured_outp
 
 SCHEDULING = ("tests/core/test_scheduler.py",)
 BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")
+TRANSFERRING = ("tests/core/test_kv_transfers.py",)
 HASHING = ("tests/core/test_hashing.py",)
 LIMITS = ("tests/entrypoints/openai/test_limits.py",)
 RATES = ("tests/entrypoints/openai/test_rate_limit.py",)
@@ -82,6 +84,15 @@ MUTANTS = (
         SCHEDULING,
     ),
     Mutant(SCHEDULER, "core.priority if self.by_priority else 0", "0", SCHEDULING),
+    Mutant(QUEUE, "== 0 and request in self._draining", "== 0", ("tests/core/test_admission_queue.py",)),
+    Mutant(
+        FORKS,
+        "count >= request.num_prompt_tokens",
+        "count >= request.num_prompt_tokens - 1",
+        ("tests/core/test_forks.py",),
+    ),
+    Mutant(TRANSFERS, "loads_async and count != 0", "loads_async", TRANSFERRING),
+    Mutant(TRANSFERS, "block_ids()) or is_loading", "block_ids())", TRANSFERRING),
     Mutant(
         MANAGER,
         "length, before = request.block_hashes, num_tokens - 1, -1",

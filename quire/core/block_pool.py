@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds them, which are free, and which hold the content of a known prefix."""
+"""The KV cache's blocks: how many requests hold each, which are free, and which hold the content of a known prefix."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -43,7 +43,7 @@ class Request:
     def __init__(self, core: EngineCoreRequest, key: tuple[int, int], num_groups: int) -> None:
         self.core = core
         self.request_id = core.request_id
-        self.key = key  # sorts by who runs first
+        self.key = key  # the order of admission
         self.token_ids = np.ascontiguousarray(core.prompt_token_ids, np.int32)  # confirmed tokens while not in a row
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0  # tokens whose KV its blocks hold while not in a row

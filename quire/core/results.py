@@ -1,4 +1,4 @@
-"""Plans in flight, and what their results do: append tokens, find who ended, make the core's outputs."""
+"""Plans in flight, and what their results do: append tokens, find the requests that ended, make the core's outputs."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ NOT_FINISHED, STOP, LENGTH = (np.int8(r) for r in (FinishReason.NONE, FinishReas
 
 @dataclass(slots=True)
 class Frame:
-    """A plan in flight: who it advances, and which of them it gives a token."""
+    """A plan in flight: the requests it advances, and for which of them it samples a token."""
 
     step: int
     rows: np.ndarray

@@ -2,7 +2,7 @@
 
 There are no prefill and decode phases: a request has tokens and has computed some of them; a plan advances some
 requests by some tokens within a budget. Plans may be made while earlier ones are in flight (asynchronous scheduling):
-each keeps a snapshot of who was in which row, and its results are read through that.
+each keeps a snapshot of which request was in which row, and its results are read through that.
 """
 
 import bisect
