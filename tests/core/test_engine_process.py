@@ -173,8 +173,8 @@ def test_what_arrives_after_a_goodbye_is_ignored(engine: Engine) -> None:
 
 
 def test_steps_go_on_beside_a_flood_of_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.core.engine_process.TAKE_IN_SECONDS", 0.0)
-    monkeypatch.setattr(engine.process, "_take_in_seconds", 0.0)
+    monkeypatch.setattr("quire.core.engine_process.MESSAGE_SECONDS", 0.0)
+    monkeypatch.setattr(engine.process, "_message_seconds", 0.0)
     engine.core.may_step.set()
     handled_at: list[int] = []
     add = engine.core.add_request
