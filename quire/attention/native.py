@@ -1,5 +1,6 @@
 """Attention over pages in C, on a CPU: pages are read where they lie, by blocks of queries of one KV head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from quire.attention.base import Angles, Scoring, StepInputs
 from quire.kernels import native
+from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope_and_write import Norms
 
 
@@ -25,6 +27,10 @@ class NativeBackend:
 
     name = "native"
     block_dim = 0
+
+    def __init__(self, shapes: Sequence[AttentionShape]) -> None:
+        """`shapes` are those of all layers. Their partial results share one buffer: layers run one after the other."""
+        self._slots = native.attention_slots(shapes)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
@@ -62,4 +68,5 @@ class NativeBackend:
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: NativeMetadata, scoring: Scoring
     ) -> torch.Tensor:
         rows = (metadata.rows, metadata.query_start, metadata.seq_lens, metadata.block_table)
-        return native.attention(q, kv_cache, *rows, scoring, metadata.shared if scoring.window is None else 0)
+        shared = metadata.shared if scoring.window is None else 0
+        return native.attention(q, kv_cache, *rows, scoring, self._slots, shared)

@@ -57,7 +57,7 @@ def choose_backend(
             why = f"{why[:-1]}; native needs {lacking}."
         return TorchBackend(), why
     if name == "native":
-        return NativeBackend(), why
+        return NativeBackend(shapes), why
     for shape in shapes:
         if shape.head_size > TRITON_HEAD_SIZE or shape.group > TRITON_GROUP:
             raise ValueError(

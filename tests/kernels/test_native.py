@@ -184,7 +184,7 @@ def check_shared_prefix(dtype, rows, shared, features=""):
     table[:, : shared // 16] = table[places[0], : shared // 16].clone()
     batch = (q, cache, places, starts, lens, table)
     scoring = scoring_with(features, 9, 0.125)
-    check_close(native.attention(*batch, scoring, shared), paged_attention(*batch, scoring), dtype)
+    check_close(native.attention(*batch, scoring, shared=shared), paged_attention(*batch, scoring), dtype)
 
 
 def test_one_thread_gives_the_same():
