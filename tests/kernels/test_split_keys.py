@@ -116,7 +116,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_any_number_of_threads(
 
 @pytest.mark.parametrize("num_slots", [33, 34, 50])
 def test_fewer_slots_than_parts(num_slots):
-    batch = paged_batch([*decoding(*([33_000] + [2100, 60] * 20)), (30, 9)], 16, 3, 1, 32, torch.bfloat16)
+    batch = paged_batch([*decoding(*([50_000] + [2100, 60] * 20)), (30, 9)], 16, 3, 1, 32, torch.bfloat16)
     scoring = scoring_with("", 3, SCALE)
     wanted = native.attention(*batch, scoring)
     assert torch.equal(native.attention(*batch, scoring, slots(num_slots, 3, 32)), wanted)
