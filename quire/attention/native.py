@@ -1,5 +1,6 @@
 """Attention over pages in C, on a CPU: pages are read where they lie, by blocks of queries of one KV head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from quire.attention.base import Angles, AttentionFeatures, StepInputs
 from quire.kernels import native
+from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
 
 
@@ -27,6 +29,10 @@ class NativeBackend:
     block_dim = 0
     supports_graphs = False
     supports_replay = True
+
+    def __init__(self, shapes: Sequence[AttentionShape]) -> None:
+        """`shapes` are those of all layers. Their partial results share one buffer: layers run one after the other."""
+        self._slots = native.attention_slots(shapes)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
@@ -64,6 +70,7 @@ class NativeBackend:
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: NativeMetadata, features: AttentionFeatures
     ) -> torch.Tensor:
         rows = (metadata.rows, metadata.query_start, metadata.seq_lens, metadata.block_table)
-        return native.attention(q, kv_cache, *rows, features, metadata.shared if features.window is None else 0)
+        shared = metadata.shared if features.window is None else 0
+        return native.attention(q, kv_cache, *rows, features, self._slots, shared)
 
     def reset_workspace(self) -> None: ...

@@ -53,7 +53,7 @@ def choose_backend(
             why = f"{why[:-1]}; native needs {lacking}."
         return TorchBackend(), why
     if name == "native":
-        return NativeBackend(), why
+        return NativeBackend(shapes), why
     for shape in shapes:
         if shape.head_size > MAX_TRITON_HEAD_SIZE or shape.group > MAX_TRITON_GROUP:
             raise ValueError(

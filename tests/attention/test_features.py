@@ -10,11 +10,12 @@ from quire.attention.native import NativeBackend
 from quire.attention.torch import TorchBackend
 from quire.kernels import native
 from quire.kernels.native.replay import Recording
-from quire.kernels.paged_attention import paged_attention
+from quire.kernels.paged_attention import AttentionShape, paged_attention
 from tests.attention.mixes import FEATURES, MIXES, make_features, paged_batch
 
 SHAPES = [(4, 4, 24), (6, 2, 64), (3, 3, 96), (8, 1, 256), (71, 1, 64)]
-BACKENDS = [TorchBackend()] if native.library() is None else [TorchBackend(), NativeBackend()]
+NATIVE = None if native.library() is None else NativeBackend([AttentionShape(*shape) for shape in SHAPES])
+BACKENDS = [TorchBackend()] if NATIVE is None else [TorchBackend(), NATIVE]
 
 
 def attend(backend, batch, layer_features):
@@ -53,7 +54,7 @@ def test_a_sink_takes_all_weight_or_none(backend):
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 def test_a_replayed_call_has_all_of_it():
     batch = paged_batch(MIXES["decode"], 16, 6, 2, 64, torch.bfloat16)
-    layer_features, backend = make_features("all", 6, 0.125), NativeBackend()
+    layer_features, backend = make_features("all", 6, 0.125), NATIVE
     q, cache, rows, starts, lens, table = batch
     metadata = backend.build(StepInputs(rows, len(q), starts, lens, decode_only=True), table, 16)
     wanted = backend.attend(q, cache, metadata, layer_features)

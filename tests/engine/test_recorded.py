@@ -192,3 +192,23 @@ def test_recording_does_not_bring_in_a_compiler():
         "assert 'torch._dynamo' not in sys.modules",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+def test_long_rows_beside_short_ones(tmp_path, monkeypatch):
+    """Their keys are split among threads; the recording was made for rows of one key."""
+    save_tiny("llama", tmp_path, max_position_embeddings=4096)
+    long = [{"prompt_token_ids": [5 + i * 7 % 190 for i in range(count)]} for count in (2040, 3500)]
+    asked = [prompts()[0], *long, prompts()[1]]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+    def answers_to(requests):
+        settings = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 4000, **KINDS["bf16"]}
+        with LLM(str(tmp_path), skip_tokenizer_init=True, **settings) as llm:
+            outputs = llm.generate(requests, params, use_tqdm=False)
+            steps = llm.llm_engine.client.core.executor.worker.runner.recorded
+            return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs], steps.replays
+
+    replayed, count = answers_to(asked)
+    assert count >= 20
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    assert answers_to(asked) == (replayed, 0)

@@ -223,6 +223,7 @@ def run_family(hf: dict[str, Any]) -> None:
     from quire.checkpoint.resolve import Checkpoint
     from quire.config.values import whole_number
     from quire.kernels import native
+    from quire.kernels.paged_attention import AttentionShape
     from quire.models.config_checks import count_parameters
     from quire.models.loading.loader import load_model
     from quire.models.registry import ModelRegistry, model_class
@@ -240,7 +241,8 @@ def run_family(hf: dict[str, Any]) -> None:
         model = load_model(Checkpoint("x", "dummy", Path("x"), ()), hf, dtype, "cpu", model_impl="quire")
         runner = TinyRunner(model, 1)
         if dtype is torch.bfloat16 and native.attention_fits(read.num_heads, read.num_kv_heads, read.head_dim):
-            runner.backend = NativeBackend()
+            shape = AttentionShape(read.num_heads, read.num_kv_heads, read.head_dim)
+            runner.backend = NativeBackend([shape])
             for layer in model.attention_layers():
                 layer.backend = runner.backend
         tokens = [1 % read.vocab_size] * 5

@@ -184,7 +184,7 @@ def check_shared_prefix(dtype, rows, shared, features=""):
     table[:, : shared // 16] = table[places[0], : shared // 16].clone()
     batch = (q, cache, places, starts, lens, table)
     layer_features = make_features(features, 9, 0.125)
-    check_close(native.attention(*batch, layer_features, shared), paged_attention(*batch, layer_features), dtype)
+    check_close(native.attention(*batch, layer_features, shared=shared), paged_attention(*batch, layer_features), dtype)
 
 
 def test_one_thread_gives_the_same():
