@@ -102,7 +102,7 @@ class KVCacheManager:
                 appended.add(request.row, group, position, blocks[position].id)
         return True
 
-    def append_one_block(self, requests: np.ndarray, most_missing: int, appended: BlockAppends) -> int:
+    def append_one_block(self, requests: list[Request], most_missing: int, appended: BlockAppends) -> int:
         """The usual case in one allocation: running requests that lack up to `most_missing` tokens of room, all need
         one more block of the only group, and there are enough. The room each gained; 0 if it is not that case."""
         size = self.groups[0].block_size

@@ -33,10 +33,10 @@ class RowBlocks:
         missing = num_tokens - self._capacity[rows]
         short = np.flatnonzero(missing > 0)
         if len(short):
-            requests = self._running.requests[rows[short]]
-            added = self._kv.append_one_block(requests, int(missing.max()), appended)
+            rows = rows[short]
+            added = self._kv.append_one_block(self._running.requests[rows].tolist(), int(missing.max()), appended)
             if added:
-                self._capacity[rows[short]] += added
+                self._capacity[rows] += added
                 return short[:0]
         return short
 

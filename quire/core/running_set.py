@@ -100,9 +100,10 @@ class RunningSet:
     def advance(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A plan computes `counts` more tokens of the rows. How many are computed then, and which rows get a token."""
         computed = self.num_computed[rows] + counts
-        samples = computed == self.num_known(rows)
+        pending = self.num_pending[rows]
+        samples = computed == self.num_tokens[rows] + pending
         self.num_computed[rows] = computed
-        self.num_pending[rows] += samples
+        self.num_pending[rows] = pending + samples
         self.num_frames[rows] += 1
         return computed, samples
 
