@@ -104,9 +104,9 @@ class SelfAttention(nn.Module):
             qkv = self._normed(qkv)
         if self.qkv_clip is not None:
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
-        return self.o_proj(self.attn(qkv, ctx, angles, self.norms()))
+        return self.o_proj(self.attn(qkv, ctx, angles, self.qk_norm_params()))
 
-    def norms(self) -> QKNormParams | None:
+    def qk_norm_params(self) -> QKNormParams | None:
         """Those that the kernel which rotates can do."""
         if self.qk_norm != "head":
             return None
@@ -196,10 +196,10 @@ class DecoderLayer(nn.Module):
         """The whole residual stream in and out, for few rows on a GPU, where each kernel spared is a gain."""
         attention, before, between = self.self_attn, self.attention_norm, self.mlp_norm
         assert isinstance(before, RMSNorm) and isinstance(between, RMSNorm)
-        qkv = attention.qkv_proj.fused(stream, norm=before.for_fusing)
-        heads = attention.attn(qkv, ctx, angles, attention.norms())
+        qkv = attention.qkv_proj.fused(stream, norm=before.params)
+        heads = attention.attn(qkv, ctx, angles, attention.qk_norm_params())
         stream = attention.o_proj.fused(heads, residual=stream)
-        return self.mlp.forward_fused(stream, between.for_fusing)
+        return self.mlp.forward_fused(stream, between.params)
 
     @property
     def kind(self) -> tuple[object, ...]:
