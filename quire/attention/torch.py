@@ -131,7 +131,7 @@ def _attend_decode(
     if features.slopes is not None:
         distances = batch.first[:, None] + torch.arange(scores.shape[-1], device=q.device)
         scores += features.slopes.view(kv_heads, 1, group, 1) * distances[:, None]
-    scores.masked_fill_(batch.hidden, -torch.inf)
+    scores.masked_fill_(batch.masked, -torch.inf)
     weights = _softmax(scores, features, (kv_heads, 1, group, 1)).view(raw.shape).to(v.dtype)
     out = torch.bmm(weights, v.view(kv_heads * rows, -1, head_size))
     return out.view(kv_heads, rows, group, head_size).transpose(0, 1)
@@ -158,7 +158,7 @@ def _attend_prompt(
         if features.slopes is not None:
             key, query = (torch.arange(n, device=q.device) for n in (scores.shape[-1], block.num_tokens))
             scores += features.slopes.view(kv_heads, group, 1, 1) * (block.first + key - query[:, None])
-        scores[..., block.hidden_from :].masked_fill_(block.hidden, -torch.inf)
+        scores[..., block.masked_from :].masked_fill_(block.masked, -torch.inf)
         weights = _softmax(scores, features, (kv_heads, group, 1, 1)).view(raw.shape).to(v.dtype)
         result = torch.bmm(weights, v[:, keys])
         out[queries] = result.view(kv_heads, group, block.num_tokens, head_size).permute(2, 0, 1, 3)

@@ -88,12 +88,12 @@ def choose(rows: int, shape: Shape, itemsize: int = 2) -> MoeConfig:
 
 
 def max_fused_rows(shape: Shape) -> int:
-    """Up to how many rows sorting is not the faster way."""
+    """The most rows for which the fused layer is faster than sorting."""
     return max((b for b in BUCKETS if b <= MAX_FUSED_ROWS and isinstance(choose(b, shape), FewConfig)), default=0)
 
 
 def choose_few(rows: int, shape: Shape) -> FewConfig:
-    """For a layer that is fused whole: sorting may be faster by itself, but would need what is fused apart."""
+    """For the fused layer: sorting may be faster by itself, but cannot be fused with norm, router and residual."""
     bucket = next(b for b in BUCKETS if b >= rows)
     measured = MEASURED.get((bucket, *shape))
     if isinstance(measured, FewConfig):
@@ -103,7 +103,7 @@ def choose_few(rows: int, shape: Shape) -> FewConfig:
 
 
 def gate_up_slabs(hidden: int) -> list[SlabConfig]:
-    """Two tiles, gate and up, each half of what is held."""
+    """Two tiles, gate and up, each with half of ELEMENTS."""
     if hidden & (hidden - 1) == 0 and 512 <= hidden <= 4096:
         # Whole rows in one step.
         n = max(1, ELEMENTS // hidden)
@@ -142,7 +142,7 @@ def down_slabs(top_k: int, width: int) -> list[SlabConfig]:
 
 
 def _largest_step(size: int, limit: int) -> int:
-    """The largest power of two up to `limit` that divides size, if there is a fair one."""
+    """The largest power of two up to `limit` that divides size, if it is at least 128."""
     step = size & -size
     return min(step, limit) if step >= 128 else min(limit, 1 << (size - 1).bit_length())
 

@@ -56,10 +56,10 @@ def paged_attention(
             scores = features.softcap * torch.tanh(scores / features.softcap)
         if features.slopes is not None:
             scores = scores + features.slopes[:, None, None] * (keys - queries)
-        hidden = keys > queries
+        masked = keys > queries
         if features.window is not None:
-            hidden = hidden | (keys <= queries - features.window)
-        scores = scores.masked_fill(hidden, -torch.inf)
+            masked = masked | (keys <= queries - features.window)
+        scores = scores.masked_fill(masked, -torch.inf)
         if features.sinks is not None:
             scores = torch.cat((scores, features.sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
         weights = scores.softmax(-1)[..., :length]

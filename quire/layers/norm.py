@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels.layer_norm import fused_add_layer_norm, layer_norm
-from quire.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from quire.kernels.rms_norm import RMSNormParams, fused_add_rms_norm, rms_norm
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 
 
@@ -34,7 +34,8 @@ class RMSNorm(nn.Module):
         return fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     @property
-    def for_fusing(self) -> tuple[torch.Tensor, float]:
+    def params(self) -> RMSNormParams:
+        """For kernels that fuse the norm."""
         return self.weight, self.eps
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:

@@ -101,9 +101,9 @@ class SelfAttention(nn.Module):
             qkv = self._norm_qk(qkv)
         if self.qkv_clip is not None:
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
-        return self.o_proj(self.attn(qkv, ctx, angles, self.norms()))
+        return self.o_proj(self.attn(qkv, ctx, angles, self.qk_norm_params()))
 
-    def norms(self) -> QKNormParams | None:
+    def qk_norm_params(self) -> QKNormParams | None:
         """Those that the rotary kernel applies."""
         if self.qk_norm != "head":
             return None
@@ -193,10 +193,10 @@ class DecoderLayer(nn.Module):
         """Residual stream in and out, in fewer kernel launches, for few rows on a GPU."""
         attention, attention_norm, mlp_norm = self.self_attn, self.attention_norm, self.mlp_norm
         assert isinstance(attention_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
-        qkv = attention.qkv_proj.fused(stream, norm=attention_norm.for_fusing)
-        heads = attention.attn(qkv, ctx, angles, attention.norms())
+        qkv = attention.qkv_proj.fused(stream, norm=attention_norm.params)
+        heads = attention.attn(qkv, ctx, angles, attention.qk_norm_params())
         stream = attention.o_proj.fused(heads, residual=stream)
-        return self.mlp.forward_fused(stream, mlp_norm.for_fusing)
+        return self.mlp.forward_fused(stream, mlp_norm.params)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -68,7 +68,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
         self._pending: PendingStep | None = None
-        self._compiling: bool | None = None  # None: not yet
+        self._compiling: bool | None = None  # whether kernels are being collected; None: not done yet
         self._deferred_jobs: list[Any] = []  # kernels to compile once the engine serves
 
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:

@@ -139,8 +139,9 @@ class Worker:
     def describe(self) -> str:
         count = self.model.num_parameters
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-        if self.platform.name == "cpu":
-            place = f"cpu: {native.describe()}, {torch.get_num_threads()} threads{' pinned' if self.pinned else ''}"
+        if self.platform.supports_native:
+            threads = f"{torch.get_num_threads()} threads{' pinned' if self.pinned else ''}"
+            place = f"{self.platform.name}: {native.describe()}, {threads}"
         else:
             place = torch.cuda.get_device_name(self.platform.device)
         cache = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"

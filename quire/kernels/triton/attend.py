@@ -19,7 +19,7 @@ def attend(
     kv_head,
     begin,  # first key
     end,  # one past the last key
-    q_pos,  # [M]: keys after it are hidden
+    q_pos,  # [M]: keys after it are masked
     slope,  # [M]: ALiBi's, or unused
     scale,
     softcap,
