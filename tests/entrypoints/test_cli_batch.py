@@ -106,10 +106,10 @@ def test_results_equal_the_servers(tmp_path: Path) -> None:
         assert [line["custom_id"] for line in found] == order
         assert len({line["id"] for line in found}) == len(found)
         by_id = {line["custom_id"]: line for line in found}
-        for name, response in served.items():
+        for name, expected in served.items():
             response = by_id[name]["response"]
-            assert response["status_code"] == response.status_code and by_id[name]["error"] is None
-            assert alike(response["body"], response.json()), (response["body"], response.json())
+            assert response["status_code"] == expected.status_code and by_id[name]["error"] is None
+            assert alike(response["body"], expected.json()), (response["body"], expected.json())
             assert response["request_id"] == by_id[name]["id"]
         assert by_id[None]["error"]["message"].startswith("line 5: not valid JSON")
         assert by_id["embedding"]["error"]["message"].startswith("line 6: url is '/v1/embeddings'; allowed: ")
@@ -133,7 +133,7 @@ def test_many_requests_come_back_in_order(server: StubServer, tmp_path: Path) ->
 
 
 def test_requests_to_a_busy_server_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(batch_runner, "MAX_BACKOFF", 0.02)
     source = write(tmp_path, *(request(f"r{i}", prompt="one", max_tokens=2) for i in range(12)))
     engine = stub_engine(0.005)
     engine.max_num_seqs = 1  # and none may wait, so most requests are sent several times
@@ -160,7 +160,7 @@ def test_mistakes_are_found_before_anything_runs(
     monkeypatch.setattr(run_batch, "_run_batch", refuse)
     url = ["--url", f"{server.url}/v1"]
     for argv, message in (
-        (["-i", str(twice), "-o", out, *url], "twice line 5: custom_id 'a' is that of line 1"),
+        (["-i", str(twice), "-o", out, *url], "twice line 5: custom_id 'a' repeats that of line 1"),
         (["-i", str(empty), "-o", out, *url], "holds no request"),
         (["-i", "no-such-file", "-o", out, *url], "no-such-file is not a file (--input-file)"),
         (["-i", str(good), "-o", str(good), *url], "the output would replace the input"),

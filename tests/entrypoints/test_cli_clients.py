@@ -207,7 +207,7 @@ def test_a_server_that_does_not_stream(capsys: pytest.CaptureFixture[str]) -> No
     ("status", "kind", "body", "message"),
     [
         (200, "text/html", b"<html>\nx", "does not respond as an OpenAI-compatible server: 200 '<html>'"),
-        (502, "text/html", b"", "502 and nothing else; does --url end in /v1?"),
+        (502, "text/html", b"", "502 and an empty body; does --url end in /v1?"),
         (200, "text/event-stream", b'data: {"choices":[{"text":"a"}]}\n\n', "ended the stream early"),
         (200, "text/event-stream", b'data: {"error":{"message":"no room"}}\n\n', "no room"),
         (200, "text/event-stream", b"data: oops\n\n", "does not respond as an OpenAI-compatible server"),
