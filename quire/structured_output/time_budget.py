@@ -27,7 +27,7 @@ LONG_TRIAL_SAMPLE = 64  # the longest of this sample: the longest of all would b
 
 
 class TimeBudget:
-    """A token bucket of CPU time for one grammar, shared by all its sequences: once exhausted, all of them fail."""
+    """CPU time of one grammar, refilled with each call and shared by all its sequences: once exhausted, all fail."""
 
     def __init__(self) -> None:
         self.too_slow = False

@@ -241,4 +241,4 @@ def test_code_of_models_is_not_imported_from_a_folder_that_others_can_write_to(t
         monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
         library._secure_code_cache()
         assert (str(tmp_path / "modules") == dynamic_module_utils.HF_MODULES_CACHE) == is_safe
-        assert ("cache of models' code is not used" in caplog.text) != is_safe
+        assert ("cache of remote code is not used" in caplog.text) != is_safe

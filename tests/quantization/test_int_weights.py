@@ -47,7 +47,7 @@ def test_bf16_weights_round_like_float32_ones(dtype):
 def with_rounded_weights(plain, rounded):
     """The unquantized model, given what the other one's weights stand for."""
     for name, module in plain.named_modules():
-        weight = getattr(rounded.get_submodule(name), "packed", None)
+        weight = getattr(rounded.get_submodule(name), "block_weight", None)
         if weight is not None:
             numbers = [quantized.lookup(torch.arange(part.outputs), part, torch.float32) for part in weight.parts]
             module.weight.copy_(torch.cat(numbers))
