@@ -44,7 +44,7 @@ def choose_moe_backend(device_type: str, dtype: torch.dtype, num_experts: int, r
     if requested != "auto":
         if reasons[requested] is not None:
             raise ValueError(f"moe_backend {requested} cannot be used: {reasons[requested]}")
-        chosen = MoeBackend(requested, "it was requested for")  # type: ignore[arg-type]
+        chosen = MoeBackend(requested, "it was requested")  # type: ignore[arg-type]
     elif reasons["triton"] is None:
         chosen = MoeBackend("triton", "experts are on a GPU")
     elif reasons["native"] is None:

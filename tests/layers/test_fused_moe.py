@@ -286,7 +286,7 @@ def test_random_weights_fill_whole_tensors():
 
 
 def test_invalid_arguments_are_refused():
-    with pytest.raises(ValueError, match="takes 5 of 4 experts"):
+    with pytest.raises(ValueError, match="top_k is 5, but there are 4 experts"):
         FusedMoE(4, 5, 8, 6, torch.float32, CPU)
     with pytest.raises(ValueError, match="biases"):
         FusedMoE(4, 2, 8, 6, torch.float32, CPU, bias=True)
