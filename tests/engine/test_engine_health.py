@@ -31,7 +31,7 @@ def test_one_step() -> None:
     health.record_message(299)
     health.check()
     health.record_message(301)
-    with pytest.raises(EngineStalledError, match=r"at one step .* 300 seconds \(--engine-stall-timeout\)"):
+    with pytest.raises(EngineStalledError, match=r"in one step .* 300 seconds \(--engine-stall-timeout\)"):
         health.check()
     health.record_message()  # outputs do not carry it
     with pytest.raises(EngineStalledError):
