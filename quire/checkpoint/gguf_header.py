@@ -1,6 +1,6 @@
 """The header of a GGUF file: metadata and the list of tensors.
 
-Read by hand because start-up is measured: gguf.GGUFReader takes seconds over a vocabulary, this takes milliseconds.
+Parsed here for fast start-up: gguf.GGUFReader takes seconds for a vocabulary, this takes milliseconds.
 Every count and length is checked against the end of the file: a malformed file is a ValueError, never a huge read.
 """
 

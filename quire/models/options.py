@@ -1,4 +1,4 @@
-"""What the engine decides about a model; what the checkpoint says stands in its Hugging Face config."""
+"""The engine's options for building a model; everything else comes from the checkpoint's Hugging Face config."""
 
 from dataclasses import dataclass
 
