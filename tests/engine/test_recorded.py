@@ -10,6 +10,7 @@ from quire import LLM, SamplingParams
 from quire.attention.native import NativeBackend
 from quire.kernels import native
 from quire.kernels.native.replay import NotReplayableError, Recording
+from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.prepare_inputs import PreparedInputs
 from quire.worker import model_runner, recorded
 from tests.tiny_models import CORE, prompts, save_tiny
@@ -134,7 +135,8 @@ class Toy(torch.nn.Module):
 def run_toy(toy):
     ids, count = torch.tensor([7, 3, 9]), 3
     inputs = PreparedInputs(ids, torch.arange(count), [], torch.tensor([count]))
-    return recorded.RecordedSteps(toy, NativeBackend(), [], []).run(torch.zeros(1), torch.tensor([0, count]), inputs, 0)
+    steps = recorded.RecordedSteps(toy, NativeBackend([AttentionShape(1, 1, 8)]), [], [])
+    return steps.run(torch.zeros(1), torch.tensor([0, count]), inputs, 0)
 
 
 def test_a_model_that_looks_at_ids_gets_them():
