@@ -83,4 +83,8 @@ bench: $(INSTALLED)  ## measure throughput, latency, start-up and host time with
 	@$(BIN)/quire bench startup
 	@$(BIN)/quire bench core
 
-.PHONY: help install serve test test-properties mutants test-models test-arm lint format fuzz chaos lock bench
+figures: $(INSTALLED)  ## write the tables and the picture of docs/performance from benchmarks/results
+	@$(BIN)/python -m benchmarks.performance_tables
+	@$(BIN)/python -m benchmarks.figures
+
+.PHONY: help install serve test test-properties mutants test-models test-arm lint format fuzz chaos lock bench figures

@@ -1,4 +1,4 @@
-"""Code of others that Quire runs at its start: entry points of the group `quire.general_plugins`.
+"""Plugins: entry points of the group `quire.general_plugins`, run at start-up.
 
 A plugin is a function without arguments. It is called once in every process that builds a model, before the model's
 class is looked up, and typically calls `ModelRegistry.register_model`.
@@ -17,7 +17,7 @@ GROUP = "quire.general_plugins"
 
 @functools.cache
 def load_plugins() -> tuple[str, ...]:
-    """The names of those that ran. One that fails is named in the log, and the rest go on without it."""
+    """The names of the plugins that ran. A plugin that fails is logged and skipped."""
     ran = [plugin for plugin in chosen_plugins() if _run(plugin)]
     if ran:
         logger.info("plugins: %s", ", ".join(f"{plugin.name} ({plugin.value})" for plugin in ran))
@@ -25,8 +25,8 @@ def load_plugins() -> tuple[str, ...]:
 
 
 def chosen_plugins() -> list[EntryPoint]:
-    """In the order of their names, so that the order of installation does not matter."""
-    # A package that is on the path twice is found twice.
+    """Sorted by name, independent of the order of installation."""
+    # A package that is on the path twice is listed twice.
     installed = {plugin.name: plugin for plugin in reversed(list(entry_points(group=GROUP)))}
     names = QUIRE_PLUGINS.get()
     if names is None:
@@ -34,7 +34,7 @@ def chosen_plugins() -> list[EntryPoint]:
     for name in names:
         if name not in installed:
             logger.warning(
-                "%s names %r, which no installed package has; there are: %s",
+                "%s names %r, which no installed package provides; installed: %s",
                 QUIRE_PLUGINS.name,
                 name,
                 ", ".join(sorted(installed)) or "none",
@@ -47,7 +47,7 @@ def _run(plugin: EntryPoint) -> bool:
         plugin.load()()
     except Exception as error:
         logger.error(
-            "the plugin %s (%s) failed and is left out: %s: %s",
+            "the plugin %s (%s) failed and is skipped: %s: %s",
             plugin.name,
             plugin.value,
             type(error).__name__,

@@ -13,7 +13,9 @@ class Mutant:
 
 SCHEDULER, MANAGER = "quire/core/scheduler.py", "quire/core/kv_cache_manager.py"
 POOL, GROUPS = "quire/core/block_pool.py", "quire/core/kv_groups.py"
-CORE = "quire/core/engine_core.py"
+QUEUE, ADMISSION = "quire/core/admission_queue.py", "quire/core/admission.py"
+FORKS, TRANSFERS = "quire/core/forks.py", "quire/core/kv_transfers.py"
+RESULTS, CORE = "quire/core/results.py", "quire/core/engine_core.py"
 RATE, CONTEXT = "quire/entrypoints/http/rate_limit.py", "quire/entrypoints/http/context.py"
 INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
@@ -21,9 +23,11 @@ META, SIMPLIFY = "quire/structured_output/schema/metaschema.py", "quire/structur
 
 SCHEDULING = ("tests/core/test_scheduler.py",)
 BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")
+TRANSFERRING = ("tests/core/test_kv_transfers.py",)
 HASHING = ("tests/core/test_hashing.py",)
+ADMITTING = ("tests/entrypoints/http/test_admission.py",)
 LIMITS = ("tests/entrypoints/openai/test_limits.py",)
-RATES = ("tests/entrypoints/openai/test_rate_limit.py",)
+RATES = ("tests/entrypoints/http/test_rate_limit.py",)
 INPUTS = ("tests/engine/test_input_processor.py",)
 SAMPLING = ("tests/sample/test_sampler.py",)
 MASKING = ("tests/sample/test_processors.py",)
@@ -37,25 +41,25 @@ MUTANTS = (
         CONTEXT,
         "waiting + max(0, num_sequences - free) > limit",
         "waiting + max(0, num_sequences - free) > limit + 1",
-        LIMITS,
+        ADMITTING,
     ),
     Mutant(
         CONTEXT,
         "waiting + max(0, num_sequences - free) > limit",
         "waiting + max(0, num_sequences - free) >= limit > 0",
-        LIMITS,
+        ADMITTING,
     ),
-    Mutant(SCHEDULER, "        self.blocked.pop(request.request_id, None)\n", "", SCHEDULING),
+    Mutant(QUEUE, "        self.blocked.discard(request)\n", "", SCHEDULING),
     Mutant(
         SCHEDULER,
-        "failed=True)\n        self.kv.reset_prefix_cache()\n",
-        "failed=True)\n",
+        "found in the cache.\n            self.kv.reset_prefix_cache()\n",
+        "found in the cache.\n            pass\n",
         SCHEDULING,
     ),
     Mutant(
-        SCHEDULER,
-        "first = np.maximum(next_query - group.window + 1, 0)",
-        "first = np.maximum(next_query - group.window + 1 - group.block_size, 0)",
+        GROUPS,
+        "np.maximum(next_query - self.window + 1, 0)",
+        "np.maximum(next_query - self.window + 1 - self.block_size, 0)",
         SCHEDULING,
     ),
     Mutant(MANAGER, "self.pool.free(reversed(blocks))", "self.pool.free(list(blocks))", BLOCKS),
@@ -63,29 +67,33 @@ MUTANTS = (
     Mutant(WARPERS, "logits < least, -torch.inf", "logits <= least, -torch.inf", SAMPLING),
     Mutant(MASKS, " & (lengths <= position)", "", MASKING),
     # Core
+    Mutant(ADMISSION, "        if request.num_cached >= 0:\n", "        if False:\n", SCHEDULING),
+    Mutant(MANAGER, "self.prefix_hits += hit.num_tokens", "self.prefix_hits += num_tokens", SCHEDULING),
     Mutant(
-        SCHEDULER,
-        "        if request.num_cached < 0:\n            # Who",
-        "        if True:\n            # Who",
-        SCHEDULING,
-    ),
-    Mutant(SCHEDULER, "self.kv.prefix_hits += hit.num_tokens", "self.kv.prefix_hits += known", SCHEDULING),
-    Mutant(
-        SCHEDULER,
+        RESULTS,
         "if (run.num_pending[rows] > 1).any():",
         "if (run.num_pending[rows] > 2).any():",
         ("tests/structured_output/test_engine.py",),
     ),
-    Mutant(SCHEDULER, "at + 1 >= run.token_limit[rows]", "at + 1 > run.token_limit[rows]", SCHEDULING),
-    Mutant(SCHEDULER, "            request.frames_to_discard -= 1\n", "", SCHEDULING),
-    Mutant(SCHEDULER, "any(preempted.key < request.key for preempted in self._draining)", "False", SCHEDULING),
+    Mutant(RESULTS, "lengths >= run.token_limit[rows]", "lengths > run.token_limit[rows]", SCHEDULING),
+    Mutant(QUEUE, "        request.frames_to_discard -= 1\n", "", SCHEDULING),
+    Mutant(QUEUE, "any(preempted.key < request.key for preempted in self._draining)", "False", SCHEDULING),
     Mutant(
         SCHEDULER,
-        "cut_at = long_prefill_token_threshold if chunked_prefill else 0",
-        "cut_at = long_prefill_token_threshold",
+        "threshold = long_prefill_token_threshold if chunked_prefill else 0",
+        "threshold = long_prefill_token_threshold",
         SCHEDULING,
     ),
     Mutant(SCHEDULER, "core.priority if self.by_priority else 0", "0", SCHEDULING),
+    Mutant(QUEUE, "== 0 and request in self._draining", "== 0", ("tests/core/test_admission_queue.py",)),
+    Mutant(
+        FORKS,
+        "count >= request.num_prompt_tokens",
+        "count >= request.num_prompt_tokens - 1",
+        ("tests/core/test_forks.py",),
+    ),
+    Mutant(TRANSFERS, "loads_async and count != 0", "loads_async", TRANSFERRING),
+    Mutant(TRANSFERS, "block_ids()) or is_loading", "block_ids())", TRANSFERRING),
     Mutant(
         MANAGER,
         "length, before = request.block_hashes, num_tokens - 1, -1",
@@ -122,9 +130,9 @@ MUTANTS = (
     Mutant(RATE, "used + more > limit", "used + more >= limit", RATES),
     Mutant(RATE, "window.requests += count", "window.requests += 1", RATES),
     Mutant(RATE, "window.began + self.interval - self.clock()", "self.interval", RATES),
-    Mutant(CONTEXT, "if num_sequences > places + limit:", "if num_sequences > places + limit + 1:", LIMITS),
-    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - places)", "unfinished - places", LIMITS),
-    Mutant(CONTEXT, "            self._num_sequences -= num_sequences\n", "", LIMITS),
+    Mutant(CONTEXT, "if num_sequences > slots + limit:", "if num_sequences > slots + limit + 1:", ADMITTING),
+    Mutant(CONTEXT, "max(self.engine.stats.num_waiting, unfinished - slots)", "unfinished - slots", ADMITTING),
+    Mutant(CONTEXT, "            self._num_sequences -= num_sequences\n", "", ADMITTING),
     Mutant("quire/entrypoints/openai/completions.py", "if len(given) > most:", "if len(given) > 1024:", LIMITS),
     # Sample
     Mutant(

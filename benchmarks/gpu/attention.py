@@ -15,13 +15,13 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.attention.triton import TritonBackend
-from quire.kernels.paged_attention import AttentionShape, Scoring
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill
 
 DEVICE = torch.device("cuda")
 BLOCK, HEAD = 16, 128
-SCORING = Scoring(HEAD**-0.5)
+FEATURES = AttentionFeatures(HEAD**-0.5)
 
 
 class Batch:
@@ -45,7 +45,7 @@ class Batch:
         self.bytes = rows * length * kv_heads * HEAD * 4
 
     def decode(self, **options: object) -> float:
-        args = (self.rows, None, self.lens, self.table, self.space, SCORING)
+        args = (self.rows, None, self.lens, self.table, self.space, FEATURES)
         calls = [partial(paged_decode, self.q, self.out, cache, *args, **options) for cache in self.caches]
         return timed(calls * max(1, 16 // len(calls)))
 
@@ -110,7 +110,7 @@ def prefill() -> None:
         blocks = torch.from_numpy(backend.plan_queries(np.full(rows, new))).to(DEVICE)
         starts = (torch.arange(rows + 1, device=DEVICE) * new).int()
         flops = rows * 4 * heads * HEAD * (new * cached + new * (new + 1) / 2)
-        args = (batch.q, batch.out, batch.caches[0], blocks, batch.rows, starts, batch.lens, batch.table, SCORING)
+        args = (batch.q, batch.out, batch.caches[0], blocks, batch.rows, starts, batch.lens, batch.table, FEATURES)
         found = []
         for tile, warps, stages in itertools.product((64, 128), (4, 8), (2, 3, 4)):
             try:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.kernels.paged_attention import Scoring as Scoring
+from quire.kernels.paged_attention import AttentionFeatures as AttentionFeatures
 from quire.kernels.rope import gather_cos_sin
-from quire.kernels.rope_and_write import Norms
+from quire.kernels.rope_and_write import QKNormParams
 
 
 @dataclass
@@ -24,14 +24,14 @@ class StepInputs:
     num_tokens: int
     query_start: torch.Tensor  # [n + 1] int32: where each row's tokens begin
     seq_lens: torch.Tensor  # [n] int32: context length including this step's tokens; 0 for padding
-    one_each: bool  # every row has one token
-    query_blocks: torch.Tensor | None = None  # what the backend's plan_queries made of this step
-    prefix_len: torch.Tensor | None = None  # [1] int32: leading tokens in blocks that all rows share, if worth knowing
-    some_single: bool = True  # False: every row is known to have several
+    decode_only: bool  # every row has one token
+    query_blocks: torch.Tensor | None = None  # the result of the backend's plan_queries
+    prefix_len: torch.Tensor | None = None  # [1] int32: leading tokens in blocks that all rows share; None: too few
+    has_decode_rows: bool = True  # False: every row has several tokens
 
 
 class Angles:
-    """Rotary angles of a step's tokens: a table and where to look, or the looked-up values."""
+    """Rotary angles of a step's tokens: the table and positions, or the values gathered from it."""
 
     def __init__(self, table: torch.Tensor, positions: torch.Tensor) -> None:
         self.table = table  # [positions, R]: cosines of R / 2 angles, then sines
@@ -65,17 +65,19 @@ class AttentionBackend(Protocol):
 
     name: str
     block_dim: int
+    supports_graphs: bool  # its steps can be captured in CUDA graphs
+    supports_replay: bool  # its calls can be recorded on a CPU and replayed (worker/recorded.py)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor; `num_blocks` includes the null block and is dimension `block_dim`."""
         ...
 
     def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray | None:
-        """What the backend wants to know of a step on the device, from what the host knows of it: tokens by row."""
+        """Blocks of queries that the device will work on, from the tokens by row; None if the backend needs none."""
         ...
 
     def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
-        """The most entries that plan_queries has for as many tokens in as many rows."""
+        """The upper limit on entries of plan_queries for a step of this size."""
         ...
 
     def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> Any:
@@ -86,17 +88,21 @@ class AttentionBackend(Protocol):
         self,
         qkv: torch.Tensor,  # [N, (heads + 2 * kv_heads) * head_size]
         num_heads: int,
-        norms: Norms | None,
+        qk_norm: QKNormParams | None,
         angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: Any,
     ) -> torch.Tensor:  # q [N, heads, head_size]
-        """Norm and rotate queries and keys where asked, and write keys and values to the cache."""
+        """Apply norm and rotary embedding to queries and keys, where given, and write keys and values to the cache."""
         ...
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, scoring: Scoring
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, features: AttentionFeatures
     ) -> torch.Tensor:  # [N, heads, head_size]
         """Over the pages of each row, this step's own keys among them."""
+        ...
+
+    def reset_workspace(self) -> None:
+        """After a failed step: reset the memory that launches share."""
         ...

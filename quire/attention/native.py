@@ -1,13 +1,15 @@
 """Attention over pages in C, on a CPU: pages are read where they lie, by blocks of queries of one KV head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, Scoring, StepInputs
+from quire.attention.base import Angles, AttentionFeatures, StepInputs
 from quire.kernels import native
-from quire.kernels.rope_and_write import Norms
+from quire.kernels.paged_attention import AttentionShape
+from quire.kernels.rope_and_write import QKNormParams
 
 
 @dataclass
@@ -25,6 +27,12 @@ class NativeBackend:
 
     name = "native"
     block_dim = 0
+    supports_graphs = False
+    supports_replay = True
+
+    def __init__(self, shapes: Sequence[AttentionShape]) -> None:
+        """`shapes` are those of all layers. Their partial results share one buffer: layers run one after the other."""
+        self._slots = native.attention_slots(shapes)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
@@ -49,17 +57,20 @@ class NativeBackend:
         self,
         qkv: torch.Tensor,
         num_heads: int,
-        norms: Norms | None,
+        qk_norm: QKNormParams | None,
         angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: NativeMetadata,
     ) -> torch.Tensor:
         table, positions = (angles.table, angles.positions) if angles is not None else (None, metadata.no_positions)
-        return native.rope_and_write(qkv, num_heads, norms, table, positions, kv_cache, slot_mapping)
+        return native.rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping)
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: NativeMetadata, scoring: Scoring
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: NativeMetadata, features: AttentionFeatures
     ) -> torch.Tensor:
         rows = (metadata.rows, metadata.query_start, metadata.seq_lens, metadata.block_table)
-        return native.attention(q, kv_cache, *rows, scoring, metadata.shared if scoring.window is None else 0)
+        shared = metadata.shared if features.window is None else 0
+        return native.attention(q, kv_cache, *rows, features, self._slots, shared)
+
+    def reset_workspace(self) -> None: ...

@@ -1,7 +1,7 @@
-"""Which pages each row of a step reads, and which of their positions are hidden from it.
+"""Which pages each row of a step reads, and which of their keys are masked.
 
 A query at position p sees keys p - window < j <= p (all j <= p without a window). Pages wholly before a row's window
-are not touched: they may be gone. Rows are padded only with pages of their own, so nothing foreign is ever read.
+are not read: they may have been freed. Rows are padded only with pages of their own, so no other row's are read.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import torch
 
 # A batch's gathered keys and values should stay in the processor's cache until they are multiplied.
 MAX_BATCH_HEAD_TOKENS = 48 * 1024
-# Padding (in tokens over all rows) that is worth the fixed cost of one more batch.
-WORTHWHILE_PADDING = 1024
+# Padding (in tokens over all rows) beyond which another batch, with its fixed cost, is faster.
+MAX_PADDING = 1024
 # Queries of a prompt handled together: the scores of more fall out of the processor's cache.
 QUERY_BLOCK = 128
 
@@ -22,7 +22,7 @@ class DecodeBatch:
 
     tokens: torch.Tensor  # [B]: their tokens in the step
     pages: torch.Tensor  # [2 * KV * B * pages per row]: pages in the cache seen as [blocks * 2 * KV, ...]
-    hidden: torch.Tensor  # [B, 1, L] bool: gathered positions outside the row or its window
+    masked: torch.Tensor  # [B, 1, L] bool: gathered positions outside the row or its window
     first: torch.Tensor  # [B]: position of the first gathered key minus that of the query
 
 
@@ -34,8 +34,8 @@ class QueryBlock:
     num_tokens: int
     first_key: int
     last_key: int
-    hidden_from: int  # keys before this one, counted from first_key, are visible to the whole block
-    hidden: torch.Tensor  # [num_tokens, keys from hidden_from] bool
+    masked_from: int  # keys before this one, counted from first_key, are visible to the whole block
+    masked: torch.Tensor  # [num_tokens, keys from masked_from] bool
     first: int  # position of the first key minus that of the first query
 
 
@@ -74,10 +74,10 @@ def plan_decode(
         blocks = block_table[rows[part]].gather(1, wanted).long()
         start = first_page[part] * block_size
         positions = start[:, None] + torch.arange(len(columns) * block_size, device=rows.device)
-        hidden = (positions < first_key[part, None]) | (positions >= lens[part, None])
+        masked = (positions < first_key[part, None]) | (positions >= lens[part, None])
         tokens = query_start[:-1][rows[part]].long()
         first = start - (lens[part] - 1)
-        batches.append(DecodeBatch(tokens, page_index(blocks, num_kv_heads), hidden.unsqueeze(1), first))
+        batches.append(DecodeBatch(tokens, page_index(blocks, num_kv_heads), masked.unsqueeze(1), first))
     return batches
 
 
@@ -115,15 +115,15 @@ def query_block(position: int, size: int, window: int | None, device: torch.devi
     """Queries at position .. position + size - 1, with keys in absolute positions."""
     first_key = max(0, position - window + 1) if window else 0
     last_key = position + size
-    # Without a window (or before it is full) only keys of the block itself can lie in a query's future.
+    # Without a window (or before it is full) only keys of the block itself can be later than a query.
     all_see_first = window is None or last_key <= window
-    hidden_from = position if all_see_first else first_key
-    keys = torch.arange(hidden_from, last_key, device=device)
+    masked_from = position if all_see_first else first_key
+    keys = torch.arange(masked_from, last_key, device=device)
     queries = torch.arange(position, last_key, device=device)[:, None]
-    hidden = keys > queries
+    masked = keys > queries
     if window and not all_see_first:
-        hidden |= keys <= queries - window
-    return QueryBlock(0, size, first_key, last_key, hidden_from - first_key, hidden, first_key - position)
+        masked |= keys <= queries - window
+    return QueryBlock(0, size, first_key, last_key, masked_from - first_key, masked, first_key - position)
 
 
 def page_index(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ def similar_lengths(num_pages: list[int], block_size: int, num_kv_heads: int) ->
         longest = num_pages[begin]
         padding = (len(num_pages) - row) * (longest - num_pages[row]) * block_size
         full = (row + 1 - begin) * longest * block_size * num_kv_heads > MAX_BATCH_HEAD_TOKENS
-        if full or padding > WORTHWHILE_PADDING:
+        if full or padding > MAX_PADDING:
             batches.append((begin, row))
             begin = row
     return [*batches, (begin, len(num_pages))]

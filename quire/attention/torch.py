@@ -1,9 +1,9 @@
-"""Attention over pages in plain torch: the CPU's backend, and the reference on any device.
+"""Attention over pages in torch: the fallback on a CPU, and the reference on any device.
 
 Pages are gathered, then multiplied by batched matmuls with the query heads of a KV head side by side, so K and V are
 never repeated. On a CPU in bf16 this measured twice as fast as torch's scaled_dot_product_attention, both for decode
-rows and, in blocks of queries, for prompts. In float32 the latter is up to 1.4 times as fast for long prompts; one path
-serves both all the same.
+rows and, in blocks of queries, for prompts. In float32 the latter is up to 1.4 times as fast for long prompts, which
+does not justify a second path.
 """
 
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, Scoring, StepInputs
+from quire.attention.base import Angles, AttentionFeatures, StepInputs
 from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
 from quire.kernels.kv_write import cache_rows, kv_write
-from quire.kernels.rope_and_write import Norms, norm_and_rope
+from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
 
 
 @dataclass
 class Plan:
-    """What a step gathers and hides; the same for every layer of a group."""
+    """The pages that a step gathers and the keys it masks; the same for every layer of a group."""
 
     decode: list[DecodeBatch]
     prompts: list[PromptRow]
-    scratch: torch.Tensor  # [most pages gathered at once, block_size * D]: fresh memory for every layer would cost more
+    scratch: torch.Tensor  # [most pages gathered at once, block_size * D]: reused by all layers
 
 
 @dataclass
 class TorchMetadata:
-    """Rows of the step, and the plan that the first layer to attend makes of them."""
+    """Rows of the step, and the plans, each made by the first layer that needs it."""
 
     step: StepInputs
     block_table: torch.Tensor
@@ -60,6 +60,8 @@ class TorchBackend:
 
     name = "torch"
     block_dim = 0
+    supports_graphs = False
+    supports_replay = False
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
@@ -77,7 +79,7 @@ class TorchBackend:
         self,
         qkv: torch.Tensor,
         num_heads: int,
-        norms: Norms | None,
+        qk_norm: QKNormParams | None,
         angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
@@ -85,25 +87,27 @@ class TorchBackend:
     ) -> torch.Tensor:
         num_kv_heads = kv_cache.shape[2]
         cos_sin = angles.cos_sin if angles is not None else None
-        q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, norms, cos_sin)
+        q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, qk_norm, cos_sin)
         kv_write(k, v, kv_cache, metadata.write_rows(num_kv_heads, slot_mapping))
         return q
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TorchMetadata, scoring: Scoring
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TorchMetadata, features: AttentionFeatures
     ) -> torch.Tensor:
         num_tokens, num_heads, head_size = q.shape
         num_kv_heads = kv_cache.shape[2]
-        plan = metadata.plan(kv_cache, scoring.window)
+        plan = metadata.plan(kv_cache, features.window)
 
         pages = kv_cache.view(-1, metadata.block_size * head_size)
-        grouped = (q * scoring.scale).view(num_tokens, num_kv_heads, -1, head_size)
+        grouped = (q * features.scale).view(num_tokens, num_kv_heads, -1, head_size)
         out = torch.zeros_like(grouped)  # padding tokens belong to no row; zeros keep them finite
         for batch in plan.decode:
-            out[batch.tokens] = _attend_decode(grouped[batch.tokens], pages, batch, plan.scratch, scoring)
+            out[batch.tokens] = _attend_decode(grouped[batch.tokens], pages, batch, plan.scratch, features)
         for row in plan.prompts:
-            _attend_prompt(grouped, pages, row, plan.scratch, scoring, out)
+            _attend_prompt(grouped, pages, row, plan.scratch, features, out)
         return out.view(num_tokens, num_heads, head_size)
+
+    def reset_workspace(self) -> None: ...
 
 
 def _gather(
@@ -116,25 +120,30 @@ def _gather(
 
 
 def _attend_decode(
-    q: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor, scoring: Scoring
+    q: torch.Tensor, pages: torch.Tensor, batch: DecodeBatch, scratch: torch.Tensor, features: AttentionFeatures
 ) -> torch.Tensor:
     """q [B, KV, G, D] -> the same shape."""
     rows, kv_heads, group, head_size = q.shape
     k, v = _gather(pages, batch.pages, scratch, kv_heads, head_size)
     flat_q = q.transpose(0, 1).reshape(kv_heads * rows, group, head_size)
     raw = torch.bmm(flat_q, k.view(kv_heads * rows, -1, head_size).transpose(1, 2))
-    scores = _bent(raw.view(kv_heads, rows, group, -1), scoring)
-    if scoring.slopes is not None:
+    scores = _cap_scores(raw.view(kv_heads, rows, group, -1), features)
+    if features.slopes is not None:
         distances = batch.first[:, None] + torch.arange(scores.shape[-1], device=q.device)
-        scores += scoring.slopes.view(kv_heads, 1, group, 1) * distances[:, None]
-    scores.masked_fill_(batch.hidden, -torch.inf)
-    weights = _softmax(scores, scoring, (kv_heads, 1, group, 1)).view(raw.shape).to(v.dtype)
+        scores += features.slopes.view(kv_heads, 1, group, 1) * distances[:, None]
+    scores.masked_fill_(batch.masked, -torch.inf)
+    weights = _softmax(scores, features, (kv_heads, 1, group, 1)).view(raw.shape).to(v.dtype)
     out = torch.bmm(weights, v.view(kv_heads * rows, -1, head_size))
     return out.view(kv_heads, rows, group, head_size).transpose(0, 1)
 
 
 def _attend_prompt(
-    q: torch.Tensor, pages: torch.Tensor, row: PromptRow, scratch: torch.Tensor, scoring: Scoring, out: torch.Tensor
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    row: PromptRow,
+    scratch: torch.Tensor,
+    features: AttentionFeatures,
+    out: torch.Tensor,
 ) -> None:
     """q, out [N, KV, G, D]: fills out for the row's tokens."""
     _, kv_heads, group, head_size = q.shape
@@ -145,25 +154,25 @@ def _attend_prompt(
         # [T, KV, G, D] -> [KV, G * T, D]: one matmul per KV head serves its whole group.
         flat_q = q[queries].permute(1, 2, 0, 3).reshape(kv_heads, -1, head_size)
         raw = torch.bmm(flat_q, k[:, keys].transpose(1, 2))
-        scores = _bent(raw.view(kv_heads, group, block.num_tokens, -1), scoring)
-        if scoring.slopes is not None:
+        scores = _cap_scores(raw.view(kv_heads, group, block.num_tokens, -1), features)
+        if features.slopes is not None:
             key, query = (torch.arange(n, device=q.device) for n in (scores.shape[-1], block.num_tokens))
-            scores += scoring.slopes.view(kv_heads, group, 1, 1) * (block.first + key - query[:, None])
-        scores[..., block.hidden_from :].masked_fill_(block.hidden, -torch.inf)
-        weights = _softmax(scores, scoring, (kv_heads, group, 1, 1)).view(raw.shape).to(v.dtype)
+            scores += features.slopes.view(kv_heads, group, 1, 1) * (block.first + key - query[:, None])
+        scores[..., block.masked_from :].masked_fill_(block.masked, -torch.inf)
+        weights = _softmax(scores, features, (kv_heads, group, 1, 1)).view(raw.shape).to(v.dtype)
         result = torch.bmm(weights, v[:, keys])
         out[queries] = result.view(kv_heads, group, block.num_tokens, head_size).permute(2, 0, 1, 3)
 
 
-def _bent(scores: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Soft-capped where asked; in float32 where more than a softmax is to come."""
-    if scoring.softcap is not None:
-        return scores.float().div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    return scores.float() if scoring.slopes is not None or scoring.sinks is not None else scores
+def _cap_scores(scores: torch.Tensor, features: AttentionFeatures) -> torch.Tensor:
+    """Scores with the soft-cap, if any; in float32 if biases or sinks are added to them."""
+    if features.softcap is not None:
+        return scores.float().div_(features.softcap).tanh_().mul_(features.softcap)
+    return scores.float() if features.slopes is not None or features.sinks is not None else scores
 
 
-def _softmax(scores: torch.Tensor, scoring: Scoring, by_head: tuple[int, ...]) -> torch.Tensor:
-    if scoring.sinks is None:
+def _softmax(scores: torch.Tensor, features: AttentionFeatures, by_head: tuple[int, ...]) -> torch.Tensor:
+    if features.sinks is None:
         return scores.softmax(-1)
-    sinks = scoring.sinks.view(by_head).expand(*scores.shape[:-1], 1)
+    sinks = features.sinks.view(by_head).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1].contiguous()

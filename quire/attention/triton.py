@@ -1,4 +1,4 @@
-"""Attention over pages with our own Triton kernels: decode rows, prompts and mixed steps, all shapes in one way."""
+"""Attention over pages with our own Triton kernels: decode rows, prompts and mixed steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, Scoring, StepInputs
+from quire.attention.base import Angles, AttentionFeatures, StepInputs
 from quire.kernels.paged_attention import AttentionShape
-from quire.kernels.rope_and_write import Norms, rope_and_write
+from quire.kernels.rope_and_write import QKNormParams, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
 
-NOTHING = np.full((1, 2), -1, np.int32)
+NO_QUERY_BLOCKS = np.full((1, 2), -1, np.int32)
 
 
 @dataclass
@@ -26,6 +26,8 @@ class TritonBackend:
 
     name = "triton"
     block_dim = 0
+    supports_graphs = True
+    supports_replay = False
 
     def __init__(
         self, max_rows: int, shapes: Sequence[AttentionShape], dtype: torch.dtype, device: torch.device
@@ -39,10 +41,10 @@ class TritonBackend:
 
     def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray:
         """[blocks, 2] int32: (row of the step, first query), for rows of more than one token. A row's later blocks have
-        more keys and come first, so that the device does not end with the longest."""
+        more keys and come first, so that the longest do not run last."""
         rows = np.flatnonzero(num_tokens > 1)
         if not len(rows):
-            return NOTHING
+            return NO_QUERY_BLOCKS
         counts = -(-num_tokens[rows] // self.queries_per_block)
         last = np.cumsum(counts)
         block = np.arange(last[-1]) - np.repeat(last - counts, counts)
@@ -60,29 +62,32 @@ class TritonBackend:
         self,
         qkv: torch.Tensor,
         num_heads: int,
-        norms: Norms | None,
+        qk_norm: QKNormParams | None,
         angles: Angles | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: TritonMetadata,
     ) -> torch.Tensor:
         table, positions = (angles.table, angles.positions) if angles is not None else (None, None)
-        return rope_and_write(qkv, num_heads, norms, table, positions, kv_cache, slot_mapping)
+        return rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping)
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, scoring: Scoring
+        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, features: AttentionFeatures
     ) -> torch.Tensor:
         step, table = metadata.step, metadata.block_table
         out = torch.empty_like(q)
-        if not step.one_each:
+        if not step.decode_only:
             assert step.query_blocks is not None
             paged_prefill(
-                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, scoring,
+                q, out, kv_cache, step.query_blocks, step.rows, step.query_start, step.seq_lens, table, features,
                 queries=self.queries_per_block,
             )  # fmt: skip
-        if step.some_single:
+        if step.has_decode_rows:
             paged_decode(
-                q, out, kv_cache, step.rows, None if step.one_each else step.query_start, step.seq_lens, table,
-                self.workspace, scoring, prefix_len=step.prefix_len if scoring.window is None else None,
+                q, out, kv_cache, step.rows, None if step.decode_only else step.query_start, step.seq_lens, table,
+                self.workspace, features, prefix_len=step.prefix_len if features.window is None else None,
             )  # fmt: skip
         return out
+
+    def reset_workspace(self) -> None:
+        self.workspace.reset()

@@ -1,1 +1,1 @@
-"""Measurements of Quire, each with the machine it ran on and the reference numbers it is compared with."""
+"""Benchmarks of Quire; every result includes the machine it ran on."""

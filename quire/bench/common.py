@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, one timed call, and printing the report."""
+"""Shared by the benchmarks: flags, a timed call, and printing the report."""
 
 import argparse
 import time
@@ -60,7 +60,7 @@ def positive(text: str) -> int:
 
 
 def timed_generate(llm: "LLM", workload: Workload, temperature: float = 0.0) -> float:
-    """Seconds of one blocking call: to exactly the wanted lengths, without detokenization."""
+    """Seconds of one blocking call that generates exactly the given lengths, without detokenization."""
     from quire import SamplingParams
 
     params = [
@@ -73,7 +73,7 @@ def timed_generate(llm: "LLM", workload: Workload, temperature: float = 0.0) -> 
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     if lengths != workload.output_lens:
         causes = {cause for output in outputs if (cause := getattr(output, "error", None))}
-        why = f"the engine said: {causes.pop()}" if causes else "is --max-model-len below --input-len + --output-len?"
+        why = f"engine error: {causes.pop()}" if causes else "is --max-model-len below --input-len + --output-len?"
         raise ValueError(
             f"{sum(lengths)} tokens were generated instead of {workload.num_output_tokens}, so the rate would be "
             f"wrong; {why}"

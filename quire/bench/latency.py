@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         warm_up(llm, args.token_id_limit)
         for repetition in range(args.repetitions):
-            # The same prompt twice, first to one token and then to all: the difference is pure decoding.
+            # The same prompt twice, with one token and with all: the difference is decode time.
             whole = random_workload("latency", repetition, shape, args.token_id_limit)
             llm.reset_prefix_cache()
             to_first = timed_generate(llm, replace(whole, output_lens=[1]))

@@ -1,4 +1,4 @@
-"""Facts about the machine and the code, kept with every result so that results of different days can be compared."""
+"""Facts about the machine and the code, stored with every result so that results can be compared over time."""
 
 import importlib.metadata
 import json
@@ -28,7 +28,7 @@ def describe_machine(probe: bool) -> dict[str, Any]:
 
 
 def run_probe(environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """The probe's measurements; if it dies half-way, those it made and a note."""
+    """The probe's measurements; if it crashes, the completed ones and a note."""
     command = [sys.executable, "-m", "quire.bench.probe"]
     child = subprocess.run(command, capture_output=True, text=True, env=process_environment(environment))
     measured: dict[str, Any] = {}

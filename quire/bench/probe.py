@@ -1,7 +1,7 @@
-"""What this machine can do: read bandwidth and bf16 GEMM rates. Run as a process of its own by `machine.py`.
+"""Measures the machine: read bandwidth and bf16 GEMM rates. Run as a subprocess by `machine.py`.
 
-Prints one JSON object per line as it measures. Some virtual machines advertise AMX in a way that kills a process at its
-first bf16 matmul; the lines before that survive, and so does the benchmark.
+Prints one JSON object per line as it measures. Some virtual machines advertise AMX without its tiles, which kills a
+process at its first bf16 matmul; the lines printed before that remain, and the benchmark continues.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A server's processes from outside, on Linux: who they are, their memory, their processor time."""
+"""A server's processes, observed from outside on Linux: roles, memory, CPU time."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Process:
     role: str  # "api" or "engine"
 
     def cpu_seconds(self) -> float:
-        """User and system time so far; 0 once it is gone."""
+        """User and system time so far; 0 after its exit."""
         try:
             after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -29,7 +29,7 @@ class Process:
 
 
 def server_processes(pid: int) -> list[Process]:
-    """The process and its descendants, by what they do. The front end never imports torch, so whoever has it mapped
+    """The process and its descendants, with their roles. The front end never imports torch, so a process that maps it
     is an engine."""
     if not Path("/proc/self/stat").exists():
         raise ValueError("processes can only be observed on Linux")

@@ -48,7 +48,7 @@ class Report:
     engine: dict[str, Any]  # the engine options that were given
     machine: dict[str, Any]
     metrics: Sequence[Metric] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)  # what is no metric; in the JSON only
+    details: dict[str, Any] = field(default_factory=dict)  # other results; in the JSON only
 
     def as_json(self) -> str:
         parts = {

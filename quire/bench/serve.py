@@ -1,4 +1,4 @@
-"""`quire bench serve`: a server under load. Flags are those of `vllm bench serve` where it has them.
+"""`quire bench serve`: a server under load. Flags follow `vllm bench serve`.
 
 With --base-url (or --host, --port) any OpenAI-compatible server is measured; without, `quire serve` is started as a
 child with the engine flags given here, and its start-up time is part of the result.
@@ -19,7 +19,7 @@ from quire.bench.machine import describe_machine
 from quire.bench.processes import Process, cpu_seconds, server_processes
 from quire.bench.report import Metric, Report
 from quire.bench.serve_child import ServerChild, serving
-from quire.bench.serve_client import Target, ask
+from quire.bench.serve_client import Target, fetch
 from quire.bench.serve_drive import Plan, drive
 from quire.bench.serve_rows import ROWS
 from quire.bench.serve_stats import (
@@ -51,7 +51,7 @@ def parser() -> FlagParser:
     group.add_argument("--port", type=whole_number, metavar="N", help="its port (default: 8000)")
     group.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="or /v1/chat/completions")
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server that is started")
-    group.add_argument("--row", choices=tuple(ROWS), help="a workload of the reference numbers; sets all flags of it")
+    group.add_argument("--row", choices=tuple(ROWS), help="a predefined workload; sets all its flags")
     add_workload_flags(parser)
     group = parser.add_argument_group("Requests")
     group.add_argument("--ignore-eos", action="store_true", help="generate to exactly the wanted length")
@@ -81,7 +81,7 @@ def parser() -> FlagParser:
         help="count requests within these limits, as ttft:200,tpot:50 (also e2el)",
     )
     group.add_argument("--timeout", type=number, default=3600.0, metavar="S", help="for one request (default: 3600)")
-    group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="some requests before")
+    group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="run some requests first")
     group.add_argument("--probe", action=argparse.BooleanOptionalAction, default=False, help="measure the machine too")
     group = parser.add_argument_group("Output")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     row = ROWS[args.row] if args.row else None
     if row is not None:
         vars(args).update(row.flags())
-    goodput = {name: most for limits in args.goodput or () for name, most in limits.items()}
+    goodput = {name: limit for limits in args.goodput or () for name, limit in limits.items()}
     if args.plot:
         from quire.bench.serve_plot import check_plotting
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     api_cost: list[float] = []
     with _server(args) as (target, child):
         model = asyncio.run(_model(target, None if child else getattr(args, "model", None)))
-        watched = _watched(child)
+        processes = _child_processes(child)
         for repetition in range(-1 if args.warm_up else 0, args.repetitions):
             found = items(args, repetition)
             if repetition < 0:
@@ -121,15 +121,15 @@ def run(args: argparse.Namespace) -> int:
             if repetition < 0:
                 drive(plan, 1)
                 continue
-            cost = cpu_seconds(watched, "api")
+            cost = cpu_seconds(processes, "api")
             one_run = drive(plan, args.client_processes)
-            cost = cpu_seconds(watched, "api") - cost
+            cost = cpu_seconds(processes, "api") - cost
             one = summarize(one_run, goodput)
             if not one.completed:
-                raise ValueError(f"every request failed: {_listed(one.errors)}" + _last_words(child))
+                raise ValueError(f"every request failed: {_listed(one.errors)}" + _log_tail(child))
             stats.append(one)
             runs.append(one_run)
-            if watched:
+            if processes:
                 api_cost.append(1e6 * cost / one.output_tokens)
 
     measured = metrics(stats, args.percentile_metrics, args.metric_percentiles)
@@ -168,7 +168,7 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[Target, ServerChild | No
     from quire.config import EngineConfig
 
     options = engine_kwargs(args, leave_out=("seed",))
-    EngineConfig.from_kwargs(**options)  # a wrong option is an error here, not in the child
+    EngineConfig.from_kwargs(**options)  # invalid options fail here, not in the child
     with serving(options, shlex.split(args.server_args)) as child:
         yield Target(child.url, key, args.timeout), child
 
@@ -177,32 +177,32 @@ async def _model(target: Target, given: str | None) -> str:
     if given is not None:
         return given
     try:
-        status, body = await ask(target, "GET", "/v1/models")
+        status, body = await fetch(target, "GET", "/v1/models")
     except OSError as error:
-        raise ValueError(f"no server answers at {target.url}: {error} (--base-url)") from None
+        raise ValueError(f"no server responds at {target.url}: {error} (--base-url)") from None
     if status != 200:
-        raise ValueError(f"{target.url}/v1/models answers with status {status}; name the model (--model)")
+        raise ValueError(f"{target.url}/v1/models returns status {status}; name the model (--model)")
     return json.loads(body)["data"][0]["id"]
 
 
 async def _as_texts(target: Target, model: str, found: list[Item]) -> list[Item]:
-    """Chats are texts: the server turns random ids into them. Their lengths in tokens can then differ a little."""
+    """Chat messages are text: the server detokenizes the random ids. Token counts may then differ slightly."""
     made = []
     for item in found:
         if isinstance(item.prompt, str):
             made.append(item)
             continue
-        status, body = await ask(target, "POST", "/detokenize", {"model": model, "tokens": item.prompt})
+        status, body = await fetch(target, "POST", "/detokenize", {"model": model, "tokens": item.prompt})
         if status != 200:
             raise ValueError(
-                f"/detokenize answers with status {status}, and random prompts become chats through it; bring texts "
+                f"/detokenize returns status {status}, but random prompts need it to become text; give texts "
                 "(--dataset-name custom)"
             )
         made.append(Item(json.loads(body)["prompt"], item.output_len))
     return made
 
 
-def _watched(child: ServerChild | None) -> list[Process]:
+def _child_processes(child: ServerChild | None) -> list[Process]:
     try:
         return server_processes(child.process.pid) if child is not None else []
     except ValueError:
@@ -256,5 +256,5 @@ def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{k} {format(v, '.4g') if isinstance(v, float) else v}" for k, v in values.items())
 
 
-def _last_words(child: ServerChild | None) -> str:
-    return "" if child is None else f"\nthe server's last lines:\n{child.last_words()}"
+def _log_tail(child: ServerChild | None) -> str:
+    return "" if child is None else f"\nthe server's last lines:\n{child.log_tail()}"

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.serve_client import Target, ask
+from quire.bench.serve_client import Target, fetch
 from quire.config.fields import flag
 
-START_UP_SECONDS = 1800  # large models take minutes; a server that fails ends at once
+START_UP_SECONDS = 1800  # large models take minutes; a server that fails exits at once
 SHUTDOWN_SECONDS = 60
 POLL_SECONDS = 0.02
 LOG_LINES = 15
@@ -30,20 +30,20 @@ class ServerChild:
     log: Path
     start_up_seconds: float  # from starting the process to a healthy /health
 
-    def last_words(self) -> str:
-        return _last_words(self.log)
+    def log_tail(self) -> str:
+        return _log_tail(self.log)
 
 
 @contextmanager
-def serving(options: dict[str, Any], more: Sequence[str] = ()) -> Iterator[ServerChild]:
-    """A server with these engine options, as soon as it is healthy. Ended, and with it its engine, when left."""
+def serving(options: dict[str, Any], extra_flags: Sequence[str] = ()) -> Iterator[ServerChild]:
+    """Starts a server with these engine options and waits until it is healthy; stops it on exit."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         log = Path(folder) / "log"
         port = free_port()
         command = [sys.executable, "-m", "quire", "serve", "--port", str(port), "--no-access-log"]
         began = time.perf_counter()
         with log.open("wb") as out:
-            process = subprocess.Popen([*command, *as_flags(options), *more], stdout=out, stderr=out)
+            process = subprocess.Popen([*command, *as_flags(options), *extra_flags], stdout=out, stderr=out)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_healthy(process, url, log)
@@ -53,7 +53,7 @@ def serving(options: dict[str, Any], more: Sequence[str] = ()) -> Iterator[Serve
 
 
 def as_flags(options: dict[str, Any]) -> list[str]:
-    """Engine options as the flags they came from."""
+    """Engine options as command-line flags."""
     words: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):
@@ -74,16 +74,16 @@ def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str, log: Path)
     deadline = time.monotonic() + START_UP_SECONDS
     while time.monotonic() < deadline:
         try:
-            if asyncio.run(ask(target, "GET", "/health"))[0] == 200:
+            if asyncio.run(fetch(target, "GET", "/health"))[0] == 200:
                 return
         except OSError:
-            pass  # it does not listen yet
+            pass  # not listening yet
         try:
             code = process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-        raise ValueError(f"the server ended with exit code {code} before it was ready:\n{_last_words(log)}")
-    raise ValueError(f"the server was not ready after {START_UP_SECONDS} s:\n{_last_words(log)}")
+        raise ValueError(f"the server ended with exit code {code} before it was ready:\n{_log_tail(log)}")
+    raise ValueError(f"the server was not ready after {START_UP_SECONDS} s:\n{_log_tail(log)}")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -96,5 +96,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     return "\n".join(log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:])

@@ -1,7 +1,7 @@
 """The client of `quire bench serve` and `quire bench soak`: HTTP and server-sent events on a bare asyncio protocol.
 
-A connection per request, parsed by httptools. An event costs a few microseconds, so that the client is not what is
-measured; several client processes share the requests where one is not enough.
+A connection per request, parsed by httptools. An event costs a few microseconds, so that the client is not the
+bottleneck; several client processes share the requests if one is not enough.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """What is wanted of an event of either endpoint, or of a whole answer."""
+    """The fields used of an event of either endpoint, or of a whole response."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -61,23 +61,23 @@ class Request:
 
 @dataclass
 class Record:
-    """What became of a request. Times are of `time.perf_counter`, which all processes of a machine share."""
+    """The result of a request. Times are of `time.perf_counter`, which all processes of a machine share."""
 
     index: int
-    due: float | None = None  # None: as soon as there was a place
+    due: float | None = None  # None: as soon as max_concurrency allowed
     sent: float = 0.0
     ended: float = 0.0
-    events: array = field(default_factory=lambda: array("d"))  # when each event that brought tokens arrived
+    events: array = field(default_factory=lambda: array("d"))  # arrival times of events with tokens
     prompt_tokens: int = 0
     output_tokens: int = 0
-    counted_by: str = "usage"  # what output_tokens is from: usage, token ids, or events where a server sends neither
-    error: str | None = None  # its kind, few words
-    texts: dict[int, list[str]] = field(default_factory=dict)  # by choice, if they are kept
+    counted_by: str = "usage"  # source of output_tokens: usage, token ids, or events if a server sends neither
+    error: str | None = None  # its kind, in a few words
+    texts: dict[int, list[str]] = field(default_factory=dict)  # by choice, with keep_text
 
 
 @dataclass
 class Run:
-    """When it began, and all its records."""
+    """Start time and records of a run."""
 
     start: float
     records: list[Record]
@@ -85,7 +85,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """Where to send requests, and what every request has."""
+    """The server's address and what all requests share."""
 
     url: str
     api_key: str | None = None
@@ -111,11 +111,11 @@ class Target:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer. `heard` is called with the body as it arrives; `done` is set at the end of all."""
+    """One request and its response. `on_body` is called with each part of the body; `done` is set at the end."""
 
-    def __init__(self, message: bytes, heard: Callable[[bytes], None]) -> None:
+    def __init__(self, message: bytes, on_body: Callable[[bytes], None]) -> None:
         self.message = message
-        self.on_body = heard  # called by the parser
+        self.on_body = on_body  # called by the parser
         self.status = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
@@ -129,17 +129,17 @@ class Exchange(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            self._end(ValueError(f"the answer cannot be read: {error}"))
+            self._end(ValueError(f"the response cannot be parsed: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(error or ConnectionError("the server closed the connection"))
 
-    def leave(self) -> None:
-        """Go at once, whatever is still to come."""
+    def disconnect(self) -> None:
+        """Close the connection at once."""
         if not self.done.done():
             self.done.cancel()
         elif not self.done.cancelled():
-            self.done.exception()  # it has been seen
+            self.done.exception()  # mark as retrieved
         if self.transport is not None:
             self.transport.abort()
 
@@ -160,7 +160,7 @@ class Exchange(asyncio.Protocol):
 
 
 class EventReader:
-    """Splits a body into server-sent events and notes when they came."""
+    """Splits a body into server-sent events and records their arrival times."""
 
     def __init__(self, record: Record, keep_text: bool = False) -> None:
         self.record = record
@@ -177,30 +177,30 @@ class EventReader:
         self._rest = parts.pop()
         for part in parts:
             if not part.startswith(b"data: "):
-                continue  # a comment that keeps the connection alive
+                continue  # a keep-alive comment
             if part.endswith(DONE) and len(part) < 16:
                 self.finished = True
             else:
-                self._take(decode_event(part[6:]), now)
+                self._process(decode_event(part[6:]), now)
 
-    def _take(self, event: Event, now: float) -> None:
+    def _process(self, event: Event, now: float) -> None:
         if event.error is not None:
             self.error = event.error
         if event.usage is not None:
             self._usage = event.usage
-        brings = False
+        has_tokens = False
         for choice in event.choices:
             text = choice.new_text
             if choice.token_ids:
                 self._num_token_ids += len(choice.token_ids)
-            brings = brings or bool(text or choice.token_ids)
+            has_tokens = has_tokens or bool(text or choice.token_ids)
             if self.keep_text and text:
                 self.record.texts.setdefault(choice.index, []).append(text)
-        if brings:
+        if has_tokens:
             self.record.events.append(now)
 
     def close(self) -> None:
-        """The exact number of tokens, from the best source there was."""
+        """Set the number of tokens, from the most exact source available."""
         record = self.record
         if self._usage is not None:
             record.prompt_tokens = self._usage.prompt_tokens
@@ -218,26 +218,26 @@ class Client:
         self.target = target
         self.path = path
         self.host, self.port, self.tls = target.address()
-        self.places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self.slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
         self.keep_text = keep_text
 
     async def run(self, requests: list[Request], when: Callable[[], float]) -> Run:
-        """`when` is asked for the time of the start once everything is prepared."""
+        """`when` returns the start time; called once everything is prepared."""
         messages = [self.target.message("POST", self.path, request.body) for request in requests]
         gc.collect()
-        gc.freeze()  # what lives through the run need not be looked at while it is timed
+        gc.freeze()  # no collection of long-lived objects during the run
         start = when()
         tasks = []
         for request, message in sorted(zip(requests, messages, strict=True), key=lambda pair: pair[0].due):
             wait = start + request.due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
-            due = start + request.due if self.places is None else None
+            due = start + request.due if self.slots is None else None
             tasks.append(asyncio.create_task(self._one(request.index, message, due)))
         return Run(start, await asyncio.gather(*tasks))
 
     async def _one(self, index: int, message: bytes, due: float | None) -> Record:
-        async with self.places or contextlib.nullcontext():
+        async with self.slots or contextlib.nullcontext():
             return await self.stream(index, message, due)
 
     async def stream(self, index: int, message: bytes, due: float | None = None) -> Record:
@@ -245,13 +245,13 @@ class Client:
         reader = EventReader(record, self.keep_text)
         refusal: list[bytes] = []
 
-        def heard(data: bytes) -> None:
+        def on_body(data: bytes) -> None:
             if exchange.status == 200:
                 reader.feed(data)
             else:
                 refusal.append(data)
 
-        exchange = Exchange(message, heard)
+        exchange = Exchange(message, on_body)
         try:
             async with asyncio.timeout(self.target.timeout):
                 await asyncio.get_running_loop().create_connection(lambda: exchange, self.host, self.port, ssl=self.tls)
@@ -261,7 +261,7 @@ class Client:
         except (OSError, ValueError) as error:
             record.error = type(error).__name__ if exchange.transport else f"no connection: {type(error).__name__}"
         finally:
-            exchange.leave()
+            exchange.disconnect()
         record.ended = time.perf_counter()
         reader.close()
         record.error = record.error or self._failure(exchange.status, reader, b"".join(refusal))
@@ -284,8 +284,8 @@ def error_code(body: bytes) -> str:
     return str(error.get("code") or error.get("type") or "")
 
 
-async def ask(target: Target, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-    """One plain request: status and body. OSError if there is no answer."""
+async def fetch(target: Target, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    """One request: status and body. Raises OSError if there is no response."""
     parts: list[bytes] = []
     exchange = Exchange(target.message(method, path, body), parts.append)
     host, port, tls = target.address()

@@ -1,4 +1,4 @@
-"""Running the client in this process, or in several that share the requests."""
+"""Runs the client in this process, or in several that share the requests."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.bench.serve_client import Client, Request, Run, Target
 
-LEAD = 0.2  # seconds between "all are ready" and the start
+LEAD = 0.2  # seconds from all clients being ready to the start
 START_UP_SECONDS = 60
 
 
@@ -27,7 +27,7 @@ def drive(plan: Plan, processes: int) -> Run:
 
 
 def split(plan: Plan, processes: int) -> list[Plan]:
-    """Requests and concurrency are dealt out in turn."""
+    """Distributes requests and concurrency round-robin."""
     if plan.max_concurrency is not None and plan.max_concurrency < processes:
         raise ValueError(
             f"{processes} client processes cannot share a concurrency of {plan.max_concurrency}; raise "
@@ -64,7 +64,7 @@ def _drive_many(plans: list[Plan]) -> Run:
             pipe.send(start)
         records = [record for pipe in pipes for record in pipe.recv().records]
     except EOFError:
-        raise ValueError("a client process ended early; its error is above") from None
+        raise ValueError("a client process exited early; its error is above") from None
     finally:
         for child in children:
             child.terminate()

@@ -1,4 +1,4 @@
-"""The picture of a run: percentile curves of the latencies, and a timeline of tokens and requests."""
+"""Plots a run: percentile curves of the latencies, and a timeline of tokens and requests."""
 
 import importlib.util
 from pathlib import Path
@@ -16,11 +16,11 @@ NUM_BINS = 100
 
 
 def check_plotting(file: str) -> None:
-    """Said before anything is measured."""
+    """Checked before the measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib; install it with: pip install 'quire[plot]'")
     if Path(file).suffix.lower() != ".png":
-        raise ValueError(f"{file!r}: the picture is a PNG; end its name in .png (--plot)")
+        raise ValueError(f"{file!r}: the plot is a PNG; use a name ending in .png (--plot)")
 
 
 def plot(file: str, run: Run, stats: Stats, title: str) -> None:
@@ -49,7 +49,7 @@ def _percentiles(axes: "Axes", stats: Stats, names: tuple[str, ...]) -> None:
 
 
 def _timeline(axes: "Axes", run: Run, stats: Stats) -> None:
-    """Output tokens per second (a request's tokens spread evenly over its events), and requests under way."""
+    """Output tokens per second (a request's tokens spread evenly over its events), and requests in flight."""
     edges = np.linspace(0, stats.duration, NUM_BINS + 1)
     rate = np.zeros(NUM_BINS)
     for record in stats.completed:
@@ -63,7 +63,7 @@ def _timeline(axes: "Axes", run: Run, stats: Stats) -> None:
     ended = np.sort([record.ended - run.start for record in run.records])
     open_requests = np.searchsorted(sent, middle, "right") - np.searchsorted(ended, middle, "right")
     right = axes.twinx()
-    right.plot(middle, open_requests, color="tab:orange", label="requests under way")
+    right.plot(middle, open_requests, color="tab:orange", label="requests in flight")
     right.set(ylabel="requests", ylim=(0, None))
     lines = [*axes.get_lines(), *right.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines])

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """Random prompts to /v1/completions as token ids, streamed; the model is the caller's part."""
+    """Random prompts to /v1/completions as token ids, streamed; the caller chooses the model."""
 
     num_prompts: int
     input_len: int

@@ -1,7 +1,7 @@
-"""From records of requests to figures: throughput, latencies, goodput, errors.
+"""Computes throughput, latencies, goodput and errors from request records.
 
-As vLLM counts: the time per output token leaves out the first, the inter-token latency is the gap between two events
-that brought tokens (an event that brings several is one gap), and a request ends with its last token.
+Definitions follow vLLM: time per output token excludes the first, inter-token latency is the gap between two events
+with tokens (an event with several is one gap), and a request ends with its last token.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from quire.bench.serve_client import Record, Run
 from quire.config.flags import number
 
 NAMES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token", "e2el": "end to end"}
-Goodput = dict[str, float]  # most milliseconds, by latency
+Goodput = dict[str, float]  # limit in milliseconds, by latency
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Stats:
     errors: dict[str, int]
     latencies: dict[str, np.ndarray]
     peak_concurrency: int
-    good: int | None  # requests within the goodput limits, if there are any
+    good: int | None  # requests within the goodput limits, if given
 
     @property
     def output_tokens(self) -> int:
@@ -67,13 +67,13 @@ def summarize(run: Run, goodput: Goodput | None = None) -> Stats:
     latencies["itl"] = 1e3 * np.concatenate(gaps) if gaps else np.array([], np.float64)
     good = None
     if goodput:
-        good = sum(all(found.get(name, 0.0) <= most for name, most in goodput.items()) for found in of_requests)
+        good = sum(all(found.get(name, 0.0) <= limit for name, limit in goodput.items()) for found in of_requests)
     ended = max((record.ended for record in run.records), default=run.start)
     return Stats(ended - run.start, completed, errors, latencies, peak_concurrency(run.records), good)
 
 
 def latencies_of(record: Record) -> dict[str, float]:
-    """In milliseconds; without those that a request with so few tokens does not have."""
+    """In milliseconds; latencies that need more tokens than the request has are left out."""
     if not record.events:
         return {}
     first, last = record.events[0], record.events[-1]
@@ -89,7 +89,7 @@ def peak_concurrency(records: Sequence[Record]) -> int:
 
 
 def metrics(runs: Sequence[Stats], shown: Sequence[str], percentiles: Sequence[float]) -> list[Metric]:
-    """A value per run."""
+    """Metrics with one value per run."""
     rates = {
         "requests": ("/s", [len(run.completed) / run.duration for run in runs]),
         "output": ("tok/s", [run.output_tokens / run.duration for run in runs]),
@@ -98,7 +98,7 @@ def metrics(runs: Sequence[Stats], shown: Sequence[str], percentiles: Sequence[f
     good = [run.good / run.duration for run in runs if run.good is not None]
     if good:
         rates["goodput"] = ("/s", good)
-    made = [Metric(name, unit, values) for name, (unit, values) in rates.items()]
+    result = [Metric(name, unit, values) for name, (unit, values) in rates.items()]
     for name in shown:
         measured = [run.latencies[name] for run in runs if len(run.latencies[name])]
         if not measured:
@@ -106,8 +106,8 @@ def metrics(runs: Sequence[Stats], shown: Sequence[str], percentiles: Sequence[f
         columns = {"mean": [float(values.mean()) for values in measured]}
         for percentile in percentiles:
             columns[f"p{percentile:g}"] = [float(np.percentile(values, percentile)) for values in measured]
-        made += [Metric(f"{name} {column}", "ms", values, lower_is_better=True) for column, values in columns.items()]
-    return made
+        result += [Metric(f"{name} {column}", "ms", values, lower_is_better=True) for column, values in columns.items()]
+    return result
 
 
 def latency_names(text: str) -> list[str]:
@@ -129,8 +129,8 @@ def goodput_limits(text: str) -> Goodput:
     """`ttft:200,tpot:50`"""
     limits: Goodput = {}
     for part in filter(None, text.split(",")):
-        name, _, most = part.partition(":")
+        name, _, limit = part.partition(":")
         if name not in ("ttft", "tpot", "e2el"):
             raise argparse.ArgumentTypeError(f"{part!r}: write ttft:MS, tpot:MS or e2el:MS, separated by commas")
-        limits[name] = number(most)
+        limits[name] = number(limit)
     return limits

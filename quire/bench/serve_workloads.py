@@ -1,4 +1,4 @@
-"""What `quire bench serve` sends and when: prompts of three kinds, and arrivals with a rate and a burstiness."""
+"""The requests of `quire bench serve`: prompts of three kinds, and arrival times with a rate and a burstiness."""
 
 import argparse
 import json
@@ -34,28 +34,28 @@ def add_workload_flags(parser: FlagParser) -> None:
         shown = "" if kind["default"] is None else f" (default: {default})"
         group.add_argument(name, help=help + shown, **kind)
 
-    add("--dataset-name", "random", "what the prompts are", choices=DATASETS, type=str, metavar=None)
+    add("--dataset-name", "random", "kind of prompts", choices=DATASETS, type=str, metavar=None)
     add("--dataset-path", None, "custom: JSONL with prompt (text or token ids) and output_tokens", type=str)
     add("--num-prompts", 1000, "requests to send")
     add("--random-input-len", 1024, "random: prompt tokens")
     add("--random-output-len", 128, "random: tokens to generate")
-    add("--random-range-ratio", 0.0, "random: lengths vary by this part of themselves", type=_ratio, metavar="X")
-    add("--random-prefix-len", 0, "random: tokens that all prompts begin with", type=_natural)
+    add("--random-range-ratio", 0.0, "random: lengths vary by this fraction", type=_ratio, metavar="X")
+    add("--random-prefix-len", 0, "random: length of a prefix shared by all prompts", type=_natural)
     add("--prefix-repetition-prefix-len", 256, "prefix_repetition: tokens of a prefix")
     add("--prefix-repetition-suffix-len", 256, "prefix_repetition: own tokens after it")
     add("--prefix-repetition-num-prefixes", 10, "prefix_repetition: different prefixes")
     add("--prefix-repetition-output-len", 128, "prefix_repetition: tokens to generate")
-    add("--custom-output-len", 256, "custom: tokens to generate where a line does not say")
+    add("--custom-output-len", 256, "custom: tokens to generate, if a line has no output_tokens")
     add("--token-id-limit", CPU_TOKEN_ID_LIMIT, "draw token ids below this; lower it for a smaller vocabulary")
-    add("--seed", 0, "of prompts and arrivals", type=whole_number)
+    add("--seed", 0, "seed of prompts and arrivals", type=whole_number)
     group = parser.add_argument_group("Arrivals")
     add("--request-rate", float("inf"), "requests per second; inf: all at once", type=_rate, metavar="X")
     add("--burstiness", 1.0, "1: Poisson; below: bursts; above: evenly spaced (gamma)", type=_rate, metavar="X")
-    add("--max-concurrency", None, "most requests at a time; others wait in the client")
+    add("--max-concurrency", None, "maximum requests in flight; others wait in the client")
 
 
 def items(args: argparse.Namespace, repetition: int) -> list[Item]:
-    """Every repetition has fresh prompts, except those from a file."""
+    """Every repetition has new prompts, except with a file."""
     rng = random.Random(zlib.crc32(f"serve/{args.dataset_name}/{args.seed}/{repetition}".encode()))
     if args.dataset_name == "custom":
         return _from_file(args)
@@ -94,18 +94,18 @@ def _from_file(args: argparse.Namespace) -> list[Item]:
     for count, line in enumerate(Path(args.dataset_path).read_text("utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        place = f"{args.dataset_path}, line {count}"
+        where = f"{args.dataset_path}, line {count}"
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{place} is not JSON: {error}") from None
+            raise ValueError(f"{where} is not JSON: {error}") from None
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         ids = isinstance(prompt, list) and all(type(one) is int for one in prompt)
         if not prompt or not (isinstance(prompt, str) or ids):
-            raise ValueError(f'{place} has no prompt; write {{"prompt": text or token ids, "output_tokens": 64}}')
+            raise ValueError(f'{where} has no prompt; write {{"prompt": text or token ids, "output_tokens": 64}}')
         length = entry.get("output_tokens", args.custom_output_len)
         if type(length) is not int or length < 1:
-            raise ValueError(f"{place}: output_tokens is {length!r}; it must be a whole number, at least 1")
+            raise ValueError(f"{where}: output_tokens is {length!r}; it must be a whole number, at least 1")
         found.append(Item(prompt, length))
         if len(found) == args.num_prompts:
             break
@@ -115,8 +115,8 @@ def _from_file(args: argparse.Namespace) -> list[Item]:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start. Gaps are gamma distributed; their sum is scaled to what the rate says, so that two
-    seeds offer the same load."""
+    """Seconds after the start. Gaps are gamma distributed; their sum is scaled to match the rate, so that all
+    seeds have the same load."""
     if rate == float("inf"):
         return [0.0] * count
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), count)

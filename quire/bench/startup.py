@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.config.flags import FlagParser, engine_kwargs
 
 PROMPT = "The capital of France is"
-# In the order they happen: a phase lasts from the mark before it to its own.
+# In order: a phase lasts from the previous mark to its own.
 PHASES = ("interpreter", "import", "load", "first token")
 
 
@@ -24,7 +24,7 @@ def parser() -> FlagParser:
 
 def run(args: argparse.Namespace) -> int:
     options = engine_kwargs(args)
-    EngineConfig.from_kwargs(**options)  # a wrong option is an error here, not in the child
+    EngineConfig.from_kwargs(**options)  # invalid options fail here, not in the child
     runs = [start_once(options) for _ in range(args.repetitions)]
     metrics = [Metric(phase, "s", [phases[phase] for phases in runs], lower_is_better=True) for phase in PHASES]
     totals = [sum(phases.values()) for phases in runs]
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 def start_once(options: dict[str, Any]) -> dict[str, float]:
     """Seconds per phase of one fresh process."""
     command = [sys.executable, "-m", "quire.bench.startup_child", json.dumps({"prompt": PROMPT, "options": options})]
-    start = time.time()  # the wall clock is the one clock that both processes share on every platform
+    start = time.time()  # the only clock that processes share on every platform
     child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]

@@ -2,7 +2,7 @@
 
 import time
 
-marks = {"interpreter": time.time()}  # before any import that the next phase should pay for
+marks = {"interpreter": time.time()}  # before any import that belongs to the next phase
 
 if __name__ == "__main__":
     import json

@@ -1,4 +1,4 @@
-"""`quire bench structured`: requests under a JSON schema against free ones of the same lengths, in turn."""
+"""`quire bench structured`: requests under a JSON schema against unconstrained ones, alternating."""
 
 import argparse
 import time
@@ -25,14 +25,14 @@ PERSON = {
     "required": ["name", "age", "role", "score", "tags"],
     "additionalProperties": False,
 }
-# Long enough that max_tokens ends it: an early end would make the step's batch smaller, not the request cheaper.
+# Long enough that every request reaches max_tokens: an early stop would shrink the batch.
 SCHEMA: dict[str, Any] = {"type": "array", "items": PERSON, "minItems": 1000}
 
 
 def parser() -> FlagParser:
     parser = bench_parser("structured", "Measure what a JSON schema costs: the same load with and without it.", 5)
     add_shape_flags(parser, DEFAULT, many=True)
-    # At 0 free requests take another way through the sampler on a CPU, a slower one, which would hide what masks cost.
+    # At 0, unconstrained requests take a slower sampler path on a CPU, which would hide the masks' cost.
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of both kinds (default: 1)")
     return parser
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         first = _seconds(llm, [list(range(100, 108))], [1], 0.0, SCHEMA)[0]
         for repetition in range(args.repetitions + 1):
             prompts = random_workload("structured", repetition, shape, args.token_id_limit).prompts
-            kinds = ["schema", "free"] if repetition % 2 else ["free", "schema"]  # neither always comes second
+            kinds = ["schema", "free"] if repetition % 2 else ["free", "schema"]  # alternate the order
             seconds, lengths = {}, {}
             for kind in kinds:
                 llm.reset_prefix_cache()
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds[kind], lengths[kind] = _seconds(llm, prompts, wanted, args.temperature, form)
             if lengths["schema"] != lengths["free"]:
                 raise ValueError("the two kinds got different numbers of tokens; is --output-len too long?")
-            if repetition:  # the first pair only warms up
+            if repetition:  # the first pair is the warm-up
                 for kind in kinds:
                     rates[kind].append(sum(lengths[kind]) / seconds[kind])
     finally:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _seconds(
     llm: "LLM", prompts: list[list[int]], lengths: list[int], temperature: float, schema: dict[str, Any] | None
 ) -> tuple[float, list[int]]:
-    """Of one blocking call, and how many tokens each request got."""
+    """Seconds of one blocking call, and the number of tokens of each request."""
     from quire import SamplingParams
     from quire.sampling_params import StructuredOutputsParams
 
@@ -86,13 +86,13 @@ def _seconds(
     params = [
         SamplingParams(
             temperature=temperature,
-            seed=place,
+            seed=i,
             max_tokens=length,
             ignore_eos=True,
             detokenize=False,
             structured_outputs=form,
         )
-        for place, length in enumerate(lengths)
+        for i, length in enumerate(lengths)
     ]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

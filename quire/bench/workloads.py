@@ -1,6 +1,6 @@
 """The fixed workloads behind the reference numbers: random token ids, the same on every machine and day.
 
-The order of the random draws is part of a workload: changing it changes every prompt after it.
+The order of random draws is part of a workload: changing it changes every later prompt.
 """
 
 import random
@@ -43,7 +43,7 @@ CPU_SHAPES = {
     "prefix": Shape(requests=64, common=1024, own=32, output=32),
     "prefill": Shape(requests=8, own=1024, output=1),
 }
-# What differs for the shape of Qwen3-0.6B, whose full throughput workload would take minutes on two cores.
+# Overrides for Qwen3-0.6B, whose full throughput workload would take minutes on two cores.
 QWEN_SHAPES = {"throughput": replace(CPU_SHAPES["throughput"], requests=16, output=64)}
 
 GPU_SHAPES = {
@@ -56,7 +56,7 @@ GPU_SHAPES = {
 
 
 def cpu_workload(name: str, repetition: int, *, qwen: bool = False) -> Workload:
-    """A CPU workload; every repetition has fresh prompts."""
+    """A CPU workload; every repetition has new prompts."""
     shapes = CPU_SHAPES | QWEN_SHAPES if qwen else CPU_SHAPES
     return random_workload(name, repetition, _lookup(shapes, name))
 
@@ -163,7 +163,7 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
-# For trying the card itself: seconds on any machine. Its vocabulary holds the ids that the workload `nano` draws.
+# For testing the card itself, in seconds on any machine. Its vocabulary holds the ids that the workload `nano` draws.
 TINY_SHAPE = MODEL_SHAPES["qwen3-0.6b"] | {
     "hidden_size": 64,
     "intermediate_size": 128,

@@ -17,7 +17,7 @@ KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def load_hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's config.json, or the same made from a GGUF's metadata."""
+    """The model's config.json, or its equivalent from a GGUF's metadata."""
     if checkpoint.is_gguf:
         from quire.checkpoint.gguf_config import gguf_to_hf_config
         from quire.checkpoint.gguf_header import read_header
@@ -38,7 +38,7 @@ def load_generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_eos_token_ids(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """Every token that ends a generation, ascending: a chat model must stop at its end of turn, too.
+    """Every token that ends generation, ascending: a chat model must also stop at its end of turn.
 
     Where neither config.json nor generation_config.json names one, it is the tokenizer's end of text.
     """
@@ -60,7 +60,7 @@ def load_eos_token_ids(checkpoint: Checkpoint, hf_config: dict[str, Any]) -> tup
 
 
 def check_kinds(config: dict[str, Any], source: str) -> None:
-    """Of what is read before anyone knows which model it is."""
+    """Check the types of keys that are read before the model family is known."""
     for name, (kinds, called) in KINDS.items():
         value = config.get(name)
         if value is not None and not isinstance(value, kinds):

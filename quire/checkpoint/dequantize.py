@@ -1,6 +1,6 @@
-"""GGUF blocks to float32, as torch operations on the bytes of the file.
+"""Dequantizes GGUF blocks to float32, as torch operations on the bytes of the file.
 
-Each function takes blocks as uint8 [n, bytes per block] and gives float32 [n, numbers per block]. All products are
+Each function maps blocks, uint8 [n, bytes per block], to float32 [n, numbers per block]. All products are
 exact in float32 (an 11-bit scale times a few bits), so the order of operations does not change a bit of the result.
 """
 

@@ -1,4 +1,4 @@
-"""What a GGUF's metadata says about the model, in the words of a Hugging Face config.json."""
+"""Translates a GGUF's metadata to the keys of a Hugging Face config.json."""
 
 import math
 from array import array
@@ -34,13 +34,13 @@ ARCHITECTURES = {
     "glm4": ("Glm4ForCausalLM", "glm4"),
 }
 
-# Tokens that end a turn, by the names chat models give them.
+# Names of end-of-turn tokens in chat models.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>")
 CONTROL, USER_DEFINED = 3, 4
 
-MAX_ROPE_FACTORS = 4096  # a pair of a head's elements has one
+MAX_ROPE_FACTORS = 4096  # one per pair of a head's elements
 
-# Llama 3.1 and later all bend rope this way; GGUF keeps only the resulting factors, see _llama3_rope_scaling.
+# The rope parameters of Llama 3.1 and later; GGUF stores only the resulting factors, see _llama3_rope_scaling.
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
@@ -57,13 +57,13 @@ def require_supported(header: GGUFHeader) -> None:
 def gguf_to_hf_config(header: GGUFHeader) -> dict[str, Any]:
     """An equivalent of the model's config.json."""
     require_supported(header)
-    with _naming(header):
+    with _errors_name_the_file(header):
         return _config(header)
 
 
 @contextmanager
-def _naming(header: GGUFHeader) -> Iterator[None]:
-    """Metadata may be of any type; what comes of a wrong one is an error that names the file."""
+def _errors_name_the_file(header: GGUFHeader) -> Iterator[None]:
+    """Metadata may have any type; errors from a wrong one become a ValueError that names the file."""
     try:
         yield
     except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
@@ -89,7 +89,7 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
         "head_dim": int(_optional(header, "attention.key_length") or hidden_size // heads),
         "vocab_size": _vocab_size(header),
         "max_position_embeddings": _required_size(header, "context_length"),
-        # Stored as float32: rounding to 7 digits gives back the 1e-05 or 500000.0 that was written.
+        # Stored as float32: rounding to 7 digits restores the original 1e-05 or 500000.0.
         "rms_norm_eps": float(f"{_norm_eps(header):.7g}"),
         "rope_theta": float(f"{_optional(header, 'rope.freq_base') or 10000.0:.7g}"),
         "rope_scaling": _rope_scaling(header),
@@ -111,7 +111,7 @@ def _config(header: GGUFHeader) -> dict[str, Any]:
 def gguf_eos_token_ids(header: GGUFHeader) -> set[int]:
     """The declared ends of text and turn, and every end-of-turn token the vocabulary marks as one."""
     values = header.values
-    with _naming(header):
+    with _errors_name_the_file(header):
         declared = (values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
         ids = {whole_number("the id of an end token", token, minimum=0) for token in declared if token is not None}
         types = values.get("tokenizer.ggml.token_type") or ()
@@ -142,7 +142,7 @@ def _same_in_every_layer(header: GGUFHeader, key: str, count: Any) -> int:
 
 
 def _norm_eps(header: GGUFHeader) -> float:
-    """Of whichever norm the family has."""
+    """Of LayerNorm or RMSNorm, whichever the family has."""
     eps = _optional(header, "attention.layer_norm_epsilon")
     return float(_required(header, "attention.layer_norm_rms_epsilon") if eps is None else eps)
 
@@ -163,7 +163,7 @@ def _required_size(header: GGUFHeader, key: str) -> int:
 
 
 def _vocab_size(header: GGUFHeader) -> int:
-    # The embedding decides: it may have more rows than there are tokens.
+    # From the embedding, which may have more rows than there are tokens.
     embedding = header.tensors.get("token_embd.weight")
     if embedding is not None:
         return embedding.shape[0]

@@ -1,4 +1,4 @@
-"""Config keys that only some families have, from a GGUF's metadata."""
+"""Family-specific config keys from a GGUF's metadata."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,12 @@ from quire.checkpoint.gguf_header import GGUFHeader
 
 Config = dict[str, Any]
 
-# llama.cpp's models of these have the pattern in their code, not in the file.
+# llama.cpp has these patterns in its code, not in the file.
 COHERE2_FULL_EVERY = 4
 GEMMA3_FULL_EVERY = 6
 OLMO3_FULL_EVERY = 4
-# Models whose queries are scaled by hidden_size / heads, not by head_dim: the 27B ones. llama.cpp, too, knows them by
-# their number of layers.
+# The 27B models scale queries by hidden_size / heads, not by head_dim. As in llama.cpp, they are recognized by their
+# number of layers.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
@@ -77,7 +77,7 @@ def _gemma3(header: GGUFHeader, config: Config) -> Config:
 
 
 def _layer_types(header: GGUFHeader, config: Config, full_every: int) -> Config:
-    """By the file's pattern, which says for each layer whether it has a window, or how often one has none."""
+    """From the file's pattern: a flag per layer for a window, or the period of layers without one."""
     pattern, layers = header.of_model("attention.sliding_window_pattern") or full_every, config["num_hidden_layers"]
     windowed = [(i + 1) % pattern != 0 for i in range(layers)] if isinstance(pattern, int) else pattern[:layers]
     return {"layer_types": ["sliding_attention" if each else "full_attention" for each in windowed]}
@@ -89,7 +89,7 @@ def _phi3(header: GGUFHeader, config: Config) -> Config:
 
 
 def _olmo2(header: GGUFHeader, config: Config) -> Config:
-    """OLMo 3 goes by the same name; it has windows."""
+    """OLMo 3 has the same architecture name; only it has windows."""
     if not config.get("sliding_window"):
         return {}
     olmo3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}

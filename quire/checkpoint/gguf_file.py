@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file, dequantized slice by slice straight into the model's memory."""
+"""Tensors of a GGUF file, dequantized slice by slice into the model's parameters."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +11,16 @@ from quire.checkpoint.gguf_header import GGUFHeader, TensorInfo, read_header
 from quire.checkpoint.gguf_names import NO_WEIGHTS, hf_name
 from quire.checkpoint.mapped import check_shape, map_bytes
 
-# float32 numbers held at a time (2 MiB): measured, smaller is slower and larger only takes more memory per thread.
+# float32 elements dequantized at a time (2 MiB): measured, smaller is slower and larger only uses more memory.
 SLICE_ELEMENTS = 512 * 1024
 
-# Families whose rotary pairs are neighbours in the file, though not in their checkpoints.
+# Families whose rotary pairs are interleaved in the file, though not in their HF checkpoints.
 INTERLEAVED = ("llama", "granite", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
 
 class GGUFTensor:
-    """One tensor under its Hugging Face name; `type_name` and `raw` serve code that keeps weights quantized."""
+    """One tensor under its Hugging Face name; `type_name` and `raw` are for weights that stay quantized."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class GGUFTensor:
         self._data = data[info.offset : info.offset + info.nbytes]
         self._dequantize = dequantize
         self._rope_heads = rope_heads  # > 0: rows are in interleaved-rope order, this many heads
-        self._added = added  # to every element, when the file was made
+        self._added = added  # by the converter to every element
 
     @property
     def rotary_half(self) -> int:
-        """Where rotary pairs are neighbours, the number of pairs in a head; 0 where rows are in the usual order."""
+        """Number of interleaved rotary pairs in a head; 0 if rows are not interleaved."""
         return self.shape[0] // self._rope_heads // 2 if self._rope_heads else 0
 
     def raw(self) -> torch.Tensor:
@@ -63,8 +63,8 @@ class GGUFTensor:
             out[start : start + step].copy_(part.view(-1, columns))
 
     def _read_heads_into(self, out: torch.Tensor) -> None:
-        # These families keep rotary pairs next to each other (rows 2i and 2i+1 of a head); rotate-half models want all
-        # first halves, then all second halves.
+        # The file has interleaved rotary pairs (rows 2i and 2i+1 of a head); rotate-half needs all first halves, then
+        # all second halves.
         heads = self._rope_heads
         pairs = self.shape[0] // heads // 2
         blocks = self._data.view(heads, -1)
@@ -99,7 +99,7 @@ def _open_tensor(header: GGUFHeader, info: TensorInfo, data: torch.Tensor) -> GG
         raise ValueError(
             f"{header.path}: tensor {info.name} has type {info.type.name}, which cannot be dequantized yet"
         )
-    # llama.cpp stores the factor itself where Gemma's checkpoints have what it is more than 1.
+    # llama.cpp stores 1 + weight for Gemma's norms, checkpoints store weight.
     added = 1.0 if header.architecture in PLUS_ONE and name.endswith("norm.weight") else 0.0
     return GGUFTensor(name, info, data, dequantize, _rope_heads(header, info), added)
 

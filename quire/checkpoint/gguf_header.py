@@ -1,6 +1,6 @@
 """The header of a GGUF file: metadata and the list of tensors.
 
-Read by hand because start-up is measured: gguf.GGUFReader takes seconds over a vocabulary, this takes milliseconds.
+Parsed here for fast start-up: gguf.GGUFReader takes seconds for a vocabulary, this takes milliseconds.
 Every count and length is checked against the end of the file: a malformed file is a ValueError, never a huge read.
 """
 
@@ -21,7 +21,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4
-# Lists of Python numbers and texts take many times a file's bytes: far more than any vocabulary, and no more.
+# Python objects need many times a file's bytes: limits far above any vocabulary.
 MAX_ITEMS = 2**25  # of all arrays together
 MAX_TEXT_BYTES = 2**24
 MAX_TENSORS = 2**20
@@ -36,7 +36,7 @@ _UINT64 = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as the file names it; `shape` is in the usual order, rows first (GGUF writes it reversed)."""
+    """A tensor of the file; `shape` has rows first (GGUF stores it reversed)."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,12 +57,12 @@ class GGUFHeader:
         return str(self.values.get("general.architecture", ""))
 
     def of_model(self, key: str) -> Any:
-        """What stands under the architecture's own prefix; None where nothing does."""
+        """Metadata under the architecture's prefix; None if missing."""
         return self.values.get(f"{self.architecture}.{key}")
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Parse the header; remembered for the last files, since config, tokenizer and weights all ask for it."""
+    """Parse the header; cached for the last files, since config, tokenizer and weights all need it."""
     stat = path.stat()
     return _read_header(path, stat.st_size, stat.st_mtime_ns)
 
@@ -84,7 +84,7 @@ class _Parser:
         self.items = 0
 
     def parse(self) -> GGUFHeader:
-        if self.take(4) != MAGIC:
+        if self.read(4) != MAGIC:
             raise ValueError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'")
         version = self.uint32()
         if version not in VERSIONS:
@@ -121,22 +121,22 @@ class _Parser:
     def corrupt(self, what: str) -> ValueError:
         return ValueError(f"{self.path} is corrupt or truncated ({what}); download it again")
 
-    def take(self, size: int) -> bytes:
+    def read(self, size: int) -> bytes:
         stop = self.pos + size
         if stop > self.end:
-            raise self.corrupt(f"{size} bytes wanted at {self.pos}, the file ends at {self.end}")
-        taken = self.data[self.pos : stop]
+            raise self.corrupt(f"{size} bytes expected at {self.pos}, the file ends at {self.end}")
+        read = self.data[self.pos : stop]
         self.pos = stop
-        return taken
+        return read
 
     def uint32(self) -> int:
-        return int(_UINT32.unpack(self.take(4))[0])
+        return int(_UINT32.unpack(self.read(4))[0])
 
     def uint64(self) -> int:
-        return int(_UINT64.unpack(self.take(8))[0])
+        return int(_UINT64.unpack(self.read(8))[0])
 
     def count(self, minimum_bytes: int, maximum: int) -> int:
-        """A number of items, each of which takes at least `minimum_bytes` of what is left of the file."""
+        """A number of items, each of at least `minimum_bytes` of the rest of the file."""
         number = self.uint64()
         if number * minimum_bytes > self.end - self.pos:
             raise self.corrupt(f"a count of {number} at {self.pos - 8} is more than the file can hold")
@@ -150,12 +150,12 @@ class _Parser:
         return number
 
     def string(self) -> str:
-        return self.take(self.count(minimum_bytes=1, maximum=MAX_TEXT_BYTES)).decode("utf-8", errors="replace")
+        return self.read(self.count(minimum_bytes=1, maximum=MAX_TEXT_BYTES)).decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int) -> Any:
         if kind in NUMBERS:
             code = NUMBERS[kind]
-            return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+            return struct.unpack("<" + code, self.read(struct.calcsize("<" + code)))[0]
         if kind == STRING:
             return self.string()
         if kind == ARRAY and depth < MAX_ARRAY_DEPTH:
@@ -170,12 +170,12 @@ class _Parser:
             code = NUMBERS[kind]
             size = struct.calcsize("<" + code)
             numbers = array("B" if kind == BOOL else code)
-            numbers.frombytes(self.take(self.item_count(minimum_bytes=size) * size))
+            numbers.frombytes(self.read(self.item_count(minimum_bytes=size) * size))
             return [bool(n) for n in numbers] if kind == BOOL else numbers.tolist()
         return [self.value(kind, depth + 1) for _ in range(self.item_count(minimum_bytes=12))]
 
     def string_array(self, count: int) -> list[str]:
-        # The hot loop of the whole header (vocabulary and merges): local names, no calls but the three needed.
+        # The hot loop of header parsing (vocabulary and merges): local names, as few calls as possible.
         data, stop, end = self.data, self.pos, self.end
         length_at = _UINT64.unpack_from
         strings: list[str] = []

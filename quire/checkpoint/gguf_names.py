@@ -1,8 +1,8 @@
 """GGUF tensor names to Hugging Face names.
 
-llama.cpp has one set of names for all families, and puts what they fuse in one order: q, k, v. So all go to Llama's
-names, which every decoder here knows (models/decoder.py), however the family's own checkpoints call them. What a family
-has beyond those stands in `_DIFFERENT`.
+llama.cpp has one set of names for all families, and stores fused tensors in the order q, k, v. So all map to Llama's
+names, which every decoder here accepts (models/decoder.py), whatever the names in the family's own checkpoints. Names
+that differ are in `_DIFFERENT`.
 """
 
 import re

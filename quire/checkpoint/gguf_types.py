@@ -1,4 +1,4 @@
-"""How GGUF stores numbers: the size of a block of each type."""
+"""Block sizes of GGUF's quantization types."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ class BlockType(NamedTuple):
     nbytes: int  # bytes per block
 
 
-# By the type id of the file format. Only what Quire reads itself; the rest is asked of the gguf package.
+# By type id. Only those that Quire dequantizes itself; others come from the gguf package.
 _BLOCK_TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),

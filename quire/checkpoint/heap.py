@@ -1,4 +1,4 @@
-"""Keeping the C heap free of holes while weights come and go."""
+"""Prevents fragmentation of the C heap while weights are loaded and packed."""
 
 import ctypes
 from collections.abc import Iterator
@@ -8,16 +8,17 @@ from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 MAPPED_FROM = 256 * 1024
-# Where glibc's own adjustment of the two ends in a process that frees large buffers.
+# The values at which glibc's dynamic adjustment arrives in a process that frees large buffers.
 USUAL_MMAP_THRESHOLD, USUAL_TRIM_THRESHOLD = 32 * 2**20, 64 * 2**20
 
 
 @contextmanager
 def large_buffers_mapped() -> Iterator[None]:
-    """While this is open, a freed buffer of a weight's size goes back to the system at once.
+    """Within this context, a freed buffer of a weight's size is returned to the system at once.
 
-    Else glibc puts such buffers on the heap once the process has freed a large one: the weights that packing replaces
-    leave holes, and the readers' temporaries stay in their threads' arenas. Measured, up to half the model in size.
+    Otherwise glibc allocates such buffers on the heap once the process has freed a large one: weights replaced by
+    packed ones leave holes, and the readers' temporaries stay in their threads' arenas. Measured: up to half
+    the model's size.
     """
     libc = _libc()
     if libc is None:
@@ -27,7 +28,7 @@ def large_buffers_mapped() -> Iterator[None]:
     try:
         yield
     finally:
-        # Setting a threshold ends the adjustment for good, so it is set to where that ends.
+        # Setting a threshold disables the dynamic adjustment, so restore the values at which it would arrive.
         libc.mallopt(M_MMAP_THRESHOLD, USUAL_MMAP_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, USUAL_TRIM_THRESHOLD)
 

@@ -35,7 +35,7 @@ def download(repo: str, patterns: tuple[str, ...], revision: str | None, downloa
 
 
 def commit_of(folder: Path, revision: str | None) -> str | None:
-    """The commit that `revision` stood for when the snapshot was taken. A branch may move before the next download."""
+    """The commit of `revision` at the time of the download: a branch may move later."""
     if re.fullmatch("[0-9a-f]{40}", folder.name) and folder.parent.name == "snapshots":
         return folder.name
     return revision

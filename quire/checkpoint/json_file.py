@@ -1,4 +1,4 @@
-"""JSON of a model's folder: whatever a file holds, what is wrong with it is a ValueError that names it."""
+"""Reads JSON files of a model's folder; any error in one is a ValueError that names it."""
 
 import json
 from collections.abc import Callable
@@ -9,12 +9,12 @@ MAX_BYTES = 256 * 2**20  # the largest tokenizer.json has 40 MiB
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON object; None where there is no such file."""
+    """A JSON object; None if the file does not exist."""
     return parse_object(file.read_bytes(), f"{file}") if is_readable(file) else None
 
 
 def is_readable(file: Path) -> bool:
-    """Whether it is there. ValueError if reading it would not end, or not soon."""
+    """Whether the file exists. ValueError if it is not a regular file (reading may never end) or too large."""
     if not file.is_file():
         if file.exists():
             raise ValueError(f"{file} is not a regular file; replace it by one")

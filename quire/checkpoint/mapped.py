@@ -1,4 +1,4 @@
-"""A file's bytes as a tensor, and what every tensor of a checkpoint checks before it is read."""
+"""Memory-maps files as tensors, and copies them into parameters."""
 
 import mmap
 import os
@@ -12,7 +12,7 @@ CAST_ELEMENTS = 4 * 1024 * 1024
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Ask the system to bring files into memory while something else goes on: a GPU takes seconds to wake up."""
+    """Start reading files into the page cache in the background: initializing a GPU takes seconds meanwhile."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:
@@ -32,7 +32,7 @@ def map_bytes(path: Path) -> torch.Tensor:
 def check_shape(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
     if tuple(out.shape) != shape:
         raise ValueError(
-            f"Tensor {name} of the checkpoint has shape {shape} but the model has room for {tuple(out.shape)}; "
+            f"Tensor {name} of the checkpoint has shape {shape} but the model expects {tuple(out.shape)}; "
             "config.json and weights do not belong together"
         )
 
@@ -43,7 +43,7 @@ def copy_into(name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
     if out.device.type == "cpu" or out.dtype == stored.dtype or stored.dim() < 2:
         out.copy_(stored)
         return
-    # A cast on the way to another device would make a temporary of the whole tensor.
+    # In slices: casting while copying to another device makes a temporary copy.
     rows = max(1, CAST_ELEMENTS * len(stored) // max(1, stored.numel()))
     for start in range(0, len(stored), rows):
         out[start : start + rows].copy_(stored[start : start + rows])

@@ -13,7 +13,7 @@ EXPONENT_BIAS = 127
 
 
 class Mxfp4Tensor:
-    """Two tensors of a checkpoint, [..., rows, groups, 16] bytes and [..., rows, groups] exponents, as one of numbers
+    """Dequantizes two tensors of a checkpoint, [..., rows, groups, 16] bytes and [..., rows, groups] exponents, to
     [..., rows, groups * 32]."""
 
     def __init__(self, name: str, blocks: CheckpointTensor, scales: CheckpointTensor) -> None:
@@ -30,7 +30,7 @@ class Mxfp4Tensor:
         self._blocks.read_into(blocks)
         self._scales.read_into(scales)
         values = torch.tensor(VALUES)
-        # One expert at a time: the whole in float32 is eight times what is stored.
+        # One expert at a time: float32 takes eight times the stored size.
         for target, bytes_, exponents in zip(out, blocks, scales, strict=True):
             pairs = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2).int()
             numbers = torch.ldexp(values[pairs], exponents.int().unsqueeze(-1) - EXPONENT_BIAS)
@@ -38,7 +38,7 @@ class Mxfp4Tensor:
 
 
 def pair_mxfp4(tensors: Iterable[CheckpointTensor]) -> Iterator[CheckpointTensor]:
-    """Blocks and their exponents as one tensor, named for both (`..._mxfp4`); all others as they are."""
+    """Blocks and their exponents as one tensor, named `..._mxfp4`; all others unchanged."""
     waiting: dict[str, CheckpointTensor] = {}
     for tensor in tensors:
         kind = next((suffix for suffix in (BLOCKS, SCALES) if tensor.name.endswith(suffix)), None)

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch .bin files. They are pickles: only torch's restricted loader, which runs no code, reads them."""
+"""Tensors of PyTorch .bin files: pickles, read only by torch's restricted loader, which runs no code."""
 
 import pickle
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def count_pt(files: tuple[Path, ...]) -> int:
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:
-    # Before torch 1.6 files were no zip archives, which alone can be mapped: such a shard is read as a whole.
+    # Files from before torch 1.6 are no zip archives and cannot be memory-mapped: such a shard is read as a whole.
     with file.open("rb") as stream:
         mapped = stream.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     try:
@@ -63,7 +63,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    """The line of torch's long text that says what it met."""
+    """The line of torch's long message that names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "nsupported" in line] or lines or [type(error).__name__]
     return telling[0][:200]

@@ -1,4 +1,4 @@
-"""From what the user asked for to the files of a checkpoint."""
+"""Resolves the user's model argument to the files of a checkpoint."""
 
 import importlib.util
 import re
@@ -99,7 +99,7 @@ def _from_hub(
     folder = hub.download(repo, (*patterns, "*.py") if remote_code else patterns, revision, download_dir)
     revision = hub.commit_of(folder, revision)
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
-        # Asked for only now: most repositories hold the same weights in both formats.
+        # Only as a fallback: most repositories have the same weights in both formats.
         folder = hub.download(repo, hub.PT_PATTERNS, revision, download_dir)
     return replace(_from_folder(folder, name, load_format), revision=revision)
 
@@ -180,8 +180,8 @@ def _no_weights(folder: Path, load_format: str) -> ValueError:
 
 
 def _is_within(name: object) -> bool:
-    """Whether it can only name a file of the folder. A link there may lead out, as in the hub's cache: who made it had
-    the folder, a name comes from a file."""
+    """Whether a name from an index can only refer to a file in the folder. Links there may lead out, as in the hub's
+    cache: they were made by the folder's owner, the name comes from an untrusted file."""
     return isinstance(name, str) and not Path(name).is_absolute() and not {"..", ""} & {*Path(name).parts, name}
 
 

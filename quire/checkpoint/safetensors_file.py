@@ -1,7 +1,7 @@
 """Tensors of safetensors files, memory-mapped.
 
-The header is read by hand (eight bytes of length, then JSON): counting and checking tensors needs no torch, and a
-damaged file is an error that names it.
+The header is parsed here (eight bytes of length, then JSON): counting and checking tensors needs no torch, and errors
+name the damaged file.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ class SafetensorsTensor:
 
 
 def open_safetensors(files: tuple[Path, ...]) -> Iterator[SafetensorsTensor]:
-    """All tensors, shard by shard. Every header is checked before the first tensor is given out."""
+    """All tensors, shard by shard. Every header is checked before the first tensor is yielded."""
     from quire.checkpoint.mapped import map_bytes
 
     shards = [(file, read_entries(file)) for file in files]
@@ -108,7 +108,7 @@ def read_entries(file: Path) -> list[TensorEntry]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise _corrupt(file, "its header is longer than the file")
         header = stream.read(length)
-    # Before lists and objects are made of every bracket: each takes fifty times its bytes.
+    # Before parsing: each bracket becomes a Python object of fifty times its bytes.
     if max(header.count(b"{"), header.count(b"[") // 2) > MAX_TENSORS + 2:
         raise _corrupt(file, f"it lists more than {MAX_TENSORS} tensors")
     try:
@@ -150,7 +150,7 @@ def _entry(name: str, fields: Any, data_start: int) -> TensorEntry:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return made
 
 

@@ -1,4 +1,4 @@
-"""The end-of-text token as a folder's tokenizer files name it, found without loading a tokenizer."""
+"""Finds the end-of-text token in a folder's tokenizer files, without loading a tokenizer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,14 @@ from quire.config.values import whole_number
 
 
 def tokenizer_eos_id(folder: Path) -> int | None:
-    """The id of `eos_token`, or None where the files do not say."""
+    """The id of `eos_token`, or None if the files do not define it."""
     config = read_json(folder / "tokenizer_config.json") or {}
     token = config.get("eos_token") or (read_json(folder / "special_tokens_map.json") or {}).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str):
         return None
     try:
-        # One after the other, since the last ones are large.
+        # Lazily, since the last files are large.
         found = next((ids[token] for ids in _vocabularies(folder, config) if token in ids), None)
         return None if found is None else whole_number(f"the id of {token!r}", found, minimum=0)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:

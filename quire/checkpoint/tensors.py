@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, whatever its format: named tensors that copy themselves where they are told."""
+"""The weights of a checkpoint in any format: named tensors that copy themselves into parameters."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointTensor(Protocol):
-    """One weight. Nothing is read before `read_into`, and then only a bounded slice is held in full precision."""
+    """One weight. Read only in `read_into`, slice by slice, so that little memory is used beside `out`."""
 
     name: str  # the Hugging Face name, also for GGUF
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:
 
 
 def count_tensors(checkpoint: Checkpoint) -> int:
-    """How many tensors `open_tensors` will give, from the headers alone."""
+    """Number of tensors that `open_tensors` yields, from the headers alone."""
     if checkpoint.format == "gguf":
         from quire.checkpoint.gguf_header import read_header
         from quire.checkpoint.gguf_names import NO_WEIGHTS
@@ -53,10 +53,10 @@ def count_tensors(checkpoint: Checkpoint) -> int:
 
 @contextmanager
 def reader_pool(threads: int | None = None) -> Iterator[ThreadPoolExecutor]:
-    """Threads to call `read_into` in, one tensor each, while torch's own threads are off.
+    """Threads that call `read_into`, one tensor each, while torch's own threads are disabled.
 
-    Torch splits each of the many short operations of a dequantization over its threads and waits for the slowest. On
-    busy cores that takes ten times as long as not splitting; whole tensors per thread never wait.
+    Torch splits each of the many short operations of dequantization over its threads and waits for the slowest: on busy
+    cores ten times slower than a single thread. Whole tensors per thread need no such waits.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""One dataclass per concern, one EngineConfig that holds them. Imports nothing of Quire and nothing heavy."""
+"""Options: one dataclass per concern, and EngineConfig, which holds them. Imports nothing else of Quire."""
 
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig

@@ -13,7 +13,7 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt prefixes")
     prefix_caching_hash_algo: str = option(
         "sha256",
-        "sha256 is stable across processes; xxhash is faster, keyed by a secret of this process",
+        "sha256 is stable across processes; xxhash is faster, with a secret key per process",
         choices=("sha256", "xxhash"),
     )
     kv_cache_dtype: str = option(

@@ -33,7 +33,7 @@ class DeviceConfig:
 
 @dataclass
 class TransferConfig:
-    """KV cache brought from and taken to elsewhere."""
+    """KV-cache transfer."""
 
     kv_connector: str | None = option(None, "KV connector: noop, or your own class as module:Class")
 
@@ -43,7 +43,7 @@ class TransferConfig:
 
 @dataclass
 class EngineConfig:
-    """Everything an engine is told, one part per concern."""
+    """All options of an engine, one part per concern."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -70,7 +70,7 @@ class EngineConfig:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
         """Build from flat vLLM-style arguments; an unknown one is an error that suggests the nearest."""
-        kwargs = {name: value for name, value in kwargs.items() if not _comes_later(name, value)}
+        kwargs = {name: value for name, value in kwargs.items() if not _is_unavailable(name, value)}
         kwargs |= backend_of(kwargs.pop("structured_outputs_config", None))
         known = {name: part for part, config in cls.parts().items() for name in options(config)}
         for name in kwargs:
@@ -88,13 +88,13 @@ class EngineConfig:
         return dataclasses.replace(self, **parts)
 
 
-# vLLM's arguments for what Quire does not do yet: the value that asks for nothing, and what it would ask for.
-LATER: dict[str, tuple[Any, str]] = {
+# vLLM's arguments for features that Quire does not have yet: the neutral value, and the feature.
+UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "speculative_config": (None, "speculative decoding"),
     "spec_method": (None, "speculative decoding"),
     "spec_model": (None, "speculative decoding"),
     "spec_tokens": (None, "speculative decoding"),
-    "kv_transfer_config": (None, "KV transfer between engines (kv_connector takes your own connector)"),
+    "kv_transfer_config": (None, "KV transfer between engines (kv_connector accepts your own connector)"),
     "tensor_parallel_size": (1, "tensor parallelism"),
     "pipeline_parallel_size": (1, "pipeline parallelism"),
     "data_parallel_size": (1, "data parallelism"),
@@ -104,11 +104,11 @@ LATER: dict[str, tuple[Any, str]] = {
 }
 
 
-def _comes_later(name: str, value: Any) -> bool:
-    """Whether the argument can be left out; an error if it asks for something that is still to come."""
-    if name not in LATER:
+def _is_unavailable(name: str, value: Any) -> bool:
+    """Whether the argument can be dropped; ValueError if it requests a feature that is not available yet."""
+    if name not in UNAVAILABLE:
         return False
-    neutral, feature = LATER[name]
+    neutral, feature = UNAVAILABLE[name]
     if value != neutral:
         raise ValueError(f"{name}={value!r}: {feature} is not available yet; leave it out or pass {neutral!r}")
     return True

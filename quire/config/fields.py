@@ -1,4 +1,4 @@
-"""Config fields that carry their help, choices and range: flags, help and validation come from this one place."""
+"""Config fields with help, choices and range, from which flags and validation are derived."""
 
 import dataclasses
 import typing
@@ -75,8 +75,8 @@ def validate(config: Any) -> None:
 
 
 def require_object(name: str, value: Any) -> None:
-    """What is a JSON object on the command line is a dict, or None, in Python."""
+    """Check an option that is a JSON object on the command line: a dict or None in Python."""
     if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise ValueError(
-            f"{name} is {value!r}; it must be a dict with texts as keys ({flag(name)} takes a JSON object)"
+            f"{name} is {value!r}; it must be a dict with strings as keys ({flag(name)} accepts a JSON object)"
         )

@@ -25,7 +25,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse flags and positionals in any order; anything left over is an error."""
-        # Plain parse_args takes an optional positional to be absent when a flag comes before it.
+        # parse_args considers an optional positional absent if a flag precedes it.
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             self.error(self._unknown_message(unknown))
@@ -55,7 +55,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Accept the model as a plain word too, beside the --model that `add_engine_flags` adds."""
+    """Also accept the model as a positional argument, beside the --model of `add_engine_flags`."""
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model")
 
 
@@ -99,7 +99,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
-    # A flag that was not given leaves no trace in the namespace, so that the config keeps its own default.
+    # A flag that was not given is absent from the namespace, so that the config keeps its default.
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
     if annotation is bool:
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)

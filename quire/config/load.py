@@ -15,7 +15,7 @@ class LoadConfig:
     download_dir: str | None = option(None, "where hub downloads are kept")
     packed_weights_cache: str | None = option(
         None,
-        "on a CPU in bf16: folder to keep packed weights in, for faster starts; takes the disk space of the weights",
+        "on a CPU in bf16: folder for packed weights, for faster starts; needs as much disk space as the weights",
     )
     use_tqdm_on_load: bool = option(True, "show progress while loading weights")
 

@@ -1,10 +1,10 @@
-"""How log lines look, in every process of ours."""
+"""Log format of all Quire processes."""
 
 import logging
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
-    """To standard error, only if the program has not set up logging itself."""
+    """Log to standard error, unless the program has configured logging itself."""
     logger = logging.getLogger("quire")
     if logger.handlers or logging.getLogger().handlers:
         return

@@ -1,4 +1,4 @@
-"""Options of the model, and what is read from its files while they are resolved."""
+"""Options of the model, and values read from its files at start-up."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit of a hub model")
     model_impl: str = option(
         "auto",
-        "whose model code: ours, transformers', or auto: ours where there is some; vllm means quire",
+        "implementation: ours, transformers', or auto: ours if there is one; vllm means quire",
         choices=MODEL_IMPLS,
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the checkpoint")
@@ -39,9 +39,7 @@ class ModelConfig:
     override_generation_config: dict[str, Any] | None = option(
         None, 'changes to those defaults, as JSON: {"temperature": 0.6}'
     )
-    dtype: str = option(
-        "auto", "compute precision; auto takes the fastest the platform and model share", choices=DTYPES
-    )
+    dtype: str = option("auto", "compute precision; auto: the fastest that platform and model share", choices=DTYPES)
     quantization: str | None = option(
         None,
         "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 (CPU) quantize while loading; "
@@ -62,11 +60,11 @@ class ModelConfig:
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)
 
-    hf_config: dict[str, Any] = internal({})  # the model's config.json, or the same read out of a GGUF
+    hf_config: dict[str, Any] = internal({})  # the model's config.json, or its equivalent from a GGUF
     eos_token_ids: tuple[int, ...] = internal(())
     vocab_size: int = internal(0)
-    longest: int = internal(2048)  # what the model's position embeddings allow
-    default_sampling: dict[str, Any] = internal({})  # SamplingParams that requests get unless they say otherwise
+    longest: int = internal(2048)  # limit of the model's position embeddings
+    default_sampling: dict[str, Any] = internal({})  # defaults of SamplingParams
 
     def __post_init__(self) -> None:
         if self.max_model_len in ("auto", -1):

@@ -7,18 +7,18 @@ from quire.config.fields import option, validate
 
 @dataclass
 class ObservabilityConfig:
-    """What the engine tells about itself."""
+    """Logging and health checks."""
 
     disable_log_stats: bool = option(False, "no log line about load and throughput every 10 s of a server's work")
 
     engine_heartbeat_timeout: float = option(
-        30.0, "seconds without a sign of life after which an engine process counts as stopped; 0: never", minimum=0
+        30.0, "seconds without a heartbeat after which an engine process counts as stopped; 0: never", minimum=0
     )
     engine_stall_timeout: float = option(
         300.0, "seconds that one step may take before the engine counts as stuck; 0: any", minimum=0
     )
     engine_call_timeout: float = option(
-        30.0, "seconds to wait for an engine's answer, such as its state, before that is an error", minimum=0.001
+        30.0, "timeout in seconds for calls to an engine, such as for its state", minimum=0.001
     )
 
     def __post_init__(self) -> None:

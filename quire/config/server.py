@@ -1,4 +1,4 @@
-"""What the HTTP server is told; beside EngineConfig, because an engine does not need it."""
+"""Options of the HTTP server, separate from EngineConfig because an engine does not need them."""
 
 import argparse
 import dataclasses
@@ -22,21 +22,21 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
-    api_server_count: int = option(1, "processes that take requests, for one engine", minimum=1, maximum=64)
-    served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in answers")
-    root_path: str = option("", "path under which a proxy shows the server")
+    api_server_count: int = option(1, "API server processes for one engine", minimum=1, maximum=64)
+    served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in responses")
+    root_path: str = option("", "path prefix under which a proxy serves it")
 
     api_key: tuple[str, ...] = option(
         (), f"key that clients must send; also from {QUIRE_API_KEY.name}, comma-separated"
     )
-    api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are left out")
+    api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are ignored")
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
     reasoning_parser: str | None = option(None, "format of the model's reasoning: qwen3, ... or your own module:name")
     enable_auto_tool_choice: bool = option(False, "let the model decide to call tools; needs --tool-call-parser")
     tool_call_parser: str | None = option(None, "format of the model's calls: hermes, ... or your own module:name")
     tool_parser_plugin: str | None = option(None, "file or module that registers tool parsers of your own")
-    strict_fields: bool = option(False, "refuse fields that are not known instead of warning once")
+    strict_fields: bool = option(False, "reject unknown fields instead of warning once")
     prefix_cache_isolation: str | None = option(
         None,
         "who shares cached prefixes: key (requests of one API key), none (all); default: key if there are several",
@@ -44,7 +44,7 @@ class ServerConfig:
     )
 
     max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
-    max_request_bytes_in_all: int = option(1 << 30, "most bytes of bodies that are being read", minimum=1)
+    max_request_bytes_in_all: int = option(1 << 30, "most bytes of request bodies being read at a time", minimum=1)
     max_request_values: int | None = option(
         None, "most numbers, texts, lists and objects in a body; default: 262144, or twice max_model_len", minimum=1
     )
@@ -56,20 +56,22 @@ class ServerConfig:
     max_messages: int = option(8192, "most messages of a conversation", minimum=1)
     max_tools: int = option(128, "most tools of a request", minimum=1)
     max_waiting_requests: int | None = option(
-        None, "answer 503 when this many requests wait; default: queue without a limit", minimum=0
+        None, "respond with 503 when this many requests wait; default: no limit", minimum=0
     )
-    request_timeout: float | None = option(None, "seconds after which a request is ended with an error", minimum=0.001)
+    request_timeout: float | None = option(None, "seconds after which a request fails with an error", minimum=0.001)
     max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
     max_n: int = option(128, "most choices per prompt (n)", minimum=1)
     max_logprob_entries: int = option(
-        1 << 20, "most logprobs in one answer: tokens times (logprobs + 1), of all choices", minimum=1
+        1 << 20, "most logprobs in one response: tokens times (logprobs + 1), of all choices", minimum=1
     )
     max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
 
     rate_limit_interval: float = option(60.0, "seconds over which rate limits count", minimum=0.001)
     rate_limit_requests: int | None = option(None, "requests per interval for a key, or an address", minimum=1)
-    rate_limit_token: int | None = option(None, "prompt and output tokens per interval for the same", minimum=1)
+    rate_limit_token: int | None = option(
+        None, "prompt and output tokens per interval for a key, or an address", minimum=1
+    )
 
     allowed_origins: tuple[str, ...] = option((), "origin whose web pages may call the server (CORS); *: all")
     allowed_methods: tuple[str, ...] = option((), "method they may use (default: GET and POST)")
@@ -88,7 +90,7 @@ class ServerConfig:
     timeout_request_headers: float = option(30.0, "seconds in which a request's headers must arrive", minimum=0.001)
     timeout_request_body: float = option(60.0, "seconds in which its body must arrive", minimum=0.001)
     timeout_response_write: float = option(
-        120.0, "seconds after which a client that does not read its answer is left", minimum=0.001
+        120.0, "seconds after which a client that does not read its response is disconnected", minimum=0.001
     )
     max_connections: int | None = option(
         None, "most open connections of a process; default: 8192, or 3/4 of its file descriptors", minimum=1
@@ -142,8 +144,8 @@ def server_config(args: argparse.Namespace, only: Collection[str] | None = None)
 
 
 def load_api_keys(config: ServerConfig, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """All keys that open the server; none means that it is open. A source that was named but holds no key is an error:
-    whoever named it did not want an open server."""
+    """All API keys; with none, the server is open. A configured source without a key is an error, since its user did
+    not intend an open server."""
     keys = list(config.api_key)
     if any(not key.strip() for key in keys):
         raise ValueError("--api-key is empty; leave it out for a server without keys")

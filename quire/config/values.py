@@ -1,4 +1,4 @@
-"""Numbers from files and requests: of the right kind and within bounds, or a ValueError that names them."""
+"""Validates numbers from files and requests: type and range, or a ValueError that names the field."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ MAX_SHOWN = 60  # characters of a wrong value in an error
 
 
 def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = INT32_MAX) -> int:
-    """JSON's true and 4096.0 are none."""
+    """true and 4096.0 are not accepted."""
     if type(value) is not int or not minimum <= value <= maximum:
         raise ValueError(f"{name} is {shown(value)}; it must be a whole number from {minimum} to {maximum}")
     return value
@@ -25,7 +25,7 @@ def finite_number(name: str, value: Any, above: float = -math.inf, maximum: floa
 
 
 def shown(value: Any) -> str:
-    """Not the whole of it where someone put a book there."""
+    """The repr for an error message, truncated."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, nested lists

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds them, which are free, and which hold the content of a known prefix."""
+"""The KV cache's blocks: how many requests hold each, which are free, and which hold the content of a known prefix."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -47,7 +47,7 @@ class BlockPool:
         return 1.0 - self.num_free / self.num_blocks
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
-        """Take `count` blocks, forgetting what they held. The caller has checked `num_free`."""
+        """Blocks with one owner each; what they held is evicted. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate() without asking num_free"
         blocks = []
         for _ in range(count):
@@ -62,7 +62,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more owner for each block; a free one comes back to life."""
+        """One more owner for each block; a free one is reused with its content."""
         for block in blocks:
             if block is self.null_block:
                 continue
@@ -79,7 +79,7 @@ class BlockPool:
             assert block.ref > 0, f"{block} freed twice"
             block.ref -= 1
             if block.ref == 0:
-                # A block that nobody can find has nothing to lose: it is reused before any cached one.
+                # An uncached block has no content to keep: it is reused before any cached one.
                 if block.key is None:
                     self._link(self._head, block)
                 else:
@@ -93,19 +93,19 @@ class BlockPool:
     def get(self, key: BlockKey) -> KVCacheBlock | None:
         return self._cached.get(key)
 
-    def leading(self, names: Iterable[bytes], group: int) -> list[KVCacheBlock]:
-        """The blocks of these names, up to the first that is not there."""
+    def cached_prefix(self, hashes: Iterable[bytes], group: int) -> list[KVCacheBlock]:
+        """The blocks with these hashes, up to the first that is not cached."""
         found: list[KVCacheBlock] = []
         get = self._cached.get
-        for name in names:
-            block = get((name, group))
+        for block_hash in hashes:
+            block = get((block_hash, group))
             if block is None:
                 break
             found.append(block)
         return found
 
     def register(self, block: KVCacheBlock, key: BlockKey) -> None:
-        """Let later requests find the block. If equal content is known already, that stays the one to find."""
+        """Let later requests find the block. If equal content is cached already, that block stays the one to find."""
         if block.key is None and key not in self._cached:
             block.key = key
             self._cached[key] = block
@@ -116,7 +116,7 @@ class BlockPool:
             block.key = None
 
     def unregister_all(self) -> None:
-        """Blocks that were of use once are taken again before those that never were: their memory is there already."""
+        """Evict all content. Blocks that had any are reused before those never used: their memory is resident."""
         for block in self._cached.values():
             block.key = None
             if block.ref == 0:

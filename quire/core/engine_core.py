@@ -1,4 +1,4 @@
-"""The engine's heart: schedule, execute, take in results, with as many plans in flight as configured."""
+"""The step loop: schedule, execute, apply results, with as many plans in flight as configured."""
 
 import logging
 import time
@@ -14,12 +14,13 @@ from quire.distributed.kv_connector import scheduler_connector
 from quire.executor.base import Executor, StepResult
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
+from quire.messages.protocol import EngineSummary
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, failure_of
 from quire.structured_output.manager import Failure, StructuredOutputManager
 
 logger = logging.getLogger("quire")
 
-GRAMMAR_WAIT = 0.002  # seconds; new requests are not seen in between
+GRAMMAR_WAIT = 0.002  # seconds; new requests are not read meanwhile
 
 
 class EngineCore:
@@ -29,7 +30,7 @@ class EngineCore:
         assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
         step_tokens = config.scheduler.max_num_batched_tokens
         self.max_num_seqs = config.scheduler.max_num_seqs
-        # A window is given up by confirmed tokens: plans in flight need room beyond what one step writes.
+        # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
         span = max(step_tokens, self.depth + 2)
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
@@ -42,11 +43,11 @@ class EngineCore:
         executor.initialize_kv_cache(layout, self.max_model_len)
         one = blocks_of_one_request(layout.groups, self.max_model_len, span)
         size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
-        self.summary = [
+        self.summary = EngineSummary(
             executor.describe(),
             f"KV cache: {layout.num_blocks} blocks of {config.cache.block_size} tokens ({size:.2f} GiB), "
             f"{layout.num_blocks / one:.1f} requests of {self.max_model_len} tokens at a time",
-        ]
+        )
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
@@ -64,7 +65,7 @@ class EngineCore:
             connector=scheduler_connector(config.transfer.kv_connector),
         )
         self.grammars = StructuredOutputManager.of_engine(config)
-        self._failed: list[Failure] = []  # requests that ended for their grammar's sake, until somebody is told
+        self._grammar_failures: list[Failure] = []  # requests whose grammar failed, until their results are returned
         self._unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need tokens in flight
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
 
@@ -80,22 +81,22 @@ class EngineCore:
         except BaseException:
             self.finish_requests(added)
             raise
-        self._end_failed()
+        self._finish_failed()
 
     def finish_requests(self, request_ids: list[str]) -> list[int]:
         self.grammars.drop(request_ids)
         return self.scheduler.finish_requests(request_ids)
 
     def has_unfinished(self) -> bool:
-        # Plans in flight are drained even if all their requests are gone: the scheduler's books close with them.
-        return self.scheduler.has_unfinished() or bool(self._in_flight or self._failed)
+        # Plans in flight are drained even if all their requests have ended: the scheduler expects their results.
+        return self.scheduler.has_unfinished() or bool(self._in_flight or self._grammar_failures)
 
     def state(self) -> dict[str, int]:
         """What is held right now. In an idle engine every block is free and the other numbers are 0."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         return {
             "requests": len(scheduler.requests),
-            "requests_sending": len(scheduler.sending),
+            "requests_sending": len(scheduler.transfers.sending),
             "rows": len(scheduler.running),
             "plans_in_flight": len(self._in_flight),
             "blocks": pool.num_blocks,
@@ -107,15 +108,15 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""
-        if (failed := self._take_grammars()) is not None:
+        if (failed := self._poll_grammars()) is not None:
             return failed
-        while self._room_ahead and (plan := self.scheduler.schedule()) is not None:
-            self._in_flight.append((plan, _interrupted()))  # until it is on its way
+        while self._can_schedule and (plan := self.scheduler.schedule()) is not None:
+            self._in_flight.append((plan, _interrupted()))  # until it is executing
             self.executor.execute_model(plan)
             self._unsampled = plan
             self._sample()
             if not len(plan.rows):
-                break  # only a connector's news are awaited
+                break  # it only polls a connector's transfers
         if not self._in_flight:
             if self.grammars.pending:
                 self.grammars.compiler.wait(GRAMMAR_WAIT)
@@ -124,23 +125,23 @@ class EngineCore:
         try:
             output = future.result()
         except DeviceLostError:
-            raise  # no request can be served any more: whoever runs the engine ends it
+            raise  # no request can be served any more: the caller ends the engine
         except Exception as error:
             self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step)
-            return self._taken(self.scheduler.fail_plan(plan, failure_of(error)))
-        self._in_flight.popleft()  # only now: an interrupted wait can be taken up again
+            return self._after_result(self.scheduler.fail_plan(plan, failure_of(error)))
+        self._in_flight.popleft()  # only now: an interrupted wait can be resumed
         if not len(plan.rows) and not (output.finished_recving or output.finished_sending):
-            time.sleep(0.001)  # nothing to compute and nothing arrived: leave the core to those who bring it
-        return self._taken(self.scheduler.update_from_output(plan, output))
+            time.sleep(0.001)  # nothing to compute and no transfer has ended: leave the CPU core to transfers
+        return self._after_result(self.scheduler.update_from_output(plan, output))
 
     @property
-    def _room_ahead(self) -> bool:
+    def _can_schedule(self) -> bool:
         return len(self._in_flight) <= self.depth and self._unsampled is None
 
     def _sample(self) -> None:
         """Enqueue sampling of the newest plan, unless it has rows whose masks need tokens that are still in flight: the
-        forward pass is under way meanwhile, and the result that brings the last of them calls again."""
+        forward pass runs meanwhile, and the result with the last of them calls again."""
         plan = self._unsampled
         if plan is None:
             return
@@ -150,35 +151,35 @@ class EngineCore:
             if rows is None:
                 return
             mask = self.grammars.fill(rows)
-            self._end_failed()
+            self._finish_failed()
         self._unsampled = None
         self._in_flight[-1] = (plan, self.executor.sample_tokens(mask))
 
-    def _taken(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """A result has been taken in: grammars move on, and a plan that waited for it may be sampled."""
+    def _after_result(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """After a result was applied: advance grammars, and sample a plan that waited for it."""
         self.grammars.advance(outputs)
-        self._end_failed()
+        self._finish_failed()
         self._sample()
         return outputs
 
-    def _take_grammars(self) -> EngineCoreOutputs | None:
+    def _poll_grammars(self) -> EngineCoreOutputs | None:
         """Admit requests whose grammar has compiled; return results for those whose grammar failed."""
         if self.grammars.pending:
             for request_id in self.grammars.ready():
                 self.scheduler.grammar_ready(request_id)
-            self._end_failed()
-        if not self._failed:
+            self._finish_failed()
+        if not self._grammar_failures:
             return None
-        failed, self._failed = self._failed, []
+        failed, self._grammar_failures = self._grammar_failures, []
         outputs = EngineCoreOutputs.ended([failure.index for failure in failed], FinishReason.ERROR)
         outputs.errors = {place: failure.error for place, failure in enumerate(failed)}
         outputs.stats = self.scheduler.stats()
         return outputs
 
-    def _end_failed(self) -> None:
+    def _finish_failed(self) -> None:
         if self.grammars.failures:
             self.scheduler.finish_requests([failure.request_id for failure in self.grammars.failures])
-            self._failed += self.grammars.failures
+            self._grammar_failures += self.grammars.failures
             self.grammars.failures = []
 
     def shutdown(self) -> None:

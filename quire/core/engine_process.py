@@ -1,6 +1,6 @@
-"""An engine core in a process of its own: drain what came in, step, send what came out.
+"""An engine core in a process of its own: handle incoming messages, step, send outputs.
 
-The engine's thread never touches a socket: two threads do, and talk to it through queues.
+The engine's thread never touches a socket: two threads do, and exchange messages with it through queues.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ from quire.messages.requests import (
 logger = logging.getLogger("quire")
 
 PR_SET_PDEATHSIG = 1
-TAKE_IN_SECONDS = 0.02  # for messages between two steps, if the last step was no longer than that
-STATS_SECONDS = 0.25  # how old the numbers may be in a front end that has no part in what runs
+MESSAGE_SECONDS = 0.02  # for messages between two steps, if the last step was no longer than that
+STATS_SECONDS = 0.25  # the oldest that stats may get in a front end without running requests
 
-Incoming = tuple[bytes, Any]  # who says what
+Incoming = tuple[bytes, Any]  # sender, message
 
 
 class EngineProcess:
-    """Serves any number of front ends. Runs until told to stop, or until the process that started it is gone."""
+    """Serves any number of front ends. Runs until it is shut down, or until the process that started it is gone."""
 
     def __init__(self, make_core: Callable[[], EngineCore], address: str, heartbeat_seconds: float = 1.0) -> None:
         self._in: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
@@ -72,17 +72,17 @@ class EngineProcess:
         self._clients: dict[int, str] = {}  # client number of an index -> where it listens
         self._watching: dict[int, str] = {}  # those of them that want heartbeats
         self._heartbeat_seconds = heartbeat_seconds
-        self._take_in_seconds = TAKE_IN_SECONDS
+        self._message_seconds = MESSAGE_SECONDS
         self._step_began: float | None = None  # None while the loop waits for work
-        self._told: dict[int, SchedulerStats] = {}  # client -> the last numbers it got
+        self._sent_stats: dict[int, SchedulerStats] = {}  # client -> the last stats sent to it
         self._stats_due = 0.0
         self._ready: Ready | None = None
         self._stopping = False
-        self._io = [
+        self._io_threads = [
             threading.Thread(target=self._receive, args=(address,), name="quire-in", daemon=True),
             threading.Thread(target=self._send, name="quire-out", daemon=True),
         ]
-        for thread in self._io:
+        for thread in self._io_threads:
             thread.start()
         self._make_core = make_core
 
@@ -94,30 +94,30 @@ class EngineProcess:
                 self.core.max_model_len, self.core.summary, self.core.num_blocks, self.core.max_num_seqs
             )
             while not self._stopping:
-                self._take_in(block=not self.core.has_unfinished())
+                self._handle_messages(block=not self.core.has_unfinished())
                 began = self._step_began = time.monotonic()
                 outputs = self.core.step()
-                self._take_in_seconds = max(TAKE_IN_SECONDS, time.monotonic() - began)
+                self._message_seconds = max(MESSAGE_SECONDS, time.monotonic() - began)
                 if outputs is not None and (len(outputs.index) or outputs.prompt_logprobs):
-                    self._pass_on(outputs)
-                self._spread_stats()
+                    self._send_outputs(outputs)
+                self._send_stats()
         except Exception as error:
             if isinstance(error, ValueError) and self._ready is None:
-                logger.debug("the engine ends", exc_info=True)  # something to set right, not to debug
+                logger.debug("the engine ends", exc_info=True)  # a configuration error: the message is enough
             else:
                 logger.exception("the engine ends")
-            self._take_greetings()
-            self._tell_all(Dead(str(error) if self._ready is None else f"{type(error).__name__}: {error}"))
+            self._handle_hellos()
+            self._broadcast(Dead(str(error) if self._ready is None else f"{type(error).__name__}: {error}"))
             self._close()
             return 1
-        self._tell_all(Dead("the engine was shut down"))
+        self._broadcast(Dead("the engine was shut down"))
         self._close()
         return 0
 
-    def _take_in(self, block: bool) -> None:
-        """What has arrived; if there is nothing to do, wait for something. Beside a flood of messages, steps have half
+    def _handle_messages(self, block: bool) -> None:
+        """Messages that have arrived; if there is no request, wait for one. However many messages come, steps get half
         of the time."""
-        until = time.monotonic() + self._take_in_seconds
+        until = time.monotonic() + self._message_seconds
         while not self._stopping:
             if block:
                 self._step_began = None
@@ -127,7 +127,7 @@ class EngineProcess:
                 return
             if block:
                 self._step_began = time.monotonic()
-                until = self._step_began + self._take_in_seconds
+                until = self._step_began + self._message_seconds
             self._handle(sender, message)
             block = block and not self.core.has_unfinished()
             if not block and time.monotonic() > until:
@@ -135,7 +135,7 @@ class EngineProcess:
 
     def _handle(self, sender: bytes, message: Any) -> None:
         if sender not in self._addresses and not isinstance(message, Hello):
-            return  # from before its Goodbye, which another process sent for it
+            return  # sent before its Goodbye, which another process sent for it
         match message:
             case AddRequests(requests):
                 for request in requests:
@@ -145,7 +145,7 @@ class EngineProcess:
             case Call(number, name):
                 self._out.put((self._addresses[sender], self._answer(number, name)))
             case Unreadable():
-                self._refuse(sender, message)
+                self._reject(sender, message)
             case Hello(address, client):
                 self._addresses[sender] = address
                 if client is not None:
@@ -155,12 +155,12 @@ class EngineProcess:
             case Goodbye(client):
                 running = self.core.scheduler.requests.values()
                 self.core.finish_requests([r.request_id for r in running if r.core.index >> CLIENT_SHIFT == client])
-                gone = self._clients.pop(client, None)
-                self._told.pop(client, None)
+                closed = self._clients.pop(client, None)
+                self._sent_stats.pop(client, None)
                 self._watching.pop(client, None)
-                self._addresses = {who: address for who, address in self._addresses.items() if address != gone}
-                if gone is not None:
-                    self._out.put((gone, None))
+                self._addresses = {who: address for who, address in self._addresses.items() if address != closed}
+                if closed is not None:
+                    self._out.put((closed, None))
             case Shutdown():
                 self._stopping = True
 
@@ -174,7 +174,7 @@ class EngineProcess:
             self._end([request.index + i for i in range(request.params.n)], failure_of(error))
 
     def _end(self, indices: list[int], error: RequestError) -> None:
-        self._pass_on(EngineCoreOutputs.ended(indices, FinishReason.ERROR, error))
+        self._send_outputs(EngineCoreOutputs.ended(indices, FinishReason.ERROR, error))
 
     def _answer(self, number: int, name: str) -> Result:
         try:
@@ -188,62 +188,62 @@ class EngineProcess:
             return Result(number, sendable(f"{type(error).__name__}: {error}"))
         return Result(number, f"unknown call {name!r}")
 
-    def _refuse(self, sender: bytes, message: "Unreadable") -> None:
-        """Whoever sent it must not wait for ever."""
+    def _reject(self, sender: bytes, message: "Unreadable") -> None:
+        """Answer an unreadable message, so that its sender does not wait for ever."""
         if message.indices:
             self._end(message.indices, invalid(message.cause))
         for number in message.calls:
             self._out.put((self._addresses[sender], Result(number, message.cause)))
 
-    def _take_greetings(self) -> None:
-        """Who has called while the engine was loading, in vain as it turns out."""
+    def _handle_hellos(self) -> None:
+        """Register front ends that connected while the engine was loading, so that they learn why it failed."""
         with contextlib.suppress(queue.Empty):
             while True:
                 sender, message = self._in.get_nowait()
                 if isinstance(message, Hello):
                     self._handle(sender, message)
 
-    def _pass_on(self, outputs: EngineCoreOutputs) -> None:
-        """To each front end what is its own."""
+    def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Send each front end the outputs of its own requests."""
         if len(self._clients) == 1:
             ((client, address),) = self._clients.items()
             self._out.put((address, Outputs(outputs)))
-            self._note_told(client, outputs.stats)
+            self._note_sent_stats(client, outputs.stats)
             return
         clients = set(np.unique(outputs.index >> CLIENT_SHIFT).tolist())
         clients |= {part.owner >> CLIENT_SHIFT for part in outputs.prompt_logprobs}
         for client in clients & self._clients.keys():
             part = outputs.select(client << CLIENT_SHIFT, (client + 1) << CLIENT_SHIFT)
             self._out.put((self._clients[client], Outputs(part)))
-            self._note_told(client, outputs.stats)
+            self._note_sent_stats(client, outputs.stats)
 
-    def _note_told(self, client: int, stats: SchedulerStats | None) -> None:
+    def _note_sent_stats(self, client: int, stats: SchedulerStats | None) -> None:
         if stats is not None:
-            self._told[client] = stats
+            self._sent_stats[client] = stats
 
-    def _spread_stats(self) -> None:
-        """Numbers come with outputs. A front end without outputs gets them now and then, and all get the last ones
-        before the engine sleeps."""
+    def _send_stats(self) -> None:
+        """Stats are part of outputs. A front end without outputs gets them every STATS_SECONDS, and all get the last
+        ones before the engine is idle."""
         idle = not self.core.has_unfinished()
         if not idle and (len(self._clients) < 2 or time.monotonic() < self._stats_due):
             return
         stats = self.core.scheduler.stats()
         self._stats_due = stats.time + STATS_SECONDS
-        news = EngineCoreOutputs.ended([], FinishReason.NONE)
-        news.stats = stats
+        update = EngineCoreOutputs.ended([], FinishReason.NONE)
+        update.stats = stats
         for client, address in self._clients.items():
-            told = self._told.get(client)
-            if told is None or msgspec.structs.replace(told, time=stats.time) != stats:
-                self._out.put((address, Outputs(news)))
-                self._told[client] = stats
+            sent = self._sent_stats.get(client)
+            if sent is None or msgspec.structs.replace(sent, time=stats.time) != stats:
+                self._out.put((address, Outputs(update)))
+                self._sent_stats[client] = stats
 
-    def _tell_all(self, message: Any) -> None:
+    def _broadcast(self, message: Any) -> None:
         for address in self._addresses.values():
             self._out.put((address, message))
 
     def _close(self) -> None:
         self._out.put(None)
-        self._io[1].join(timeout=5)
+        self._io_threads[1].join(timeout=5)
         if hasattr(self, "core"):
             self.core.shutdown()
 
@@ -255,11 +255,11 @@ class EngineProcess:
             sender, *frames = socket.recv_multipart()
             try:
                 message = codec.decode(frames)
-            except Exception as error:  # this thread must go on: everybody's requests come through it
+            except Exception as error:  # this thread must go on: all requests come through it
                 logger.warning("refused: %s", error)
                 message = Unreadable.of(frames, str(error))
             if isinstance(message, Watch):
-                self._watch(sender, message.client)  # the engine's thread may be busy for longer than it is waited for
+                self._watch(sender, message.client)  # not queued: the engine's thread may be in a long step
             else:
                 self._in.put((sender, message))
 
@@ -269,7 +269,7 @@ class EngineProcess:
             self._watching[client] = address
 
     def _send(self) -> None:
-        context = zmq.Context()  # not the other thread's, whose socket never closes: this one can be waited for
+        context = zmq.Context()  # its own: the other thread's has a socket that never closes, and cannot be terminated
         codec = Codec(FromEngine)
         sockets: dict[str, zmq.Socket] = {}
         for address, message in self._outgoing():
@@ -280,20 +280,20 @@ class EngineProcess:
             if address not in sockets:
                 socket = sockets[address] = context.socket(zmq.PUSH)
                 socket.setsockopt(zmq.LINGER, 1000)
-                socket.setsockopt(zmq.SNDHWM, 0)  # a slow front end is its own problem: the engine never waits for it
+                socket.setsockopt(zmq.SNDHWM, 0)  # no limit: the engine never waits for a slow front end
                 socket.connect(address)
             try:
                 frames = codec.encode(message)
-            except Exception as error:  # this thread must go on: everybody's outputs come through it
+            except Exception as error:  # this thread must go on: all outputs go through it
                 logger.exception("a message to a front end cannot be sent")
                 frames = codec.encode(_unsent(message, error))
             sockets[address].send_multipart(frames, copy=False)
         for socket in sockets.values():
             socket.close()
-        context.term()  # the process may end now: its last words are out, or nobody took them for a second
+        context.term()  # the process may end now: its last messages are sent, or were not received for a second
 
     def _outgoing(self) -> Iterator[tuple[str, Any]]:
-        """What the engine's thread has for front ends, and heartbeats, which do not need that thread."""
+        """The engine thread's messages to front ends, and heartbeats, which do not need that thread."""
         due = time.monotonic()
         while True:
             now = time.monotonic()
@@ -312,7 +312,7 @@ class EngineProcess:
 
 
 def _unsent(message: Any, error: Exception) -> Any:
-    """What a front end is told in place of a message that cannot be encoded."""
+    """What a front end gets in place of a message that cannot be encoded."""
     if isinstance(message, Outputs):
         index = message.outputs.index.tolist()
         return Outputs(EngineCoreOutputs.ended(index, FinishReason.ERROR, failure_of(error)))
@@ -329,7 +329,7 @@ def die_with_parent() -> None:
         return  # not Linux
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it went before we asked
+        os._exit(1)  # it ended before prctl
 
 
 def leave_signals_to_parent() -> None:

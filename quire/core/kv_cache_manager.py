@@ -1,4 +1,4 @@
-"""Gives requests their KV-cache blocks, in all groups at once, and finds blocks that hold their prefix already."""
+"""Allocates KV-cache blocks for requests, in all groups at once, and finds cached blocks that hold their prefix."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,9 +7,10 @@ import numpy as np
 
 from quire.core.block_pool import BlockPool, KVCacheBlock
 from quire.core.hashing import BlockHasher, make_digest
-from quire.core.kv_groups import cdiv, make_group
+from quire.core.kv_groups import SlidingWindowGroup, cdiv, make_group
 from quire.core.request import Request
 from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.plan import BlockAppends
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class KVCacheManager:
         hash_size = math.gcd(*sizes)
         self.alignment = math.lcm(*sizes)
         self.groups = [make_group(i, g.spec, self.pool, hash_size) for i, g in enumerate(config.groups)]
-        self.window_groups = [group for group in self.groups if group.window is not None]
+        self.window_groups = [group for group in self.groups if isinstance(group, SlidingWindowGroup)]
         self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if enable_caching else None
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -57,6 +58,12 @@ class KVCacheManager:
             for group in self.groups:
                 length = group.longest_hit(hashes, length, self.alignment)
         return Hit(length, [group.hit_blocks(hashes, length) for group in self.groups])
+
+    def count_lookup(self, num_tokens: int, hit: Hit) -> None:
+        """For the hit rate: a request of `num_tokens` was admitted with this hit."""
+        if self.hasher is not None:
+            self.prefix_queries += num_tokens
+            self.prefix_hits += hit.num_tokens
 
     def allocate(self, request: Request, num_tokens: int, hit: Hit | None = None, next_query: int = 0) -> bool:
         """Extend the request's blocks (after those of `hit`) to hold `num_tokens`; False if they do not suffice.
@@ -85,6 +92,28 @@ class KVCacheManager:
             blocks.extend(self.pool.allocate(count))
         return True
 
+    def append_blocks(self, request: Request, num_tokens: int, appended: BlockAppends) -> bool:
+        """Extend a running request's blocks to hold `num_tokens`; False if they do not suffice."""
+        before = [len(blocks) for blocks in request.blocks]
+        if not self.allocate(request, num_tokens):
+            return False
+        for group, (start, blocks) in enumerate(zip(before, request.blocks, strict=True)):
+            for position in range(start, len(blocks)):
+                appended.add(request.row, group, position, blocks[position].id)
+        return True
+
+    def append_one_block(self, requests: list[Request], most_missing: int, appended: BlockAppends) -> int:
+        """The usual case in one allocation: running requests that lack up to `most_missing` tokens of room, all need
+        one more block of the only group, and there are enough. The room each gained; 0 if it is not that case."""
+        size = self.groups[0].block_size
+        if len(self.groups) > 1 or most_missing > size or len(requests) > self.pool.num_free:
+            return 0
+        for request, block in zip(requests, self.pool.allocate(len(requests)), strict=True):
+            blocks = request.blocks[0]
+            appended.add(request.row, 0, len(blocks), block.id)
+            blocks.append(block)
+        return size
+
     def capacity(self, request: Request) -> int:
         """Tokens that the request's blocks can hold."""
         return min(len(b) * g.block_size for b, g in zip(request.blocks, self.groups, strict=True))
@@ -92,7 +121,7 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
         """Share the parent's blocks of the prompt, but for its last token; returns the block copies to make.
 
-        None if blocks are short; a parent that has given up blocks of the prompt cannot be forked (`can_fork`).
+        None if blocks are short; a parent with freed blocks of the prompt cannot be forked (`can_fork`).
         """
         num_tokens = child.num_prompt_tokens - 1
         shared: list[list[KVCacheBlock]] = []
@@ -113,11 +142,18 @@ class KVCacheManager:
 
     def can_fork(self, parent: Request, child: Request) -> bool:
         num_tokens = child.num_prompt_tokens - 1
-        return all(
+        return num_tokens > 0 and all(
             blocks[i] is not self.pool.null_block
             for group, blocks in zip(self.groups, parent.blocks, strict=True)
             for i in range(group.first_needed(num_tokens), cdiv(num_tokens, group.block_size))
         )
+
+    def newly_full(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Places at which a block becomes full between `start` and `stop` tokens, if blocks are cached at all."""
+        if self.hasher is None:
+            return np.empty(0, np.int64)
+        size = self.hasher.block_size
+        return np.flatnonzero(stop // size > start // size)
 
     def register(self, request: Request, token_ids: np.ndarray, start: int, stop: int) -> None:
         """Make the blocks that became full between `start` and `stop` tokens findable. token_ids[:stop] are
@@ -132,29 +168,33 @@ class KVCacheManager:
                 if blocks[i] is not pool.null_block:
                     pool.register(blocks[i], (hashes[(i + 1) * size // per_hash - 1], group.index))
 
-    def release_out_of_window(self, request: Request, next_query: int) -> None:
+    def window_start(self, next_query: np.ndarray) -> np.ndarray:
+        """Per windowed group and row, the first block that a query at position `next_query` or later reads."""
+        return np.stack([group.first_needed_by_row(next_query) for group in self.window_groups])
+
+    def free_out_of_window(self, request: Request, next_query: int) -> None:
         for group in self.window_groups:
             blocks = request.blocks[group.index]
-            gone = []
+            freed = []
             for i in range(min(group.first_needed(next_query), len(blocks)) - 1, -1, -1):
                 if blocks[i] is self.pool.null_block:
-                    break  # all before it went earlier
-                gone.append(blocks[i])
+                    break  # all before it were freed earlier
+                freed.append(blocks[i])
                 blocks[i] = self.pool.null_block
-            self.pool.free(gone)
+            self.pool.free(freed)
 
     def free(self, request: Request) -> None:
-        """Give all blocks back; the tail of the request goes first, since prefixes are shared and tails are not."""
+        """Free all blocks; the tail of the request is evicted first, since prefixes are shared and tails are not."""
         for blocks in request.blocks:
             self.pool.free(reversed(blocks))
             blocks.clear()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all content. Requests that run keep their blocks."""
+        """Evict all content. Requests that run keep their blocks."""
         self.pool.unregister_all()
 
     def common_prefix_blocks(self, requests: list[Request]) -> tuple[int, ...]:
-        """Per group, how many leading blocks hold the same content for all the requests; 0 where a window gives up
+        """Per group, how many leading blocks hold the same content for all the requests; 0 where a window frees
         leading blocks."""
         if len(requests) < 2:
             return (0,) * len(self.groups)
@@ -166,8 +206,9 @@ class KVCacheManager:
 
 def _common_length(tables: list[list[KVCacheBlock]]) -> int:
     """By bisection: a block is shared under its chained hash or by a fork, so two tables with the same block somewhere
-    have the same content before it. Not always in the same blocks: who computed a prefix again, for prompt logprobs
-    say, keeps its copy of what was cached. That can only make the count smaller, and either copy may be read."""
+    have the same content before it. Not always in the same blocks: a request that computed a prefix again, for
+    prompt logprobs say, keeps its copy of what was cached. That can only make the count smaller, and either copy may
+    be read."""
     first, *others = tables
     count = len(first)
     for blocks in others:

@@ -1,4 +1,6 @@
-"""How one KV-cache group looks for cached blocks, lays out new ones and gives up old ones."""
+"""How one KV-cache group looks for cached blocks, lays out new ones and frees old ones."""
+
+import numpy as np
 
 from quire.core.block_pool import BlockPool, KVCacheBlock
 from quire.messages.kv_cache import KVCacheSpec
@@ -9,7 +11,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 class FullAttentionGroup:
-    """Every token attends to all before it: a hit is a prefix without gaps, and nothing is given up."""
+    """Every token attends to all before it: a hit is a prefix without gaps, and no block is freed before the end."""
 
     def __init__(self, index: int, spec: KVCacheSpec, pool: BlockPool, hash_size: int) -> None:
         self.index = index
@@ -33,13 +35,13 @@ class FullAttentionGroup:
 
     def _cached_prefix(self, hashes: list[bytes], limit: int) -> list[KVCacheBlock]:
         step = self._hashes_per_block
-        return self.pool.leading(hashes[step - 1 : limit * step : step], self.index)
+        return self.pool.cached_prefix(hashes[step - 1 : limit * step : step], self.index)
 
     def first_needed(self, next_query: int) -> int:
         """The first logical block that a query at position `next_query` or later reads."""
         return 0
 
-    def most_blocks(self, max_model_len: int, max_step_tokens: int) -> int:
+    def max_blocks(self, max_model_len: int, max_step_tokens: int) -> int:
         """Blocks that one request can hold at a time."""
         return cdiv(max_model_len, self.block_size)
 
@@ -68,7 +70,10 @@ class SlidingWindowGroup(FullAttentionGroup):
     def first_needed(self, next_query: int) -> int:
         return max(0, next_query - self.window + 1) // self.block_size
 
-    def most_blocks(self, max_model_len: int, max_step_tokens: int) -> int:
+    def first_needed_by_row(self, next_query: np.ndarray) -> np.ndarray:
+        return np.maximum(next_query - self.window + 1, 0) // self.block_size
+
+    def max_blocks(self, max_model_len: int, max_step_tokens: int) -> int:
         span = min(max_model_len, self.window - 1 + max_step_tokens)
         # One more: the span may begin inside a block.
         return min(cdiv(max_model_len, self.block_size), cdiv(span, self.block_size) + 1)

@@ -15,7 +15,7 @@ def blocks_of_one_request(groups: tuple[KVCacheGroup, ...], max_model_len: int, 
     pool = BlockPool(0)
     hash_size = math.gcd(*(group.spec.block_size for group in groups))
     return sum(
-        make_group(i, group.spec, pool, hash_size).most_blocks(max_model_len, max_step_tokens)
+        make_group(i, group.spec, pool, hash_size).max_blocks(max_model_len, max_step_tokens)
         for i, group in enumerate(groups)
     )
 

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it."""
+"""A request's state in the scheduler."""
 
 import enum
 
@@ -12,7 +12,7 @@ from quire.messages.requests import EngineCoreRequest
 class RequestState(enum.IntEnum):
     WAITING = 0
     WAITING_GRAMMAR = 1  # its grammar is being compiled
-    WAITING_REMOTE_KV = 2  # a connector is bringing its KV cache
+    WAITING_REMOTE_KV = 2  # a connector is loading its KV cache
     WAITING_FORK = 3  # its first sibling has not computed the prompt yet
     RUNNING = 4
     FINISHED = 5
@@ -22,7 +22,6 @@ class Request:
     """While a request runs, its lengths and tokens live in RunningSet, by row; here is what it keeps in between."""
 
     __slots__ = (
-        "arrival",
         "awaits_grammar",
         "block_hashes",
         "blocks",
@@ -41,19 +40,18 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, core: EngineCoreRequest, arrival: int, key: tuple[int, int], num_groups: int) -> None:
+    def __init__(self, core: EngineCoreRequest, key: tuple[int, int], num_groups: int) -> None:
         self.core = core
         self.request_id = core.request_id
-        self.arrival = arrival
-        self.key = key  # sorts by who runs first
+        self.key = key  # the order of admission
         self.token_ids = np.ascontiguousarray(core.prompt_token_ids, np.int32)  # confirmed tokens while not in a row
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0  # tokens whose KV its blocks hold while not in a row
-        self.num_cached = -1  # prompt tokens found in a cache when first scheduled
-        self.state = RequestState.WAITING if core.fork_of is None else RequestState.WAITING_FORK
+        self.num_cached = -1  # prompt tokens found in a cache when first scheduled; -1 before that
+        self.state = RequestState.WAITING
         self.awaits_grammar = False
         self.row = -1
-        self.scheduled_at = 0.0  # first time; 0 again once the front end knows
+        self.scheduled_at = 0.0  # first time; 0 again once its first token was returned
         self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
         self.block_hashes: list[bytes] = []
         salted = core.cache_salt is not None or core.lora_id

@@ -9,28 +9,26 @@ from quire.core.request import Request
 
 class RunningSet:
     """Rows are the worker's rows. A row's generation changes whenever a request leaves it, so results that arrive late
-    can be told from those of its next owner.
+    are distinguished from those of its next owner.
 
     `num_tokens` counts confirmed tokens, `num_pending` those being sampled in plans in flight; `num_computed` is
     optimistic: it counts what plans in flight will have computed.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_windows: int) -> None:
-        rows = max_num_seqs
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        rows = self.num_rows = max_num_seqs
         self.token_ids = np.zeros((rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_pending = np.zeros(rows, np.int64)
         self.num_computed = np.zeros(rows, np.int64)
         self.num_frames = np.zeros(rows, np.int64)  # plans in flight
         self.token_limit = np.zeros(rows, np.int64)  # prompt + max_tokens, or max_model_len
-        self.capacity = np.zeros(rows, np.int64)  # tokens its blocks can hold
-        self.num_registered = np.zeros(rows, np.int64)  # tokens in blocks that others can find
-        self.window_floor = np.zeros((num_windows, rows), np.int64)  # blocks given up, per windowed group
         self.generation = np.zeros(rows, np.int64)
         self.index = np.zeros(rows, np.int64)  # the front end's number of the request
         self.constrained = np.zeros(rows, bool)  # by a grammar
         self.num_cached = np.zeros(rows, np.int32)
-        self.scheduled_at = np.zeros(rows)  # when first scheduled; 0 once the front end knows
+        self.awaits_first_token = np.zeros(rows, bool)
+        self.num_awaiting_first_token = 0
         self.stop_ids = np.full((4, rows), -1, np.int32)  # a column per row: comparing goes along rows
         self.requests = np.empty(rows, object)
         self._free = list(range(rows - 1, -1, -1))
@@ -59,7 +57,7 @@ class RunningSet:
     def all(self) -> list[Request]:
         return [self.requests[row] for _, row in self._sorted]
 
-    def add(self, request: Request, num_computed: int, token_limit: int, capacity: int) -> int:
+    def add(self, request: Request, num_computed: int, token_limit: int) -> int:
         row = self._free.pop()
         request.row = row
         bisect.insort(self._sorted, (request.key, row))
@@ -67,29 +65,64 @@ class RunningSet:
         count = len(request.token_ids)
         self.token_ids[row, :count] = request.token_ids
         self.num_tokens[row] = count
-        self.num_pending[row] = self.num_frames[row] = self.num_registered[row] = 0
+        self.num_pending[row] = self.num_frames[row] = 0
         self.num_computed[row] = num_computed
         self.token_limit[row] = token_limit
-        self.capacity[row] = capacity
-        self.window_floor[:, row] = 0
         self.index[row] = request.core.index
         self.constrained[row] = request.core.params.structured_outputs is not None
         self.num_cached[row] = request.num_cached
-        self.scheduled_at[row] = request.scheduled_at
+        self._set_awaits_first_token(row, request.scheduled_at > 0)
         self.requests[row] = request
         self._set_stop_ids(row, request)
         return row
 
     def remove(self, request: Request) -> None:
-        """The request takes its confirmed tokens along and leaves the row."""
+        """The request leaves its row and keeps its confirmed tokens."""
         row = request.row
+        request.num_computed = self.num_ready(row)
         request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         del self._sorted[bisect.bisect_left(self._sorted, (request.key, row))]
         self._order = None
+        self._set_awaits_first_token(row, False)
         self.requests[row] = None
         self.generation[row] += 1
         self._free.append(row)
         request.row = -1
+
+    def num_ready(self, row: int) -> int:
+        """Confirmed tokens whose KV is computed, or will be by plans in flight."""
+        return int(min(self.num_computed[row], self.num_tokens[row]))
+
+    def num_known(self, rows: np.ndarray) -> np.ndarray:
+        """Confirmed and pending tokens."""
+        return self.num_tokens[rows] + self.num_pending[rows]
+
+    def advance(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A plan computes `counts` more tokens of the rows. How many are computed then, and which rows get a token."""
+        computed = self.num_computed[rows] + counts
+        pending = self.num_pending[rows]
+        samples = computed == self.num_tokens[rows] + pending
+        self.num_computed[rows] = computed
+        self.num_pending[rows] = pending + samples
+        self.num_frames[rows] += 1
+        return computed, samples
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Confirm a pending token of each row. The rows' lengths then."""
+        last = self.num_tokens[rows]
+        self.token_ids[rows, last] = tokens
+        lengths = last + 1
+        self.num_tokens[rows] = lengths
+        self.num_pending[rows] -= 1
+        return lengths
+
+    def note_first_token(self, request: Request) -> None:
+        request.scheduled_at = 0.0
+        self._set_awaits_first_token(request.row, False)
+
+    def _set_awaits_first_token(self, row: int, value: bool) -> None:
+        self.num_awaiting_first_token += value - int(self.awaits_first_token[row])
+        self.awaits_first_token[row] = value
 
     def _set_stop_ids(self, row: int, request: Request) -> None:
         ids = request.stop_ids

@@ -1,6 +1,6 @@
-"""A line about load and throughput now and then, while something happens.
+"""Logs load and throughput every few seconds while requests run.
 
-It is written where the scheduler is, so there is one line for an engine, however many front ends it has.
+In the process of the scheduler: one log line for an engine, however many front ends it has.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Totals:
 
 
 class StatsLogger:
-    """A thread that looks at the scheduler's numbers every `interval` seconds: the steps pay nothing for it."""
+    """A thread that reads the scheduler's stats every `interval` seconds: steps pay nothing for it."""
 
     def __init__(
         self,
@@ -54,19 +54,18 @@ class StatsLogger:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            line = self.line()
-            if line is not None:
-                logger.info(line)
+            report = self.report()
+            if report is not None:
+                logger.info(report)
 
-    def line(self) -> str | None:
-        """What happened since the last call; None if that is nothing, except that the first quiet interval after work
-        is told too."""
+    def report(self) -> str | None:
+        """Load and throughput since the last call; None while idle, but for the first idle interval after work."""
         stats, now, before = self._scheduler.stats(), self._totals(), self._before
         self._before = now
         prompt, generated = now.prompt_tokens - before.prompt_tokens, now.generated_tokens - before.generated_tokens
         active = bool(prompt or generated or stats.num_running or stats.num_waiting)
-        told, self._was_active = active or self._was_active, active
-        if not told:
+        reported, self._was_active = active or self._was_active, active
+        if not reported:
             return None
         queries = now.prefix_queries - before.prefix_queries
         if queries:
@@ -83,8 +82,8 @@ class StatsLogger:
         scheduler = self._scheduler
         return Totals(
             self._clock(),
-            scheduler.num_prompt_tokens,
-            scheduler.num_generated_tokens,
+            scheduler.results.num_prompt_tokens,
+            scheduler.results.num_generated_tokens,
             scheduler.kv.prefix_queries,
             scheduler.kv.prefix_hits,
         )

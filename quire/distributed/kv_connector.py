@@ -1,4 +1,4 @@
-"""Finding the two sides of a KV connector, and the one that does nothing."""
+"""KV connectors by name: their scheduler and worker sides, and one that does nothing."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from quire.messages.plan import SchedulerOutput
 
 
 class NoopConnector:
-    """Both sides of a connector that brings and takes nothing: shows that the hooks change nothing by themselves."""
+    """Both sides of a connector that loads and saves nothing: tests that the hooks by themselves change nothing."""
 
     def __init__(self, role: str) -> None:
         self.role = role

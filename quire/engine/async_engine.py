@@ -1,4 +1,4 @@
-"""What a server needs of an engine. `AsyncLLM` is one; a stub for measuring the front end alone is another."""
+"""The engine's interface to the server, implemented by `AsyncLLM` and by a stub that measures the front end alone."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -13,18 +13,18 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 
 class EngineDeadError(RuntimeError):
-    """The engine process has ended; nothing can be generated any more."""
+    """The engine process has exited; nothing can be generated any more."""
 
 
 class EngineStalledError(RuntimeError):
-    """The engine process is there but does not answer: stopped, swapped out, or stuck in a step. It may recover."""
+    """The engine process is alive but unresponsive: stopped, swapped out, or stuck in a step. It may recover."""
 
 
 class AsyncEngine(Protocol):
     config: EngineConfig
     model_name: str
     max_model_len: int
-    max_num_seqs: int  # that run at a time; others wait
+    max_num_seqs: int  # that can run at a time; others wait
     tokenizer: Tokenizer | None
     stats: SchedulerStats
 
@@ -36,9 +36,9 @@ class AsyncEngine(Protocol):
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they come, of the kind that `sampling_params.output_kind` says; deltas that pile up while the
-        consumer is slow are merged. Bad input is a ValueError from the first `__anext__`; leaving the iterator early
-        aborts the request."""
+        """Outputs as they are generated, of the kind `sampling_params.output_kind`; deltas are merged while the
+        consumer is slow. Invalid input raises ValueError from the first `__anext__`; closing the iterator early aborts
+        the request."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
@@ -46,17 +46,17 @@ class AsyncEngine(Protocol):
     async def reset_prefix_cache(self) -> bool: ...
 
     async def get_state(self) -> dict[str, dict[str, int]]:
-        """What front end ("front_end") and core ("core") hold right now: requests, blocks."""
+        """Current counts of requests, blocks and others, in the front end ("front_end") and the core ("core")."""
         ...
 
     async def check_health(self) -> None:
-        """EngineDeadError, with the cause, if the engine has ended; EngineStalledError while it does not answer."""
+        """Raises EngineDeadError, with the cause, if the engine has exited; EngineStalledError if it is stalled."""
         ...
 
     def get_num_unfinished_requests(self) -> int: ...
 
     def get_num_unfinished_sequences(self) -> int:
-        """Completions that run or wait: a request has `n`."""
+        """Running and waiting completions: a request has `n`."""
         ...
 
     def get_metrics(self) -> list[Metric]: ...

@@ -1,4 +1,4 @@
-"""The asynchronous engine: an engine process, and streams of outputs for any number of callers in this one."""
+"""The asynchronous engine: a client of an engine process, with an output stream per request."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
-from quire.engine.engine_connection import EngineConnection, EngineWire
+from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
@@ -27,15 +27,15 @@ logger = logging.getLogger("quire")
 
 
 class AsyncLLM:
-    """The constructor returns when the model is loaded. This process imports no torch."""
+    """The constructor returns once the model is loaded. This process does not import torch."""
 
-    def __init__(self, config: EngineConfig, wire: EngineWire | None = None) -> None:
-        """Starts an engine of its own, unless there is a `wire` to one that others use too."""
+    def __init__(self, config: EngineConfig, channel: EngineChannel | None = None) -> None:
+        """Starts its own engine, unless given a `channel` to a shared one."""
         began = time.perf_counter()
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
-        self._owns_engine = wire is None
-        self._connection = wire or EngineConnection(self.config)
+        self._owns_engine = channel is None
+        self._connection = channel or EngineConnection(self.config)
         try:
             model = self.config.model
             self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
@@ -60,10 +60,8 @@ class AsyncLLM:
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listener: threading.Thread | None = None
-        device, cache = ready.summary
-        self.summary = [f"{self.model_name} · {device}", cache, f"ready in {time.perf_counter() - began:.1f} s"]
         if self._owns_engine:
-            for line in self.summary:
+            for line in (*ready.summary.lines(self.model_name), f"ready in {time.perf_counter() - began:.1f} s"):
                 logger.info(line)
 
     async def generate(
@@ -87,7 +85,7 @@ class AsyncLLM:
                 self._abort([request_id])
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Their streams end with an output that says so."""
+        """Their streams end with a final output of finish_reason "abort"."""
         for request_id in request_ids:
             stream = self._streams.get(request_id)
             if stream is not None and request_id in self.output_processor:
@@ -99,13 +97,13 @@ class AsyncLLM:
         return True
 
     async def get_state(self) -> dict[str, dict[str, int]]:
-        """What this front end and the engine's core hold at this moment."""
+        """Current counts of this front end and of the core."""
         own = {"requests": len(self.output_processor), "streams": len(self._streams), "calls": len(self._calls)}
         return {"front_end": own, "core": await self._call("state")}
 
     async def _call(self, name: str) -> dict[str, int]:
-        self._check()
-        self._listen()
+        self._check_dead()
+        self._ensure_listening()
         self._num_calls += 1
         number = self._num_calls
         done = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -114,18 +112,18 @@ class AsyncLLM:
             return await asyncio.wait_for(done, self._call_timeout)
         except TimeoutError:
             limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
-            raise EngineStalledError(f"the engine has not answered {name} within {limit}") from None
+            raise EngineStalledError(f"the engine has not replied to {name} within {limit}") from None
         finally:
             del self._calls[number]
 
     async def check_health(self) -> None:
-        self._check()
-        self._listen()
+        self._check_dead()
+        self._ensure_listening()
         self._connection.check_alive()
         self._health.check()
 
     def engine_died(self, cause: str) -> None:
-        """Someone else, who started the engine, has seen it end."""
+        """Called when the process that started the shared engine reports its exit."""
         self._die(EngineDeadError(cause))
 
     def get_num_unfinished_requests(self) -> int:
@@ -139,8 +137,8 @@ class AsyncLLM:
         return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """End the engine process, after `timeout` seconds by force; one that others use too goes on. Streams that are
-        open end with an error."""
+        """Stop the engine process, after `timeout` seconds by force; a shared one keeps running. Open streams end with
+        an error."""
         if self._closing:
             return
         self._closing = True
@@ -152,8 +150,8 @@ class AsyncLLM:
     def _add(
         self, prompt: Prompt | ParsedPrompt, params: SamplingParams, request_id: str, priority: int
     ) -> OutputStream:
-        self._check()
-        self._listen()
+        self._check_dead()
+        self._ensure_listening()
         self._health.check()
         parsed, request = self.input_processor.process(request_id, prompt, params, priority=priority)
         self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
@@ -162,7 +160,7 @@ class AsyncLLM:
             self._connection.send(AddRequests([request]))
         except BaseException:
             self._streams.pop(request_id, None)
-            with contextlib.suppress(Exception):  # what could not be sent need not be ended either
+            with contextlib.suppress(Exception):  # it may never have been sent
                 self._abort([request_id])
             raise
         return stream
@@ -172,12 +170,12 @@ class AsyncLLM:
         if running and self._dead is None:
             self._connection.send(FinishRequests(running))
 
-    def _check(self) -> None:
+    def _check_dead(self) -> None:
         if self._dead is not None:
             raise self._dead
 
-    def _listen(self) -> None:
-        """From the first request on: only then is there a loop to work in."""
+    def _ensure_listening(self) -> None:
+        """Start the listener thread, at the first call from an event loop."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -185,37 +183,37 @@ class AsyncLLM:
             self._listener.start()
             self._connection.send(Watch(self._connection.client or 0))
         elif self._loop is not loop:
-            raise RuntimeError("an AsyncLLM serves one event loop; make another for this one")
+            raise RuntimeError("an AsyncLLM serves one event loop; create another for this one")
 
     def _receive(self) -> None:
-        """A thread waits for messages and unpacks them; the loop's thread acts on them."""
+        """Runs in a thread: receives and decodes messages, and hands them to the event loop."""
         loop, waiting_since = self._loop, time.monotonic()
         while loop is not None and not self._closing:
             try:
                 message = self._connection.receive(timeout=0.2)
                 if message is None:
                     waited, waiting_since = time.monotonic() - waiting_since, time.monotonic()
-                    self._health.silent_for(waited)
+                    self._health.record_silence(waited)
                     self._connection.check_alive()
                     continue
             except EngineDeadError as error:
                 message = Dead(str(error))
             except Exception as error:
-                logger.exception("a message of the engine cannot be read")
-                message = Dead(f"a message of the engine cannot be read: {error}")
+                logger.exception("a message from the engine cannot be decoded")
+                message = Dead(f"a message from the engine cannot be decoded: {error}")
             waiting_since = time.monotonic()
-            self._health.heard(message.step_seconds if isinstance(message, Heartbeat) else None)
+            self._health.record_message(message.step_seconds if isinstance(message, Heartbeat) else None)
             if isinstance(message, Heartbeat):
                 continue
             entries = self.output_processor.prompt_entries(message.outputs) if isinstance(message, Outputs) else []
             try:
-                loop.call_soon_threadsafe(self._take, message, entries)
+                loop.call_soon_threadsafe(self._handle, message, entries)
             except RuntimeError:
-                return  # the loop is closed: nobody is left to tell
+                return  # the event loop is closed
             if isinstance(message, Dead):
                 return
 
-    def _take(self, message: Any, prompt_entries: list[list[dict[int, Logprob]] | None]) -> None:
+    def _handle(self, message: Any, prompt_entries: list[list[dict[int, Logprob]] | None]) -> None:
         match message:
             case Outputs(outputs):
                 self.stats = outputs.stats or self.stats
@@ -229,7 +227,7 @@ class AsyncLLM:
             case Result(number, error, values):
                 done = self._calls.get(number)
                 if done is None or done.done():
-                    return  # nobody waits for it any more
+                    return  # the caller has timed out
                 if error is None:
                     done.set_result(values)
                 else:

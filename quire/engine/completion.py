@@ -1,9 +1,9 @@
-"""One completion of a request as it grows: its tokens, its text, and when the front end ends it."""
+"""One completion of a request: its tokens and text so far, and the stop conditions checked by the front end."""
 
 from dataclasses import dataclass, field
 
 from quire.engine.outputs import CompletionOutput, Logprob
-from quire.engine.stops import StopStrings, repeats
+from quire.engine.stops import StopStrings, has_repetition
 from quire.messages.requests import FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
@@ -23,10 +23,10 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_decoded: int = 0  # tokens whose text is in `text`
-    num_hidden: int = 0  # last tokens that have no text: the one that ended it
+    num_hidden: int = 0  # last tokens left out of the text: the stop token
     tokens_sent: int = 0
     text_sent: int = 0
-    last_token_at: float = 0.0  # of the monotonic clock
+    last_token_at: float = 0.0  # monotonic clock
 
     def __post_init__(self) -> None:
         if self.params.stop:
@@ -35,24 +35,24 @@ class Completion:
             self.logprobs, self.cumulative_logprob = [], 0.0
 
     def add_tokens(self, token_ids: list[int]) -> None:
-        """Append tokens up to the first that ends the completion here; whatever comes after it is dropped."""
+        """Append tokens up to the first that meets a stop condition; later ones are dropped."""
         if self.stops is None and self.params.repetition_detection is None:
             self.token_ids += token_ids
             return
         for token in token_ids:
             self.token_ids.append(token)
-            if self._ends():
+            if self._should_stop():
                 return
 
     def finish(self, reason: str, stop_reason: int | None) -> None:
-        """The core has ended it; a stop that the front end found in the same tokens goes before that."""
+        """Finished by the core; a stop condition found here in the same tokens has precedence."""
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason
             by_token = reason == str(FinishReason.STOP) and not self.params.include_stop_str_in_output
             self.num_hidden = int(by_token)
 
     def output(self) -> CompletionOutput:
-        """What the user has not seen yet, or all of it, as asked."""
+        """The new part, or everything so far, depending on output_kind."""
         self._decode()
         visible = len(self.text)
         if self.stops is not None and self.finish_reason is None:
@@ -70,7 +70,7 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
-    def _ends(self) -> bool:
+    def _should_stop(self) -> bool:
         if self.stops is not None:
             searched = len(self.text)
             self._decode()
@@ -84,14 +84,14 @@ class Completion:
         if (
             detection is not None
             and len(self.token_ids) > self.params.min_tokens
-            and repeats(self.token_ids, detection)
+            and has_repetition(self.token_ids, detection)
         ):
             self.finish_reason = str(FinishReason.REPETITION)
             return True
         return False
 
     def _decode(self) -> None:
-        """Done when someone looks: a completion that is only wanted whole is decoded in one go."""
+        """Called only when the text is needed: a FINAL_ONLY completion is decoded at once."""
         if self.detokenizer is None or self.stop_reason in self.params.stop:
             return
         shown = len(self.token_ids) - self.num_hidden

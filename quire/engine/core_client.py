@@ -1,4 +1,4 @@
-"""How a front end reaches the core."""
+"""Clients of the engine core: in this process, or in another."""
 
 import time
 from collections import deque
@@ -11,7 +11,7 @@ from quire.engine.engine_connection import EngineConnection
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
-WAIT = 0.2  # seconds between looks at whether the engine lives; a message is taken at once
+POLL_SECONDS = 0.2  # between checks that the engine is alive; messages are received at once
 
 
 class EngineCoreClient(Protocol):
@@ -27,7 +27,7 @@ class EngineCoreClient(Protocol):
 
 
 class InprocClient:
-    """The core in this process: every call is a plain call, and get_output() runs a step."""
+    """The core in this process: get_output() runs a step."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -49,13 +49,13 @@ class InprocClient:
 
 
 class SyncMPClient:
-    """The core in a process of its own, which steps by itself: get_output() waits for what comes next."""
+    """The core in its own process, which steps by itself: get_output() waits for the next outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Starts the engine; `wait_ready` says when the model is loaded."""
+        """Starts the engine; `connection.wait_ready` returns once the model is loaded."""
         self.connection = EngineConnection(config)
         self._call_timeout = config.observability.engine_call_timeout
-        self._outputs: deque[EngineCoreOutputs] = deque()  # arrived while something else was awaited
+        self._outputs: deque[EngineCoreOutputs] = deque()  # received while waiting for a Result
         self._num_calls = 0
         self._dead: EngineDeadError | None = None
 
@@ -67,7 +67,7 @@ class SyncMPClient:
             self._send(FinishRequests(request_ids))
 
     def get_output(self) -> EngineCoreOutputs | None:
-        """None now and then, so that the caller can see to other things."""
+        """None after POLL_SECONDS without outputs, so that the caller can check for interrupts."""
         if self._outputs:
             return self._outputs.popleft()
         message = self._receive()
@@ -86,10 +86,10 @@ class SyncMPClient:
                 self._outputs.append(message.outputs)
             elif isinstance(message, Result) and message.number == self._num_calls:
                 if message.error is not None:
-                    raise RuntimeError(f"the engine could not do {name}: {message.error}")
+                    raise RuntimeError(f"the engine failed {name}: {message.error}")
                 return message.values
         limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
-        raise EngineStalledError(f"the engine has not answered {name} within {limit}")
+        raise EngineStalledError(f"the engine has not replied to {name} within {limit}")
 
     def shutdown(self) -> None:
         if self._dead is None:
@@ -105,7 +105,7 @@ class SyncMPClient:
         if self._dead is not None:
             raise self._dead
         try:
-            message = self.connection.receive(WAIT)
+            message = self.connection.receive(POLL_SECONDS)
             if message is None:
                 self.connection.check_alive()
         except EngineDeadError as error:

@@ -1,9 +1,9 @@
-"""Starting an engine process, and the wires to it."""
+"""Starts an engine process, and connects front ends to it."""
 
 import atexit
 import logging
 import multiprocessing
-import multiprocessing.util  # its handler at exit waits for child processes: it must be registered before ours
+import multiprocessing.util  # its exit handler joins child processes: it must be registered before ours
 import signal
 import weakref
 from multiprocessing.process import BaseProcess
@@ -18,12 +18,12 @@ from quire.engine.async_engine import EngineDeadError
 from quire.engine.socket_folder import SocketFolder
 from quire.messages.protocol import Codec, Dead, FromEngine, Goodbye, Hello, Ready, Shutdown
 
-# A fresh interpreter for every process: a fork would take along threads' locks and whatever else its parent holds.
+# A fresh interpreter per process: a fork would inherit locks held by the parent's threads.
 SPAWN = multiprocessing.get_context("spawn")
 
 
 class EngineHost:
-    """An engine process, started here, and the folder with the sockets through which front ends find it."""
+    """An engine process, started here, and the folder of sockets through which front ends connect."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._sockets = SocketFolder()
@@ -33,13 +33,13 @@ class EngineHost:
             args=(config, engine_address(self.folder), logging.getLogger("quire").getEffectiveLevel()),
             name="quire-engine",
         )
-        self._abandon = weakref.finalize(self, _abandon, self.process, self._sockets)
-        self._abandon.atexit = False
-        atexit.register(self._abandon)
+        self._kill_and_clean_up = weakref.finalize(self, _kill_and_clean_up, self.process, self._sockets)
+        self._kill_and_clean_up.atexit = False
+        atexit.register(self._kill_and_clean_up)
         self.process.start()
 
     def all_connected(self) -> None:
-        """A connected socket needs its file no longer, so none can be left behind, however this process ends."""
+        """Remove the sockets' files: connected sockets do not need them, and none can be left behind."""
         self._sockets.remove()
 
     def check_alive(self) -> None:
@@ -47,17 +47,17 @@ class EngineHost:
             raise EngineDeadError(f"the engine process {how_it_ended(self.process)}")
 
     def join(self, timeout: float) -> None:
-        """Wait for the engine's end, then bring it about; leaves no process and no file behind."""
+        """Wait for the engine to exit, then kill it; leaves no process and no file behind."""
         self.process.join(timeout)
-        self._abandon()
-        atexit.unregister(self._abandon)
+        self._kill_and_clean_up()
+        atexit.unregister(self._kill_and_clean_up)
 
 
-class EngineWire:
-    """One front end's side. `send` belongs to one thread and `receive` to one (possibly another) thread."""
+class EngineChannel:
+    """A front end's sockets. `send` must be used from one thread, `receive` from one (possibly another) thread."""
 
     def __init__(self, folder: Path, client: int | None = 0) -> None:
-        """`folder` is the host's. `client` is this front end's number, or None if it will send no requests."""
+        """`folder` is the EngineHost's. `client` is this front end's number, or None if it sends no requests."""
         self.client = client
         self._context = zmq.Context()
         self._codec_out, self._codec_in = Codec(FromEngine), Codec(FromEngine)
@@ -69,7 +69,7 @@ class EngineWire:
         self.send(Hello(output_address, client))
 
     def wait_ready(self) -> Ready:
-        """Until the model is loaded; EngineDeadError, with the cause, if that fails."""
+        """Wait until the model is loaded; raises EngineDeadError, with the cause, if that fails."""
         while True:
             message = self.receive(timeout=0.1)
             if isinstance(message, Ready):
@@ -83,20 +83,20 @@ class EngineWire:
         self._to_engine.send_multipart(self._codec_out.encode(message), copy=False)
 
     def receive(self, timeout: float) -> Any | None:
-        """The next message, or None after so many seconds."""
+        """The next message, or None after `timeout` seconds."""
         if not self._from_engine.poll(round(timeout * 1000)):
             return None
         return self._codec_in.decode(self._from_engine.recv_multipart())
 
     def check_alive(self) -> None:
-        """EngineDeadError if the engine is known to have ended and all that it said has been received. Whoever started
-        the engine tells front ends in other processes of its death."""
+        """Raises EngineDeadError if the engine has exited and all its messages have been received. Does nothing here:
+        front ends of a shared engine are informed by the process that started it."""
 
     def close(self, timeout: float = 10.0) -> None:
-        """The engine forgets this front end's requests, and goes on."""
+        """Unregister: the engine aborts this front end's requests and keeps running."""
         if self.client is not None:
             self.send(Goodbye(self.client))
-        self._context.destroy(linger=200)  # milliseconds for the last word
+        self._context.destroy(linger=200)  # milliseconds to send the Goodbye
 
     def _socket(self, kind: int) -> zmq.Socket:
         socket = self._context.socket(kind)
@@ -106,8 +106,8 @@ class EngineWire:
         return socket
 
 
-class EngineConnection(EngineWire):
-    """An engine of one's own: started here, ended with `close`."""
+class EngineConnection(EngineChannel):
+    """A channel to an engine that is started here and stopped by `close`."""
 
     def __init__(self, config: EngineConfig, client: int | None = 0) -> None:
         self.host = EngineHost(config)
@@ -116,15 +116,15 @@ class EngineConnection(EngineWire):
     def wait_ready(self) -> Ready:
         ready = super().wait_ready()
         if self.client is not None:
-            self.host.all_connected()  # nobody else will
+            self.host.all_connected()  # the only front end
         return ready
 
     def check_alive(self) -> None:
-        if not self.host.process.is_alive() and not self._from_engine.poll(100):  # its last word may be on its way
+        if not self.host.process.is_alive() and not self._from_engine.poll(100):  # its last message may be in transit
             self.host.check_alive()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ask the engine to stop, then make it; leaves no process, socket or file behind."""
+        """Ask the engine to stop, then kill it; leaves no process, socket or file behind."""
         if self.host.process.is_alive():
             self.send(Shutdown())
         self.host.join(timeout)
@@ -142,7 +142,7 @@ def how_it_ended(process: BaseProcess) -> str:
     return f"ended with exit code {code}"
 
 
-def _abandon(process: BaseProcess, sockets: SocketFolder) -> None:
+def _kill_and_clean_up(process: BaseProcess, sockets: SocketFolder) -> None:
     if process.is_alive():
         process.kill()
         process.join()

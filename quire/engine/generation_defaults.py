@@ -1,4 +1,4 @@
-"""Sampling parameters that a model's makers recommend, for requests that do not give their own."""
+"""Default sampling parameters from a model's generation_config.json."""
 
 import difflib
 from pathlib import Path
@@ -10,7 +10,7 @@ from quire.config.model import ModelConfig
 from quire.messages.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
-# transformers' names and ours. Other keys of such a file, as do_sample, say nothing about a request.
+# transformers' names and ours. Other keys, such as do_sample, are ignored.
 NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -21,12 +21,12 @@ NAMES = {
 }
 
 
-def default_sampling(checkpoint: Checkpoint, asked: ModelConfig) -> tuple[dict[str, Any], str]:
-    """Values by the names of SamplingParams, and where they come from."""
-    found, source = _file(checkpoint, asked.generation_config)
+def default_sampling(checkpoint: Checkpoint, model: ModelConfig) -> tuple[dict[str, Any], str]:
+    """Values by SamplingParams field, and their source for the log."""
+    found, source = _file(checkpoint, model.generation_config)
     remedy = "correct it, or leave the file out with --generation-config quire"
     defaults = _checked({key: value for key, value in found.items() if key in NAMES}, source, remedy)
-    changes = asked.override_generation_config or {}
+    changes = model.override_generation_config or {}
     for key in changes:
         if key not in NAMES:
             near = difflib.get_close_matches(key, NAMES, n=1)
@@ -36,7 +36,7 @@ def default_sampling(checkpoint: Checkpoint, asked: ModelConfig) -> tuple[dict[s
     overriding = _checked(changes, option, "correct it (--override-generation-config)")
     sources = [name for name, values in ((source, defaults), (option, overriding)) if values]
     for key, value in changes.items():
-        if value is None:  # takes a value of the file away
+        if value is None:  # null removes a value of the file
             defaults.pop(NAMES[key], None)
     return defaults | overriding, " and ".join(sources)
 

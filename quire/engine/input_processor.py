@@ -1,4 +1,4 @@
-"""Prompts in any accepted form to validated, tokenized requests."""
+"""Turns prompts in any accepted form into validated, tokenized requests."""
 
 import dataclasses
 import random
@@ -42,16 +42,16 @@ class ParsedPrompt:
 
 class InputProcessor:
     def __init__(self, config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None, client: int = 0) -> None:
-        """Front ends of one engine have numbers, and with them indices, core ids and seeds of their own."""
+        """`client` is this front end's number, which keeps its indices, core ids and seeds distinct."""
         model = config.model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
-        self.takes_priorities = config.scheduler.scheduling_policy == "priority"
+        self.allows_priorities = config.scheduler.scheduling_policy == "priority"
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_logprobs = model.max_logprobs
         classes = processor_classes(model.logits_processors)
-        self._takes_extra_args = bool(classes)
+        self._allows_extra_args = bool(classes)
         self._validators = validators(classes)
         self._seeds = random.Random(f"{model.seed} {client}" if client else model.seed)
         self._count = client << CLIENT_SHIFT
@@ -65,22 +65,22 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[ParsedPrompt, EngineCoreRequest]:
-        """The prompt's text and tokens, and one request for all completions that are asked for (`n`)."""
+        """The prompt's text and tokens, and one request for all `n` completions."""
         check_text("request_id", request_id, MAX_REQUEST_ID)
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-        if priority and not self.takes_priorities:
+        if priority and not self.allows_priorities:
             raise ValueError("a priority needs scheduling_policy 'priority' (--scheduling-policy priority)")
         parsed = prompt if isinstance(prompt, ParsedPrompt) else self.parse(prompt)
         if parsed.cache_salt is not None:
             check_text("cache_salt", parsed.cache_salt, MAX_CACHE_SALT)
         if params.truncate_prompt_tokens is not None:
-            # A new one: the caller may send its prompt again, with other parameters.
+            # A copy: the caller may reuse its prompt with other parameters.
             kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
             parsed = dataclasses.replace(parsed, token_ids=kept)
         self._check(parsed.token_ids, params)
         ids = self._array("the prompt", parsed.token_ids)
         if params.bad_words:
-            params = params.with_known(bad_words_token_ids=self._bad_words(params.bad_words))
+            params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
         request = EngineCoreRequest(
             request_id=self._prefix + request_id,
             index=self._count + 1,
@@ -99,7 +99,7 @@ class InputProcessor:
         return self.parse_many([prompt])[0]
 
     def parse_many(self, prompts: Sequence[Prompt]) -> list[ParsedPrompt]:
-        """Texts are tokenized together: the tokenizer uses all cores for a batch."""
+        """Tokenizes all texts in one batch, for which the tokenizer uses all cores."""
         parsed = [_parse(prompt) for prompt in prompts]
         texts = [p for p in parsed if p.text is not None and not p.token_ids]
         if texts:
@@ -112,7 +112,7 @@ class InputProcessor:
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings are found in the text, which needs a tokenizer: drop skip_tokenizer_init")
+            raise ValueError("stop strings are matched in the text, which needs a tokenizer: drop skip_tokenizer_init")
         if params.structured_outputs is not None and (self.tokenizer is None or not self.eos_token_ids):
             missing = "a tokenizer: drop skip_tokenizer_init" if self.tokenizer is None else "an end-of-sequence token"
             raise ValueError(f"{params.structured_outputs.field}: this needs a model with {missing}")
@@ -125,7 +125,7 @@ class InputProcessor:
                 "thinking_token_budget needs the tokens that begin and end reasoning: start the server with "
                 "--reasoning-parser, or give SamplingParams(reasoning=ReasoningTokens(start=..., end=...))"
             )
-        if params.extra_args and not self._takes_extra_args:
+        if params.extra_args and not self._allows_extra_args:
             raise ValueError("extra_args are for logits processors; the engine has none (--logits-processors)")
         for validate in self._validators:
             validate(params)
@@ -147,11 +147,11 @@ class InputProcessor:
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             everything = self.max_logprobs == ALL_LOGPROBS
             if count is not None and not everything and (count == ALL_LOGPROBS or count > self.max_logprobs):
-                asked = "all logprobs are asked for" if count == ALL_LOGPROBS else f"{name} is {count}"
-                raise ValueError(f"{asked}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")
+                requested = "all logprobs are requested" if count == ALL_LOGPROBS else f"{name} is {count}"
+                raise ValueError(f"{requested}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")
 
     def _array(self, name: str, token_ids: list[int]) -> np.ndarray:
-        # Through an array: several times as fast as numpy's own way from a list.
+        # Several times faster through an array than numpy's conversion of a list.
         try:
             ids = np.frombuffer(array("q", token_ids), np.int64)
         except (OverflowError, TypeError):
@@ -165,7 +165,7 @@ class InputProcessor:
         return ids.astype(np.int32)
 
     def _truncate(self, token_ids: list[int], keep: int) -> list[int]:
-        """The end of a prompt matters most: that is what stays."""
+        """Keeps the end of the prompt."""
         longest = self.max_model_len - 1
         if keep > longest:
             raise ValueError(
@@ -199,19 +199,19 @@ def _parse(prompt: Any) -> ParsedPrompt:
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         for key, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None and not isinstance(value, str):
-                raise ValueError(f"{key} is {shown(value)}; it must be a text")
+                raise ValueError(f"{key} is {shown(value)}; it must be a string")
         return ParsedPrompt(text, ids, salt)
     token_ids = _token_ids(prompt)
     if token_ids is not None:
         return ParsedPrompt(None, token_ids)
     raise ValueError(
-        "a prompt is a text, a list of token ids, or a dict with prompt or prompt_token_ids; "
+        "a prompt is a string, a list of token ids, or a dict with prompt or prompt_token_ids; "
         f"got {type(prompt).__name__}"
     )
 
 
 def _token_ids(prompt: Any) -> list[int] | None:
-    """A list of integers from anything that is a sequence of them; None for anything else."""
+    """A list of ints from any sequence of them; None for anything else."""
     if isinstance(prompt, list) and not any(isinstance(token, bool) for token in prompt[:1]):
         try:
             return array("q", prompt).tolist()

@@ -1,4 +1,4 @@
-"""The synchronous engine: requests in, steps, outputs out."""
+"""The synchronous engine: add requests, step, collect outputs."""
 
 import contextlib
 import itertools
@@ -27,26 +27,25 @@ class LLMEngine:
     def __init__(
         self, config: EngineConfig, import_seconds: float | None = None, *, multiprocess: bool = False
     ) -> None:
-        """`import_seconds` is the time a command took to get here, for the start-up lines. With `multiprocess` the core
-        has a process of its own."""
+        """`import_seconds` is the time that imports took, for the start-up log. With `multiprocess` the core runs in
+        its own process."""
         times = [time.perf_counter()]
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
         model = self.config.model
         self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
         self.client: EngineCoreClient
-        self.client, ready = self._start_process() if multiprocess else self._start_here(times)
+        self.client, ready = self._start_process() if multiprocess else self._start_in_process(times)
         times.append(time.perf_counter())
         self.max_model_len = ready.max_model_len
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._num_blocks = ready.num_blocks
-        device, cache = ready.summary
-        for line in (f"{checkpoint.name} · {device}", cache, _time_line(times, import_seconds)):
+        for line in (*ready.summary.lines(checkpoint.name), _time_line(times, import_seconds)):
             logger.info(line)
 
-    def _start_here(self, times: list[float]) -> tuple[InprocClient, Ready]:
+    def _start_in_process(self, times: list[float]) -> tuple[InprocClient, Ready]:
         self.config = with_platform_defaults(self.config)
         executor = UniProcExecutor(self.config)
         times.append(time.perf_counter())
@@ -78,7 +77,7 @@ class LLMEngine:
         try:
             self.client.add_request(request)
         except BaseException:
-            with contextlib.suppress(Exception):  # what could not be sent need not be ended either
+            with contextlib.suppress(Exception):  # it may never have been sent
                 self.abort_request(request_id)
             raise
 
@@ -116,7 +115,7 @@ class LLMEngine:
 
 
 def _time_line(times: list[float], import_seconds: float | None) -> str:
-    """Where the time went. What another process did is one phase."""
+    """Start-up time by phase; the engine process is one phase."""
     ends = ["model load", "cache"] if len(times) == 3 else ["engine process"]
     spent = [end - start for start, end in itertools.pairwise(times)]
     phases = {"import": import_seconds, **dict(zip(ends, spent, strict=True))}

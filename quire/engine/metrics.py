@@ -11,7 +11,7 @@ from quire.engine.outputs import RequestMetrics
 from quire.messages.requests import STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 
-# As vLLM has them, with smaller ones in front for small models and fast devices.
+# vLLM's buckets, preceded by smaller ones for small models and fast devices.
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
     *(80.0, 160.0, 640.0, 2560.0),
@@ -32,7 +32,7 @@ COMPLETIONS = (1, 2, 5, 10, 20)
 class Metric:
     name: str
     labels: dict[str, str]
-    # Set for what the engine itself counts: every front end reports the same number, and the newest is right.
+    # Set for engine-wide values: every front end reports the same one, and the newest is valid.
     as_of: float | None = field(default=None, kw_only=True)
 
 
@@ -55,7 +55,7 @@ class Histogram(Metric):
 
 @dataclass(slots=True)
 class Observations:
-    """A histogram that grows."""
+    """A mutable histogram."""
 
     bounds: Sequence[float] = FIRST_TOKEN_SECONDS
     counts: list[int] = field(init=False)
@@ -88,7 +88,7 @@ def histogram(
 
 
 def combined(reports: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """What several front ends of one engine report, as one: their own numbers added up, the engine's taken once."""
+    """Merge the reports of one engine's front ends: their own values are summed, engine-wide ones counted once."""
     found: dict[tuple[str, ...], Metric] = {}
     for metric in (metric for report in reports for metric in report):
         key = (metric.name, *(text for pair in sorted(metric.labels.items()) for text in pair))
@@ -110,7 +110,7 @@ def _merged(a: Metric, b: Metric) -> Metric:
 
 
 class EngineMetrics:
-    """What a front end sees of its own requests."""
+    """A front end's metrics of its own requests."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -141,12 +141,12 @@ class EngineMetrics:
         self.cached_prompt_tokens += num_cached
 
     def between_tokens(self, now: float, before: Mapping[float, int]) -> None:
-        """How many completions got a token now, by the time of the one before: in a steady step they are few times."""
+        """`before` counts the completions with a new token by the time of their previous one, of which few differ."""
         for then, count in before.items():
             self.inter_token.add(now - then, count)
 
     def finished(self, reason: str) -> None:
-        """One completion; a request has `n`."""
+        """A completion finished; a request has `n`."""
         self.finish_reasons[reason] += 1
 
     def ended(
@@ -157,7 +157,7 @@ class EngineMetrics:
         num_cached: int,
         num_tokens: Sequence[int],
     ) -> None:
-        """A request with all its completions; `num_tokens` has a number for each."""
+        """A request finished with all its completions; `num_tokens` is per completion."""
         longest = max(num_tokens)
         self.request_prompt_tokens.add(num_prompt_tokens)
         self.request_computed_tokens.add(num_prompt_tokens - num_cached)
@@ -225,24 +225,24 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
 
 
 def cache_config_info(config: CacheConfig, num_blocks: int, model_name: str) -> Gauge:
-    """How the KV cache is set up, as labels."""
+    """The KV cache's configuration, as labels."""
     labels = {name: str(value) for name, value in sorted(dataclasses.asdict(config).items())}
     labels |= {"model_name": model_name, "num_gpu_blocks": str(num_blocks)}
     return Gauge("quire:cache_config_info", labels, 1, as_of=0.0)
 
 
 HELP = {
-    "quire:num_requests_running": "Requests that the engine runs now.",
-    "quire:num_requests_waiting": "Requests that wait for the engine.",
-    "quire:kv_cache_usage_perc": "Used part of the KV cache, from 0 to 1.",
-    "quire:num_preemptions": "Requests that lost their KV cache to others and computed again.",
+    "quire:num_requests_running": "Requests running in the engine.",
+    "quire:num_requests_waiting": "Requests waiting to be scheduled.",
+    "quire:kv_cache_usage_perc": "Used fraction of the KV cache, from 0 to 1.",
+    "quire:num_preemptions": "Requests preempted: their KV blocks were freed and recomputed later.",
     "quire:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "quire:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "quire:iteration_tokens_total": "Tokens of each engine step.",
+    "quire:iteration_tokens_total": "Tokens per engine step.",
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token.",
-    "quire:prompt_tokens_cached": "Those of them that came from a cache.",
+    "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",
     "quire:generation_tokens": "Tokens generated.",
-    "quire:request_success": "Completions that ended, by reason.",
+    "quire:request_success": "Finished completions, by reason.",
     "quire:time_to_first_token_seconds": "From arrival to the first token.",
     "quire:inter_token_latency_seconds": "Between one output of a completion and the next.",
     "quire:request_time_per_output_token_seconds": "A request's mean time per token after the first.",
@@ -252,13 +252,13 @@ HELP = {
     "quire:request_decode_time_seconds": "From the first token to the last.",
     "quire:request_inference_time_seconds": "From first scheduled to the last token.",
     "quire:request_prompt_tokens": "Prompt tokens of a request.",
-    "quire:request_prefill_kv_computed_tokens": "Prompt tokens of a request that came from no cache.",
+    "quire:request_prefill_kv_computed_tokens": "Prompt tokens of a request that were not cached.",
     "quire:request_generation_tokens": "Generated tokens of a request.",
     "quire:request_max_num_generation_tokens": "Tokens of a request's longest completion.",
-    "quire:request_params_max_tokens": "The parameter max_tokens, where it was given.",
+    "quire:request_params_max_tokens": "The parameter max_tokens, if given.",
     "quire:request_params_n": "The parameter n.",
-    "quire:cache_config_info": "How the KV cache is set up; the value is always 1.",
-    "quire:http_requests": "HTTP requests answered.",
-    "quire:http_requests_in_progress": "HTTP requests being answered now.",
-    "quire:http_request_duration_seconds": "From an HTTP request's head to its answer's last byte.",
+    "quire:cache_config_info": "Configuration of the KV cache as labels; the value is always 1.",
+    "quire:http_requests": "HTTP requests completed.",
+    "quire:http_requests_in_progress": "HTTP requests in progress.",
+    "quire:http_request_duration_seconds": "From an HTTP request's headers to the last byte of its response.",
 }

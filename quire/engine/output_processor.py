@@ -1,4 +1,4 @@
-"""The core's columns back to each user's request: text, logprobs, metrics."""
+"""Turns the core's outputs (columns) into each request's outputs: text, logprobs, metrics."""
 
 import logging
 import time
@@ -25,12 +25,12 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
-Entry = dict[int, Logprob]  # the token itself first, then the likeliest
+Entry = dict[int, Logprob]  # the token itself first, then the most likely
 
 
 @dataclass(slots=True)
 class UserRequest:
-    """What the user asked for: one or more completions of one prompt."""
+    """A user's request: one or more completions of one prompt."""
 
     request_id: str
     core_id: str
@@ -39,9 +39,9 @@ class UserRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics
-    clock: float  # the wall clock minus the monotonic one, when the request came
+    clock: float  # wall clock minus monotonic clock, at arrival
     num_running: int
-    completions: list[Completion | None]  # None: nothing has come for it
+    completions: list[Completion | None]  # None: no output yet
     num_cached: int | None = None
     prompt_logprobs: list[Entry | None] | None = None
     error: RequestError | None = None
@@ -52,7 +52,7 @@ class UserRequest:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Generated, of each completion."""
+        """Generated tokens per completion."""
         return [0 if completion is None else len(completion.token_ids) for completion in self.completions]
 
 
@@ -60,7 +60,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
-        self._running: dict[int, UserRequest] = {}  # by the index the core knows
+        self._running: dict[int, UserRequest] = {}  # by the core's index
         self._requests: dict[str, UserRequest] = {}
 
     def __len__(self) -> int:
@@ -68,14 +68,14 @@ class OutputProcessor:
 
     @property
     def num_sequences(self) -> int:
-        """Completions that run, of all requests."""
+        """Running completions of all requests."""
         return len(self._running)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def add(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], request: EngineCoreRequest) -> None:
-        """`request` is the core's. What its completions need is made when the first token of each comes."""
+        """`request` is the core's. Completions are created at their first token."""
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
         params = request.params
@@ -96,13 +96,13 @@ class OutputProcessor:
         self._requests[request_id] = user
 
     def drop(self, request_ids: list[str]) -> list[str]:
-        """Forget requests; returns the core's ids of their completions that still run there."""
-        gone = [core_id for i in request_ids if i in self._requests for core_id in self._forget(self._requests[i])]
-        for _ in gone:
+        """Remove requests; returns the core's ids of their completions that are still running there."""
+        removed = [core_id for i in request_ids if i in self._requests for core_id in self._remove(self._requests[i])]
+        for _ in removed:
             self.metrics.finished(str(FinishReason.ABORT))
-        return gone
+        return removed
 
-    def _forget(self, request: UserRequest) -> list[str]:
+    def _remove(self, request: UserRequest) -> list[str]:
         del self._requests[request.request_id]
         running = [i for i in request.indices if self._running.pop(i, None) is not None]
         return [sequence_id(request.core_id, i - request.index) for i in running]
@@ -114,14 +114,14 @@ class OutputProcessor:
         for completion in completions:
             completion.finish(str(FinishReason.ABORT), None)
         request.num_running = 0
-        self._note_end(request, time.monotonic())
+        self._record_end(request, time.monotonic())
         return _output(request, [completion.output() for completion in completions])
 
     def process(
         self, outputs: EngineCoreOutputs, prompt_entries: list[list[Entry] | None] | None = None
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Take in one step. An output for each request that has news its user wants now, and the core's ids of those
-        that end here: at a stop string, because of repetition, or because their text cannot be made."""
+        """Process one step. Returns outputs for the requests whose output_kind wants one now, and the core's ids of
+        completions that finish here: at a stop string, at repetition, or because detokenization failed."""
         now = time.monotonic()
         tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
         logprobs_at = {} if outputs.logprobs is None else {int(p): i for i, p in enumerate(outputs.logprobs.position)}
@@ -134,15 +134,15 @@ class OutputProcessor:
         for i, index in enumerate(outputs.index.tolist()):
             request = self._running.get(index)
             if request is None:
-                continue  # it ended here while the core went on
-            # A tokenizer, or what it is given, may be wrong in ways that only show now: that is one request's failure.
+                continue  # it finished here while the core kept running it
+            # A detokenization error must fail only its own request.
             try:
                 completion = request.completions[index - request.index] or self._completion(request, index)
                 if offsets[i] < offsets[i + 1]:
                     if completion.last_token_at:
                         token_before[completion.last_token_at] += 1
                     elif request.metrics.first_token_time is None:
-                        self._begin(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
+                        self._record_first_token(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
                     completion.last_token_at = now
                 completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
                 if i in logprobs_at and outputs.logprobs is not None:
@@ -162,18 +162,18 @@ class OutputProcessor:
                     ready.append(_output(request, [one.output() for one in self._all_completions(request)]))
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # also a panic of a Rust library
+            except BaseException as error:  # also panics of Rust libraries
                 self._fail(request, error, ready, ended)
         self.metrics.between_tokens(now, token_before)
         return ready, ended
 
     def _fail(self, request: UserRequest, error: BaseException, ready: list[RequestOutput], ended: list[str]) -> None:
-        """What came for a request could not be taken in: it ends, alone, with an output that says so."""
+        """A request's outputs could not be processed: finish it, alone, with an error output."""
         logger.error("request %s failed in the front end", request.request_id, exc_info=error)
         if request.request_id in self._requests:
-            gone = self._forget(request)
-            ended += gone
-            for _ in gone:
+            removed = self._remove(request)
+            ended += removed
+            for _ in removed:
                 self.metrics.finished(str(FinishReason.ERROR))
         request.num_running = 0
         request.error = failure_of(error)
@@ -182,10 +182,10 @@ class OutputProcessor:
         ready.append(_output(request, wrong))
 
     def _completion(self, request: UserRequest, index: int) -> Completion:
-        place = index - request.index
+        number = index - request.index
         detokenizer = self._detokenizer(request.prompt_token_ids, request.params)
-        completion = Completion(sequence_id(request.core_id, place), place, request.params, detokenizer)
-        request.completions[place] = completion
+        completion = Completion(sequence_id(request.core_id, number), number, request.params, detokenizer)
+        request.completions[number] = completion
         return completion
 
     def _all_completions(self, request: UserRequest) -> list[Completion]:
@@ -194,8 +194,8 @@ class OutputProcessor:
             for index, completion in zip(request.indices, request.completions, strict=True)
         ]
 
-    def _begin(self, request: UserRequest, num_cached: int, scheduled: float | None, now: float) -> None:
-        """Its first token is here."""
+    def _record_first_token(self, request: UserRequest, num_cached: int, scheduled: float | None, now: float) -> None:
+        """Record the request's first token."""
         times = request.metrics
         times.first_token_time = now + request.clock
         if scheduled is not None:
@@ -205,7 +205,7 @@ class OutputProcessor:
         self.metrics.first_token(seconds, len(request.prompt_token_ids), num_cached)
 
     @staticmethod
-    def _note_end(request: UserRequest, now: float) -> None:
+    def _record_end(request: UserRequest, now: float) -> None:
         times = request.metrics
         times.finished_time = now + request.clock
         times.num_generation_tokens = sum(request.num_tokens)
@@ -217,7 +217,7 @@ class OutputProcessor:
         request.num_running -= 1
         self.metrics.finished(completion.finish_reason or "")
         if request.num_running == 0:
-            self._note_end(request, now)
+            self._record_end(request, now)
             num_prompt, num_cached = len(request.prompt_token_ids), request.num_cached or 0
             self.metrics.ended(request.metrics, request.params, num_prompt, num_cached, request.num_tokens)
             del self._requests[request.request_id]
@@ -235,26 +235,27 @@ class OutputProcessor:
 
     def _add_logprobs(self, completion: Completion, ids: np.ndarray, values: np.ndarray, rank: int) -> None:
         if completion.logprobs is None or completion.cumulative_logprob is None:
-            raise ValueError("the engine sent logprobs for a request that asked for none")
+            raise ValueError("the engine sent logprobs for a request without them")
         if len(completion.logprobs) < len(completion.token_ids):
             completion.logprobs.append(self._entry(ids, values, rank, completion.params.logprobs))
             completion.cumulative_logprob += float(values[0])
 
     def prompt_entries(self, outputs: EngineCoreOutputs) -> list[list[Entry] | None]:
-        """What `process` makes of prompts' logprobs, which takes long for long prompts: any thread may do it first."""
+        """The entries that `process` needs for prompt logprobs, precomputed in any thread: slow for long prompts."""
         found: list[list[Entry] | None] = []
         for part in outputs.prompt_logprobs:
             request = self._running.get(part.owner)
             try:
                 found.append(None if request is None else self._prompt_entries(request, part))
             except Exception:
-                found.append(None)  # `process` will fail in the same way, and knows what to do about it
+                found.append(None)  # `process` fails in the same way and handles it
         return found
 
     def _prompt_entries(self, request: UserRequest, part: PromptLogprobs) -> list[Entry]:
-        asked = request.params.prompt_logprobs
+        num_top = request.params.prompt_logprobs
         return [
-            self._entry(part.token_ids[i], part.logprobs[i], int(part.ranks[i]), asked) for i in range(len(part.ranks))
+            self._entry(part.token_ids[i], part.logprobs[i], int(part.ranks[i]), num_top)
+            for i in range(len(part.ranks))
         ]
 
     def _add_prompt_logprobs(
@@ -273,17 +274,17 @@ class OutputProcessor:
     def _extend_prompt_logprobs(self, request: UserRequest, part: PromptLogprobs, entries: list[Entry] | None) -> None:
         scores = request.prompt_logprobs
         if scores is None:
-            raise ValueError("the engine sent logprobs of a prompt for a request that asked for none")
-        # After a preemption the prompt is computed again: what is known already is not added twice.
+            raise ValueError("the engine sent prompt logprobs for a request without them")
+        # After a preemption the prompt is recomputed: do not append known entries twice.
         scores += (entries or self._prompt_entries(request, part))[len(scores) - part.start :]
 
-    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, asked: int | None) -> Entry:
-        """The token itself first, then the likeliest; it may be among those."""
-        stop = None if asked in (None, ALL_LOGPROBS) else 1 + (asked or 0)
+    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, num_top: int | None) -> Entry:
+        """The token itself first, then the most likely, which may include it."""
+        stop = None if num_top in (None, ALL_LOGPROBS) else 1 + (num_top or 0)
         entry: Entry = {}
-        for place, (token, value) in enumerate(zip(ids[:stop].tolist(), values[:stop].tolist(), strict=True)):
+        for number, (token, value) in enumerate(zip(ids[:stop].tolist(), values[:stop].tolist(), strict=True)):
             if token not in entry:
-                entry[token] = Logprob(value, place or rank, self._token_text(token))
+                entry[token] = Logprob(value, number or rank, self._token_text(token))
         return entry
 
     def _token_text(self, token: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Outputs on their way to one consumer, who may be slower than the engine."""
+"""A request's output stream to one consumer, which may be slower than the engine."""
 
 import asyncio
 
@@ -6,32 +6,32 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 
 
 class OutputStream:
-    """Holds at most one output: what comes before the consumer has taken the last is merged into it."""
+    """Buffers at most one output: later ones are merged into it until the consumer reads it."""
 
     def __init__(self, merge_deltas: bool) -> None:
         self._merge_deltas = merge_deltas
-        self._waiting: RequestOutput | None = None
+        self._buffered: RequestOutput | None = None
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._available = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
-        if self._waiting is not None:
-            output.outputs = self._merged(self._waiting.outputs, output.outputs)
-        self._waiting = output
-        self._news.set()
+        if self._buffered is not None:
+            output.outputs = self._merged(self._buffered.outputs, output.outputs)
+        self._buffered = output
+        self._available.set()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._news.set()
+        self._available.set()
 
     async def get(self) -> RequestOutput:
-        await self._news.wait()
-        output, self._waiting = self._waiting, None
+        await self._available.wait()
+        output, self._buffered = self._buffered, None
         if output is None:
             assert self._error is not None
             raise self._error
         if self._error is None:
-            self._news.clear()
+            self._available.clear()
         return output
 
     def _merged(self, earlier: list[CompletionOutput], later: list[CompletionOutput]) -> list[CompletionOutput]:

@@ -1,4 +1,4 @@
-"""What users get back; fields as in vLLM."""
+"""Outputs for users; fields as in vLLM."""
 
 from dataclasses import dataclass
 
@@ -28,8 +28,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of the wall clock. Their differences were measured by one that is never set, so they hold even if the wall
-    clock was."""
+    """Wall-clock times, derived from the monotonic clock, so that differences are right even if the wall clock was
+    set."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -60,7 +60,7 @@ class RequestMetrics:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    # Rounding of the conversion may put what came at once a little before.
+    # The conversion between clocks may round to a negative difference.
     return None if start is None or end is None else max(0.0, end - start)
 
 
@@ -75,4 +75,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     metrics: RequestMetrics | None = None
     error: str | None = None  # the cause, where a finish_reason is "error"
-    error_kind: ErrorKind | None = None  # says what of it a client may be told
+    error_kind: ErrorKind | None = None  # decides what of it clients see

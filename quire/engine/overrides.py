@@ -1,40 +1,42 @@
-"""`hf_overrides`: what the user wants different in the model's config."""
+"""`hf_overrides`: the user's changes to the model's config."""
 
 import copy
 from typing import Any
 
 from quire.config.model import Overrides
 
-ROPE_TYPE = ("rope_type", "type")  # now, and as older configs call it
+ROPE_TYPE = ("rope_type", "type")  # current and legacy name
 
 
-def overridden(hf_config: dict[str, Any], overrides: Overrides | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The config with its changes, and the changes as a dict, which can go to another process where a function cannot.
+def apply_overrides(
+    hf_config: dict[str, Any], overrides: Overrides | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The changed config, and the changes as a dict, which unlike a function can be sent to another process.
 
-    Dicts within dicts are merged, so that one key of `rope_parameters` or `text_config` can be changed alone.
+    Nested dicts are merged, so that one key of `rope_parameters` or `text_config` can be changed alone.
     """
     if not callable(overrides):
-        changes = None if overrides is None else _rope_in_its_place(hf_config, overrides)
+        changes = None if overrides is None else _normalize_rope(hf_config, overrides)
         return merged(hf_config, changes or {}), changes
     changed = overrides(copy.deepcopy(hf_config))
     if not isinstance(changed, dict):
         raise ValueError(
-            f"hf_overrides returned a {type(changed).__name__}; it takes the model's config as a dict and returns one"
+            f"hf_overrides returned a {type(changed).__name__}; it must return the model's config as a dict"
         )
     return changed, {name: value for name, value in changed.items() if hf_config.get(name) != value}
 
 
 def merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    made = dict(config)
+    result = dict(config)
     for name, value in changes.items():
-        old = made.get(name)
-        made[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return made
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
-def _rope_in_its_place(hf_config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _normalize_rope(hf_config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Configs of transformers 5 have `rope_parameters` in place of `rope_scaling` and `rope_theta`. Either set of names
-    may be given, whichever the checkpoint has: one that is not read would change nothing, without a word."""
+    is accepted, whichever the checkpoint uses: otherwise the change would silently have no effect."""
     rope = hf_config.get("rope_parameters")
     old_names = {name: changes[name] for name in ("rope_scaling", "rope_theta") if name in changes}
     if not isinstance(rope, dict) or not rope or not old_names:

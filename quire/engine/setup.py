@@ -1,4 +1,4 @@
-"""From what the user asked to a configuration that knows its model."""
+"""Resolves the user's configuration: finds the model and reads its config."""
 
 import dataclasses
 import logging
@@ -9,12 +9,12 @@ from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
 from quire.config.values import INT32_MAX, finite_number, shown, whole_number
 from quire.engine.generation_defaults import default_sampling
-from quire.engine.overrides import overridden
+from quire.engine.overrides import apply_overrides
 from quire.sample.user_processors import processor_classes
 
 logger = logging.getLogger("quire")
 
-# What families call the longest sequence they were made for.
+# Names of the maximum sequence length in model configs.
 LENGTH_NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -28,34 +28,34 @@ MAX_FACTOR = 1e6
 
 
 def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
-    """Find the model and read its configuration. Needs no torch: what depends on the device is filled in where that is
-    (`platforms/defaults.py`)."""
-    asked = config.model
-    processor_classes(asked.logits_processors)  # what is wrong with them is said before the model is loaded
+    """Find the model and read its configuration. Needs no torch: device-dependent values are filled in later, in the
+    engine process (`platforms/defaults.py`)."""
+    model_config = config.model
+    processor_classes(model_config.logits_processors)  # fails before the model is loaded
     checkpoint = resolve_model(
-        asked.model,
+        model_config.model,
         load_format=config.load.load_format,
-        revision=asked.revision,
+        revision=model_config.revision,
         download_dir=config.load.download_dir,
-        remote_code=asked.trust_remote_code,
+        remote_code=model_config.trust_remote_code,
     )
-    if asked.hf_config:
-        return config, checkpoint  # by the process that started this one
-    hf_config, overrides = overridden(load_hf_config(checkpoint), asked.hf_overrides)
+    if model_config.hf_config:
+        return config, checkpoint  # already resolved by the parent process
+    hf_config, overrides = apply_overrides(load_hf_config(checkpoint), model_config.hf_overrides)
     check_kinds(hf_config, "the model's config")  # again, after --hf-overrides
     longest = longest_sequence(hf_config)
-    if asked.max_model_len is not None and asked.max_model_len > longest:
+    if model_config.max_model_len is not None and model_config.max_model_len > longest:
         raise ValueError(
-            f"max_model_len is {asked.max_model_len}, but {checkpoint.name} has positions for {longest} tokens; "
+            f"max_model_len is {model_config.max_model_len}, but {checkpoint.name} has positions for {longest} tokens; "
             f"use at most that (--max-model-len)"
         )
-    defaults, source = default_sampling(checkpoint, asked)
+    defaults, source = default_sampling(checkpoint, model_config)
     if defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         logger.info("sampling defaults: %s (from %s)", values, source)
     model = dataclasses.replace(
-        asked,
-        revision=checkpoint.revision,  # a commit: the engine's process must not find a branch that has moved
+        model_config,
+        revision=checkpoint.revision,  # a commit: the engine process must not resolve a branch that has moved
         hf_overrides=overrides,
         hf_config=hf_config,
         eos_token_ids=load_eos_token_ids(checkpoint, hf_config),
@@ -76,7 +76,7 @@ def vocab_size(hf_config: dict[str, Any]) -> int:
 
 
 def longest_sequence(hf_config: dict[str, Any]) -> int:
-    """max_position_embeddings, stretched where the rope scaling is made for more than that."""
+    """max_position_embeddings, multiplied by the rope scaling's factor where that extends the context."""
     config = text_part(hf_config)
     name = next((name for name in LENGTH_NAMES if config.get(name)), None)
     positions = DEFAULT_LENGTH if name is None else whole_number(name, config[name])
@@ -86,7 +86,7 @@ def longest_sequence(hf_config: dict[str, Any]) -> int:
     if kind in ("linear", "dynamic") and not str(config.get("model_type")).startswith("gemma3"):
         return whole_number(
             "the longest sequence, by the rope parameters,", int(positions * factor)
-        )  # Gemma 3 says the stretched length itself
+        )  # Gemma 3's max_position_embeddings is already scaled
     if kind == "yarn":
         original = "original_max_position_embeddings"
         stretched = int(whole_number(original, rope.get(original) or positions) * factor)
@@ -95,6 +95,6 @@ def longest_sequence(hf_config: dict[str, Any]) -> int:
 
 
 def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Models that also see or hear keep what concerns text in a config of its own."""
+    """Multimodal models keep the language model's config in `text_config`."""
     inner = hf_config.get("text_config")
     return hf_config | inner if isinstance(inner, dict) else hf_config

@@ -1,4 +1,4 @@
-"""The folder through which processes of an engine find each other's sockets while they start."""
+"""The temporary folder of an engine's IPC sockets, needed while its processes connect."""
 
 import contextlib
 import fcntl
@@ -8,15 +8,15 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "quire-ipc-"
-LONGEST_PARENT = 79  # a socket's path has at most 107 bytes, and ours end in PREFIX, eight letters and a name
+LONGEST_PARENT = 79  # bytes: a socket's path has at most 107, and ours append PREFIX, eight letters and a name
 SHORT_PARENT = Path("/tmp")
 
 
 class SocketFolder:
-    """Of this user alone: sockets without a file would be open to every user of the machine.
+    """Accessible to this user only: abstract sockets would be open to every user of the machine.
 
-    A process that is killed while it starts leaves its folder behind. The next one removes it: a folder whose lock
-    nobody holds belongs to nobody.
+    A process that is killed during start-up leaves its folder behind. The next one removes it: a folder that is not
+    locked is not in use.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SocketFolder:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-            if self.path.exists():  # nobody took it for abandoned before it was locked
+            if self.path.exists():  # not removed as abandoned before it was locked
                 return
             os.close(self._lock)
 
@@ -41,7 +41,7 @@ class SocketFolder:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is in use, another user's, or gone by now
+        with contextlib.suppress(OSError):  # in use, another user's, or already removed
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""Where a text must end: stop strings, and tokens that go round in circles."""
+"""Stop conditions found by the front end: stop strings and repetition."""
 
 from quire.messages.sampling_params import RepetitionDetection
 
 
 class StopStrings:
-    """Finds the stop that a reader of single characters would see completed first, however tokens cut the text."""
+    """Finds the stop string that is completed first, independent of how tokens split the text."""
 
     def __init__(self, stops: list[str], include: bool) -> None:
         self.stops = stops
@@ -23,7 +23,7 @@ class StopStrings:
         return stop, end if self.include else start
 
     def held_back(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop, so may not be shown yet."""
+        """The length of the text's longest suffix that may begin a stop string and is not sent yet."""
         most = 0
         for stop in self.stops:
             for count in range(min(len(stop) - 1, len(text)), most, -1):
@@ -33,13 +33,13 @@ class StopStrings:
         return most
 
 
-def repeats(token_ids: list[int], detection: RepetitionDetection) -> bool:
+def has_repetition(token_ids: list[int], detection: RepetitionDetection) -> bool:
     """Whether the tokens end in one pattern, `min_count` times in a row."""
     for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
         span = size * detection.min_count
         if span > len(token_ids):
             return False
-        # A sequence repeats with period `size` exactly if it equals itself shifted by that.
+        # A sequence has_repetition with period `size` exactly if it equals itself shifted by that.
         if token_ids[-1] == token_ids[-1 - size] and token_ids[-span:-size] == token_ids[-span + size :]:
             return True
     return False

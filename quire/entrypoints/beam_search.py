@@ -1,8 +1,8 @@
 """Beam search, as `transformers` does it with `generate(num_beams=...)`.
 
-A search asks the engine for one more token of each of its beams, with the likeliest candidates' logprobs, and chooses
-among those. A beam's next request finds its KV blocks in the prefix cache, where beams of a common past share them;
-only what does not fill a block is computed again.
+A search asks the engine for one more token of each of its beams, with the top candidates' logprobs, and chooses
+among those. A beam's next request hits the prefix cache, where beams with a common prefix share blocks; only the
+tokens of a partial block are recomputed.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ from quire.messages.sampling_params import (
 )
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import LLMEngine  # with torch, which a server's front end does without
+    from quire.engine.llm_engine import LLMEngine  # imports torch, which a server's front end does not
 
 MAX_LENGTH_PENALTY = 100.0
 EARLY_STOPPING = (False, True, "never")
@@ -38,7 +38,7 @@ class BeamSearchParams(msgspec.Struct):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # no effect: nothing is drawn, and beams are ranked by the model's own logprobs
+    temperature: float = 0.0  # no effect: beams are ranked by the model's own logprobs
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     early_stopping: bool | str = False
@@ -49,9 +49,9 @@ class BeamSearchParams(msgspec.Struct):
         check_finite("temperature", self.temperature)
         check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
         check_finite("length_penalty", self.length_penalty)
-        most = MAX_LENGTH_PENALTY
-        allowed = f"between {-most:g} and {most:g} (0 is none, more favours long sequences)"
-        check(abs(self.length_penalty) <= most, "length_penalty", self.length_penalty, allowed)
+        limit = MAX_LENGTH_PENALTY
+        allowed = f"between {-limit:g} and {limit:g} (0 is none, more favours long sequences)"
+        check(abs(self.length_penalty) <= limit, "length_penalty", self.length_penalty, allowed)
         known = any(self.early_stopping is one or self.early_stopping == one == "never" for one in EARLY_STOPPING)
         check(known, "early_stopping", self.early_stopping, "false, true or 'never'")
 
@@ -64,7 +64,7 @@ class BeamSearchSequence:
     text: str | None = None  # with the prompt
     finish_reason: str | None = None  # "stop" at the end of the text, "length" at max_tokens or the model's limit
     stop_reason: int | str | None = None
-    score: float = 0.0  # cum_logprob / length ** length_penalty: what sequences are ranked by
+    score: float = 0.0  # cum_logprob / length ** length_penalty, which ranks the sequences
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class Beam:
-    token_ids: list[int]  # what was generated
+    token_ids: list[int]  # generated tokens
     entries: list[dict[int, Logprob]]
     cum_logprob: float
     score: float = 0.0
@@ -85,7 +85,7 @@ class Beam:
 
 @dataclass
 class BeamSearch:
-    """The search itself: which beams to continue, and what becomes of their candidates. Knows no engine."""
+    """The search itself: which beams to continue, and which candidates to keep. Independent of the engine."""
 
     prompt: ParsedPrompt
     params: BeamSearchParams
@@ -104,7 +104,7 @@ class BeamSearch:
 
     @property
     def step_params(self) -> SamplingParams:
-        # A beam may have to pass over each end of text, and beam_width others of one beam may be the best of all.
+        # EOS candidates may be skipped, and the best beam_width others may all extend one beam.
         count = min(self.params.beam_width + len(self.ends), self.vocab_size)
         return SamplingParams(
             temperature=0,
@@ -112,17 +112,17 @@ class BeamSearch:
             logprobs=count,
             ignore_eos=True,
             detokenize=False,
-            seed=0,  # nothing is drawn, and the engine's own sequence of seeds is for those who draw
+            seed=0,  # greedy: do not consume the engine's sequence of seeds
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def prompts(self) -> list[ParsedPrompt]:
-        """One for each running beam."""
+        """One per running beam."""
         before, salt = self.prompt.token_ids, self.prompt.cache_salt
         return [ParsedPrompt(None, before + beam.token_ids, salt) for beam in self.running]
 
-    def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """What the engine had for `prompts`, in their order."""
+    def process_outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Process the engine's outputs for `prompts`, in their order."""
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(f"the engine failed a step of the beam search: {output.error}")
@@ -131,11 +131,11 @@ class BeamSearch:
         self.advance([(output.outputs[0].logprobs or [{}])[0] for output in outputs])
 
     def advance(self, entries: Sequence[dict[int, Logprob]]) -> None:
-        """The next token's likeliest candidates, for each running beam."""
+        """Extend the beams, given each running beam's top candidates for the next token."""
         width, beams = self.params.beam_width, self.running
         candidates = [
-            (beam.cum_logprob + found.logprob, place, token)
-            for place, (beam, entry) in enumerate(zip(beams, entries, strict=True))
+            (beam.cum_logprob + found.logprob, parent_index, token)
+            for parent_index, (beam, entry) in enumerate(zip(beams, entries, strict=True))
             for token, found in entry.items()
             if found.logprob > float("-inf")
         ]
@@ -143,14 +143,14 @@ class BeamSearch:
         self.length += 1
         last = self.length == self.limit
         self.running = []
-        for rank, (cum_logprob, place, token) in enumerate(candidates):
+        for rank, (cum_logprob, parent_index, token) in enumerate(candidates):
             ends = token in self.ends
             if len(self.running) == width or (last and rank >= width):
                 break
             if ends and rank >= width:
-                continue  # only the best of all candidates may finish; the others stand in for those that did
-            parent = beams[place]
-            beam = Beam([*parent.token_ids, token], [*parent.entries, entries[place]], cum_logprob)
+                continue  # only the top beam_width candidates may finish; the rest only refill the running beams
+            parent = beams[parent_index]
+            beam = Beam([*parent.token_ids, token], [*parent.entries, entries[parent_index]], cum_logprob)
             if ends or last:
                 beam.score = self.score(cum_logprob, self.length)
                 beam.finish_reason = "stop" if ends else "length"
@@ -165,7 +165,7 @@ class BeamSearch:
         return cum_logprob / length**self.params.length_penalty
 
     def _may_stop(self) -> bool:
-        """Whether there are sequences enough that no running beam is expected to beat."""
+        """Whether no running beam is expected to beat the finished ones."""
         early, penalty = self.params.early_stopping, self.params.length_penalty
         if early is True:
             return True
@@ -199,44 +199,44 @@ def run_searches(
     concurrency_limit: int | None = None,
     ended: Callable[[BeamSearch], None] = lambda search: None,
 ) -> None:
-    """All searches to their end. Each goes on as soon as its own beams have come back, whatever the others do."""
+    """Run all searches. Each advances as soon as its own beams have finished, independent of the others."""
     waiting = deque(searches)
-    owner: dict[str, BeamSearch] = {}  # of each request under way
-    asked: dict[int, list[str]] = {}  # by search
-    arrived: dict[str, RequestOutput] = {}
+    owner: dict[str, BeamSearch] = {}  # search of each request in flight
+    in_flight: dict[int, list[str]] = {}  # request ids by search
+    outputs: dict[str, RequestOutput] = {}
 
-    def ask(search: BeamSearch) -> None:
-        params, ids = search.step_params, asked.setdefault(id(search), [])
+    def submit(search: BeamSearch) -> None:
+        params, ids = search.step_params, in_flight.setdefault(id(search), [])
         for prompt in search.prompts():
             request_id = new_id()
             engine.add_request(request_id, prompt, params)
             owner[request_id] = search
             ids.append(request_id)
 
-    def take(output: RequestOutput) -> None:
+    def collect(output: RequestOutput) -> None:
         search = owner[output.request_id]
-        arrived[output.request_id] = output
-        ids = asked[id(search)]
-        if not all(one in arrived for one in ids):
+        outputs[output.request_id] = output
+        ids = in_flight[id(search)]
+        if not all(one in outputs for one in ids):
             return
-        del asked[id(search)]
+        del in_flight[id(search)]
         for one in ids:
             del owner[one]
-        search.take([arrived.pop(one) for one in ids])
+        search.process_outputs([outputs.pop(one) for one in ids])
         if search.done:
             ended(search)
         else:
-            ask(search)
+            submit(search)
 
-    most = concurrency_limit or len(searches)
+    limit = concurrency_limit or len(searches)
     try:
         with interruption() as interrupted:
-            while waiting or asked:
-                while waiting and len(asked) < most:
-                    ask(waiting.popleft())
+            while waiting or in_flight:
+                while waiting and len(in_flight) < limit:
+                    submit(waiting.popleft())
                 for output in engine.step():
-                    if output.request_id in owner:  # others may have been added by hand to the same engine
-                        take(output)
+                    if output.request_id in owner:  # the user may have added other requests to the engine
+                        collect(output)
                 if interrupted():
                     raise KeyboardInterrupt
     except BaseException:

@@ -1,4 +1,4 @@
-"""From messages, as users and the OpenAI API write them, to a prompt."""
+"""Renders chat messages, as in the OpenAI API, into a prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ TEXT_PARTS = {"text", "input_text", "output_text"}
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template, or with the one the user named instead."""
+    """Renders conversations with a tokenizer's chat template, or with the user's own."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -26,7 +26,7 @@ class ChatRenderer:
         self.special_tokens = {n: str(tokenizer.backend.id_to_token(i)) for n, i in ids.items() if i is not None}
 
     def prompts(self, conversations: Sequence[Sequence[Any]], **options: Any) -> list[ParsedPrompt]:
-        """Rendered and tokenized. The template writes its own special tokens, so the tokenizer adds none."""
+        """Render and tokenize. The template writes the special tokens, so the tokenizer adds none."""
         texts = [self.render(messages, **options) for messages in conversations]
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [ParsedPrompt(text, ids) for text, ids in zip(texts, encoded, strict=True)]
@@ -41,7 +41,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """`chat_template` is the text of one, never a path: it may come from a client."""
+        """`chat_template` is Jinja text, never a path: it may come from a client."""
         template = self.template if chat_template is None else chat_template
         if template is None:
             raise ValueError(
@@ -74,37 +74,37 @@ def normalize_messages(messages: Sequence[Any], template: str) -> list[dict[str,
     """Check each message, and give the template its content in the form that it expects."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(f"messages must be a list of {{role, content}} objects, not {type(messages).__name__}")
-    takes_parts, takes_texts = content_format(template)
+    accepts_parts, accepts_strings = content_format(template)
     normal = []
-    for place, given in enumerate(messages):
-        message = _as_dict(given, f"messages[{place}]")
+    for index, given in enumerate(messages):
+        message = _as_dict(given, f"messages[{index}]")
         content = message.get("content")
         if isinstance(content, (list, tuple)):
-            parts = [_text_part(part, f"messages[{place}].content[{i}]") for i, part in enumerate(content)]
-            message["content"] = parts if takes_parts else "\n".join(part["text"] for part in parts)
-        elif isinstance(content, str) and not takes_texts:
+            parts = [_text_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)]
+            message["content"] = parts if accepts_parts else "\n".join(part["text"] for part in parts)
+        elif isinstance(content, str) and not accepts_strings:
             message["content"] = [{"type": "text", "text": content}]
-        elif content is None:  # only calls; many templates add content to a text all the same
-            message["content"] = "" if takes_texts else []
+        elif content is None:  # only tool calls; many templates concatenate content anyway
+            message["content"] = "" if accepts_strings else []
         if message.get("tool_calls"):
             calls = enumerate(message["tool_calls"])
-            message["tool_calls"] = [_checked_call(call, f"messages[{place}].tool_calls[{i}]") for i, call in calls]
+            message["tool_calls"] = [_checked_call(call, f"messages[{index}].tool_calls[{i}]") for i, call in calls]
         normal.append(message)
     return normal
 
 
 @lru_cache(maxsize=64)
 def content_format(template: str) -> tuple[bool, bool]:
-    """Whether a template takes content as a list of parts (it loops over it), and as plain text (all do, but those that
-    loop over it and never ask whether it is a string)."""
+    """Whether a template accepts content as a list of parts (it loops over it), and as a string (all do, except those
+    that loop over it without testing its type)."""
     tree = parse_template(template)
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
             names.add(assign.target.name)
     loops = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
-    asks = any(test.name in ("string", "iterable", "mapping", "sequence") for test in tree.find_all(nodes.Test))
-    return loops, not loops or asks
+    tests_type = any(test.name in ("string", "iterable", "mapping", "sequence") for test in tree.find_all(nodes.Test))
+    return loops, not loops or tests_type
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
@@ -119,22 +119,22 @@ def _is_content(node: nodes.Node, names: set[str]) -> bool:
 
 def _as_dict(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) and callable(getattr(message, "model_dump", None)):
-        message = message.model_dump(exclude_none=True)  # what the openai client returned
+        message = message.model_dump(exclude_none=True)  # a message object of the openai client
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must be an object with role and content, not {type(message).__name__}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where} needs a role: system, user, assistant, tool, or what the chat template knows")
+        raise ValueError(f"{where} needs a role: system, user, assistant, tool, or another role of the chat template")
     message = dict(message)
-    thoughts = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(thoughts, str):
-        # Two names for one thing: a template knows the one, a client sends back the other.
-        message["reasoning_content"] = message["reasoning"] = thoughts
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        # Templates and clients differ in the name.
+        message["reasoning_content"] = message["reasoning"] = reasoning
         content = message["content"] = "" if content is None else content
     if content is None and not message.get("tool_calls"):
-        raise ValueError(f"{where} needs content: a text, or a list of text parts")
+        raise ValueError(f"{where} needs content: a string, or a list of text parts")
     if content is not None and not isinstance(content, (str, list, tuple)):
-        raise ValueError(f"{where}.content must be a text or a list of parts, not {type(content).__name__}")
+        raise ValueError(f"{where}.content must be a string or a list of parts, not {type(content).__name__}")
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, (list, tuple)):
         raise ValueError(f"{where}.tool_calls must be a list, not {type(calls).__name__}")
@@ -155,7 +155,7 @@ def _text_part(part: Any, where: str) -> dict[str, str]:
 
 
 def _checked_call(call: Any, where: str) -> dict[str, Any]:
-    """The API carries a tool call's arguments as a JSON text; templates expect the object."""
+    """The API carries a tool call's arguments as JSON text; templates expect the object."""
     call = dict(call) if isinstance(call, Mapping) else {}
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

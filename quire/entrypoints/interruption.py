@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine works."""
+"""Handles Ctrl-C while an engine runs."""
 
 import signal
 import threading
@@ -9,22 +9,23 @@ from typing import Any
 
 @contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C as a question to ask between steps: an exception in the middle of one would lose what the step computed.
+    """Yields a function that says whether Ctrl-C was pressed, to check between steps: an exception within a step would
+    lose its results.
 
-    A second Ctrl-C is the usual exception, in case the step never ends.
+    A second Ctrl-C raises KeyboardInterrupt, in case the step never ends.
     """
     pressed = False
 
-    def note(signum: int, frame: Any) -> None:
+    def on_signal(signum: int, frame: Any) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
         pressed = True
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals are the main thread's
+        yield lambda: False  # only the main thread receives signals
         return
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, on_signal)
     try:
         yield lambda: pressed
     finally:

@@ -27,8 +27,8 @@ class LLM:
     outputs = llm.generate("The sky is", SamplingParams(temperature=0, max_tokens=20))
     print(outputs[0].outputs[0].text)
 
-    With `multiprocess=True` the engine has a process of its own: this one is free between steps, and outlives it. A
-    program that does so needs the usual `if __name__ == "__main__":` of Python's multiprocessing.
+    With `multiprocess=True` the engine runs in its own process, and a crash of it does not end this one. Such a program
+    needs the usual `if __name__ == "__main__":` of Python's multiprocessing.
     """
 
     def __init__(self, model: str | None = None, *, multiprocess: bool = False, **engine_args: Any) -> None:
@@ -44,9 +44,9 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (a text, token ids, or a dict with either); outputs come in the order of the prompts.
+        """Complete each prompt (a string, token ids, or a dict with either); outputs are in the order of the prompts.
 
-        All prompts are checked before any runs: an error leaves the engine as it was.
+        All prompts are checked before any runs: after an error the engine is unchanged.
         """
         many = _as_prompts(prompts)
         params = self._per_prompt(sampling_params, len(many))
@@ -69,7 +69,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
-        `chat_template` is a Jinja text or file to use instead of the model's own.
+        `chat_template` is Jinja text or a file, used instead of the model's own.
         """
         from quire.entrypoints.chat_renderer import read_template
 
@@ -135,11 +135,11 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.llm_engine.tokenizer is None:
-            raise ValueError("there is no tokenizer: the engine was made with skip_tokenizer_init")
+            raise ValueError("there is no tokenizer: the engine was created with skip_tokenizer_init")
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take where none are given: the model's own, from its generation_config.json."""
+        """The defaults of `generate` and `chat`: the model's own, from its generation_config.json."""
         return SamplingParams(**self.llm_engine.config.model.default_sampling)
 
     def reset_prefix_cache(self) -> bool:
@@ -172,7 +172,7 @@ class LLM:
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
                 self._counter += 1
-                one = one.with_known(output_kind=RequestOutputKind.FINAL_ONLY)
+                one = one.replace_unchecked(output_kind=RequestOutputKind.FINAL_ONLY)
                 self.llm_engine.add_request(str(self._counter), prompt, one, priority=priority)
                 ids.append(str(self._counter))
         except BaseException:
@@ -193,14 +193,14 @@ class LLM:
                 while len(done) < len(ids):
                     for output in self.llm_engine.step():
                         if output.request_id not in wanted:
-                            continue  # added by hand to the same engine
+                            continue  # the user added it to the engine
                         done[output.request_id] = output
                         if progress is not None:
                             progress.update(output)
                     if interrupted():
                         raise KeyboardInterrupt
         except BaseException:
-            self.llm_engine.abort_request(ids)  # interrupted: the engine stays usable
+            self.llm_engine.abort_request(ids)  # the engine stays usable
             raise
         finally:
             if progress is not None:
@@ -226,7 +226,7 @@ class Progress:
 
 
 def _as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several? A text, a dict and a list of numbers are one."""
+    """A list of prompts; a string, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     prompts = list(prompts)
@@ -234,5 +234,5 @@ def _as_prompts(prompts: Any) -> list[Any]:
 
 
 def _is_conversation(messages: Any) -> bool:
-    """One conversation or several? Several are lists within a list."""
+    """Whether this is one conversation; several are a list of lists."""
     return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))

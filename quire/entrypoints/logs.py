@@ -1,4 +1,4 @@
-"""Log lines for people: to standard error, only if the program has not set up logging itself."""
+"""Logging to standard error, unless the program has configured logging itself."""
 
 from quire.config.logs import set_up_logging
 

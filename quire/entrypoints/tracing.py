@@ -1,4 +1,4 @@
-"""A span for each request, for those who ask (`--otlp-traces-endpoint`). OpenTelemetry is imported only then."""
+"""A trace span per request, with `--otlp-traces-endpoint`. OpenTelemetry is imported only then."""
 
 import threading
 import time
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 SPAN_NAME = "llm_request"
 TRACE_HEADERS = ("traceparent", "tracestate")
-EXPORT_SECONDS = 3.0  # that a collector has to take a batch, and the end of the server waits for it
+EXPORT_SECONDS = 3.0  # timeout of an export, and of the flush at shutdown
 
-Batch = Sequence[tuple[int, RequestOutput]]  # which prompt of a request, and its news
+Batch = Sequence[tuple[int, RequestOutput]]  # prompt index and its new output
 
 
 def check_tracing() -> None:
-    """What tracing needs, before anything slow is done."""
+    """Fail early if tracing's requirements are missing."""
     try:
         import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -35,7 +35,7 @@ def check_tracing() -> None:
 
 
 class Tracer:
-    """Sends spans to `endpoint`, in batches and from a thread of its own; or to `exporter`, one by one."""
+    """Exports spans to `endpoint`, in batches from its own thread; or to `exporter`, one by one."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: "SpanExporter | None" = None) -> None:
         check_tracing()
@@ -60,29 +60,29 @@ class Tracer:
         params: SamplingParams,
         headers: Mapping[str, str],
     ) -> AsyncGenerator[Batch, None]:
-        """The same outputs. A prompt's span is made with its last one, or as an error when there will be none."""
+        """Passes outputs through. A prompt's span is created at its last output, or as an error if there is none."""
         parent = self._propagator.extract({name: headers[name] for name in TRACE_HEADERS if name in headers})
         began = time.time()
         open_spans: dict[int, RequestOutput | None] = dict.fromkeys(range(len(engine_ids)))
-        cause = "given up before the end"
+        cause = "aborted before the end"
         try:
             async with aclosing(outputs):
                 async for batch in outputs:
-                    for place, output in batch:
-                        open_spans[place] = output
+                    for index, output in batch:
+                        open_spans[index] = output
                         if output.finished:
-                            del open_spans[place]
-                            self._span(engine_ids[place], params, parent, output, began, _failure(output))
+                            del open_spans[index]
+                            self._span(engine_ids[index], params, parent, output, began, _failure(output))
                     yield batch
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise
         finally:
-            for place, last in open_spans.items():
-                self._span(engine_ids[place], params, parent, last, began, cause)
+            for index, last in open_spans.items():
+                self._span(engine_ids[index], params, parent, last, began, cause)
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer is not waited for."""
+        """Flush remaining spans, without waiting for an unresponsive collector."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(EXPORT_SECONDS)
@@ -99,7 +99,7 @@ class Tracer:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         times = output.metrics if output is not None else None
-        attributes = {"gen_ai.response.model": self.model_name, "gen_ai.request.id": engine_id, **_asked(params)}
+        attributes = {"gen_ai.response.model": self.model_name, "gen_ai.request.id": engine_id, **_requested(params)}
         if output is not None:
             attributes["gen_ai.usage.prompt_tokens"] = len(output.prompt_token_ids)
         if times is not None:
@@ -116,15 +116,15 @@ class Tracer:
         span.end(_nanoseconds((times and times.finished_time) or time.time()))
 
 
-def _asked(params: SamplingParams) -> dict[str, Any]:
-    asked = {
+def _requested(params: SamplingParams) -> dict[str, Any]:
+    requested = {
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.n": params.n,
         "gen_ai.usage.num_sequences": params.n,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in requested.items() if value is not None}
 
 
 def _measured(times: RequestMetrics) -> dict[str, Any]:

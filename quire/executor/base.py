@@ -1,4 +1,4 @@
-"""What the core asks of those who run the model."""
+"""The interface through which the core runs the model."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
 class StepResult(Protocol):
     def result(self) -> ModelRunnerOutput:
-        """Waits until the device is done; an error of the step is raised here."""
+        """Wait until the device is done; an error of the step is raised here."""
         ...
 
 
@@ -16,11 +16,11 @@ class Executor(Protocol):
     """A step is two calls: the forward pass, then sampling. Both return before the device is done."""
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
-        """Per layer that keeps KV."""
+        """By layer that has a KV cache."""
         ...
 
     def kv_cache_memory(self) -> int:
-        """Bytes that the KV cache may take, measured."""
+        """The measured budget of the KV cache, in bytes."""
         ...
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None: ...
@@ -28,11 +28,11 @@ class Executor(Protocol):
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> StepResult:
-        """Sample for the plan executed last, within what grammars allow. An error of either call is the result's."""
+        """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
         ...
 
     def describe(self) -> str:
-        """Platform and kernels, for the start-up line."""
+        """Platform and kernels, for the start-up log."""
         ...
 
     def shutdown(self) -> None: ...

@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.executor.base import StepResult
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.platforms import platform_class
 from quire.worker.worker import Worker
 
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
@@ -20,8 +21,8 @@ class UniProcExecutor:
     """On a CPU with asynchronous scheduling the worker lives on a thread of its own, so that the core plans while the
     model computes. On a GPU, calls run in place: they only enqueue, and handing them to a thread would cost more.
 
-    That thread makes every tensor operation, loading included: OpenMP keeps a pool of threads for each thread that ever
-    computed, and with more pools than cores its waits turn from spinning to sleeping, which made steps 1.4 times
+    That thread runs every tensor operation, loading included: OpenMP keeps a pool of threads for each thread that ever
+    computed, and with more threads than cores it waits by sleeping instead of spinning, which made steps 1.4 times
     longer.
     """
 
@@ -29,10 +30,10 @@ class UniProcExecutor:
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
         self._tasks: Tasks = queue.SimpleQueue()
         self._stop: Callable[[], object] | None = None
-        if config.scheduler.depth > 0 and config.device.device == "cpu":
+        if config.scheduler.depth > 0 and not platform_class(config.device.device).launches_async:
             thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-worker", daemon=True)
             thread.start()
-            # Also if nobody calls shutdown(): a thread inside torch while the interpreter ends aborts the process.
+            # Even without a call of shutdown(): a thread inside torch while the interpreter exits aborts the process.
             self._stop = weakref.finalize(self, _stop, self._tasks, thread)
         try:
             self.worker = self._submit(lambda: make_worker(config)).result()
@@ -105,8 +106,8 @@ class UniProcExecutor:
 
 
 def _failure(error: BaseException) -> Exception:
-    """What a step may fail with. A panic of a Rust library, or an exit that a user's code asks for, is no more than
-    that: the thread goes on."""
+    """The error of a step as an Exception: a panic in a Rust library, or SystemExit from a user's code, fails the step
+    and not the thread."""
     if isinstance(error, Exception):
         return error
     failure = RuntimeError(f"{type(error).__name__}: {error}")
@@ -115,7 +116,7 @@ def _failure(error: BaseException) -> Exception:
 
 
 def _run(tasks: Tasks) -> None:
-    """Knows the queue alone, so that an executor nobody holds any more can go."""
+    """References only the queue, so that an unreferenced executor can be collected."""
     while (task := tasks.get()) is not None:
         task()
         del task

@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward block."""
+"""Activations of a feed-forward block, with or without a gate."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-# By the names that configs use.
+# By their names in configs.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     SILU: F.silu,
     "swish": F.silu,
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# The kernels' numbers for them.
+# Their numbers in the kernels.
 _KINDS = {F.silu: 0, _gelu_tanh: 1, F.gelu: 2, F.relu: 3}
 
 
@@ -45,15 +45,15 @@ def activate_mul_torch(gate_up: torch.Tensor, name: str) -> torch.Tensor:
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
     """[N, I]"""
-    done = _by_kernel(x, name, gated=False)
-    return activate_torch(x, name) if done is None else done
+    result = _by_kernel(x, name, gated=False)
+    return activate_torch(x, name) if result is None else result
 
 
 def activate_mul(gate_up: torch.Tensor, name: str) -> torch.Tensor:
     if name == SILU:
         return silu_mul(gate_up)
-    done = _by_kernel(gate_up, name, gated=True)
-    return activate_mul_torch(gate_up, name) if done is None else done
+    result = _by_kernel(gate_up, name, gated=True)
+    return activate_mul_torch(gate_up, name) if result is None else result
 
 
 def _by_kernel(x: torch.Tensor, name: str, gated: bool) -> torch.Tensor | None:

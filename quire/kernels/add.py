@@ -1,4 +1,4 @@
-"""Sums that torch would do as well, but that a recorded CPU step may hold only as calls of ours."""
+"""Additions by our own kernels: a recorded CPU step cannot contain torch operations."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forbids, as bits."""
+"""Grammar masks, one bit per token: forbidden tokens get the logit -inf."""
 
 import numpy as np
 import torch
@@ -9,13 +9,13 @@ from quire.kernels.dispatch import use_triton
 def apply_bitmask_torch(logits: torch.Tensor, bitmask: torch.Tensor, places: torch.Tensor) -> None:
     forbidden = _forbidden(bitmask)[:, : logits.shape[1]]
     if len(places) == len(logits) and bool((places == torch.arange(len(places), device=places.device)).all()):
-        logits.masked_fill_(forbidden, -torch.inf)  # every row, and no copies of them
+        logits.masked_fill_(forbidden, -torch.inf)  # every row, without copying any
     else:
         logits[places] = logits[places].masked_fill_(forbidden, -torch.inf)
 
 
 def _forbidden(bitmask: torch.Tensor) -> torch.Tensor:
-    if bitmask.device.type == "cpu":  # a third of the time that shifting words takes
+    if bitmask.device.type == "cpu":  # three times as fast as shifting words
         bits = np.unpackbits(np.invert(bitmask.numpy()).view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits).view(torch.bool)
     places = torch.arange(32, dtype=torch.int32, device=bitmask.device)

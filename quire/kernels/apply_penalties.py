@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties on the logits of the rows that ask."""
+"""Repetition, frequency and presence penalties on the logits of the rows that use them."""
 
 import torch
 
@@ -29,7 +29,7 @@ def apply_penalties(
     counts: torch.Tensor,  # [slots, vocab] int32: how often each token was generated
     strength: torch.Tensor,  # [slots, 3] float32: repetition, frequency, presence
 ) -> None:
-    """Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract."""
+    """Repetition scales logits, by prompt and output; frequency and presence subtract, by the output alone."""
     if use_triton(logits):
         from quire.kernels.triton import apply_penalties as kernel
 

@@ -1,4 +1,4 @@
-"""What logprobs need of whole rows of logits, without a second copy of them."""
+"""Per row of logits, what logprobs need: the chosen logit, the logsumexp and the rank, without a copy of the row."""
 
 from dataclasses import dataclass
 
@@ -8,28 +8,28 @@ from quire.kernels.dispatch import use_triton
 
 
 @dataclass(slots=True)
-class RowScores:
+class LogprobStats:
     chosen: torch.Tensor  # [m] float32: the chosen token's logit
     logsumexp: torch.Tensor  # [m] float32: what to subtract from a logit for its logprob
     ranks: torch.Tensor  # [m] int64: 1 for the likeliest
 
 
-def gather_logprobs_torch(scores: torch.Tensor, chosen: torch.Tensor) -> RowScores:
-    scores = scores.float()
-    own = scores.gather(1, chosen.unsqueeze(1))
-    return RowScores(own.squeeze(1), scores.logsumexp(dim=1), (scores > own).sum(dim=1) + 1)
+def gather_logprobs_torch(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobStats:
+    logits = logits.float()
+    own = logits.gather(1, chosen.unsqueeze(1))
+    return LogprobStats(own.squeeze(1), logits.logsumexp(dim=1), (logits > own).sum(dim=1) + 1)
 
 
-def gather_logprobs(scores: torch.Tensor, chosen: torch.Tensor) -> RowScores:
-    """scores [m, vocab] of any float dtype, chosen [m] int64."""
-    if use_triton(scores):
+def gather_logprobs(logits: torch.Tensor, chosen: torch.Tensor) -> LogprobStats:
+    """logits [m, vocab] of any float dtype, chosen [m] int64."""
+    if use_triton(logits):
         from quire.kernels.triton import gather_logprobs as kernel
 
-        found = RowScores(
-            torch.empty(len(chosen), dtype=torch.float32, device=scores.device),
-            torch.empty(len(chosen), dtype=torch.float32, device=scores.device),
-            torch.empty(len(chosen), dtype=torch.int64, device=scores.device),
+        found = LogprobStats(
+            torch.empty(len(chosen), dtype=torch.float32, device=logits.device),
+            torch.empty(len(chosen), dtype=torch.float32, device=logits.device),
+            torch.empty(len(chosen), dtype=torch.int64, device=logits.device),
         )
-        kernel.gather_logprobs(scores, chosen, found.chosen, found.logsumexp, found.ranks)
+        kernel.gather_logprobs(logits, chosen, found.chosen, found.logsumexp, found.ranks)
         return found
-    return gather_logprobs_torch(scores, chosen)
+    return gather_logprobs_torch(logits, chosen)

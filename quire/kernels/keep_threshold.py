@@ -1,6 +1,6 @@
-"""The lowest logit that top-k and top-p let pass.
+"""The lowest logit that top-k and top-p keep.
 
-The Triton half works inside the draw (`sample_tokens`), on statistics that the draw has made already; see
+The Triton half is part of the draw (`sample_tokens`), whose statistics it reuses; see
 `quire/kernels/triton/keep_threshold.py`.
 """
 
@@ -11,7 +11,7 @@ CANDIDATES = 1024
 
 
 def keep_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[n] the lowest logit that top-k (0: off) and then top-p let pass. Tokens equal to it pass too, as in
+    """[n] the lowest logit that top-k (0: off) and then top-p keep. Tokens equal to it are kept too, as in
     transformers."""
     count = min(CANDIDATES, logits.shape[1])
     least, exact = _threshold_among(logits, logits.topk(count, dim=1).values, top_k, top_p)
@@ -25,7 +25,7 @@ def keep_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tenso
 def _threshold_among(
     logits: torch.Tensor, ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The threshold from the best candidates alone, and per row whether they were enough to know it."""
+    """The threshold from the best candidates alone, and per row whether they were enough to be exact."""
     count, vocab = ordered.shape[1], logits.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
     kth = torch.where(limited, top_k.clamp(1, count) - 1, count - 1)

@@ -1,7 +1,7 @@
 """Writing keys and values into pages.
 
 A cache is [blocks, 2, KV, block_size, D]: keys then values, one head's tokens side by side, so that a page of one head
-is a contiguous piece both to gather and to multiply with.
+is contiguous, to gather and to multiply by.
 """
 
 import torch
@@ -10,7 +10,7 @@ import torch
 def cache_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """slots [N] (block * block_size + offset) -> rows of keys and of values, each [N * KV], of the cache as [-1, D].
 
-    The same for every layer of a group, so worth computing once a step.
+    The same for every layer of a group: compute it once a step.
     """
     block, offset = slots // block_size, slots % block_size
     heads = torch.arange(num_kv_heads, device=slots.device)
@@ -19,7 +19,7 @@ def cache_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> tuple
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """k, v [N, KV, D] -> the rows of kv_cache that cache_rows named."""
+    """k, v [N, KV, D] -> the rows of kv_cache that cache_rows returned."""
     head_size = k.shape[-1]
     flat = kv_cache.view(-1, head_size)
     flat.index_copy_(0, rows[0], k.reshape(-1, head_size))

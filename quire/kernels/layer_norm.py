@@ -1,4 +1,4 @@
-"""LayerNorm, with the addition of a residual: the torch version, and the choice of a kernel."""
+"""LayerNorm, optionally of the sum with a residual: the torch reference, and the choice of a kernel."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 def fused_add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [N, D] -> (norm of their sum, their sum), which may have been written over `residual`."""
+    """x, residual [N, D] -> (norm of their sum, their sum). The sum may overwrite `residual`."""
     if use_triton(x):
         from quire.kernels.triton import layer_norm as kernel
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts each row goes to, and the sum of what they make of it."""
+"""Mixture of experts: the routing of rows to experts, and the weighted sum of the experts' outputs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,12 +6,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.dispatch import early_launch, use_triton
+from quire.kernels.dispatch import early_launch, supports_triton, use_triton
 from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
-from quire.kernels.rms_norm import rms_norm_torch
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 
-Scoring = Literal["softmax", "topk_softmax"]
+RouterScoring = Literal["softmax", "topk_softmax"]
 Activation = Literal["silu", "swigluoai"]
 Routes = tuple[torch.Tensor, torch.Tensor]  # weights [N, k] float32, experts [N, k] int32
 
@@ -38,8 +37,8 @@ def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tenso
     return F.silu(gate) * up
 
 
-def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Scoring) -> Routes:
-    """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower first."""
+def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
+    """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower index first."""
     wide = logits.float()
     experts = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :top_k]
     if scoring == "topk_softmax":
@@ -63,11 +62,11 @@ def experts_torch(
     else:
         total = residual.to(torch.float32, copy=True)
     if x.is_cuda:
-        # Every row by every expert: which rows an expert has the host must not ask, a graph may be being captured.
+        # Every row by every expert: a graph may be being captured, so the host cannot read which rows an expert has.
         share = torch.zeros(len(x), len(w.down), device=x.device).scatter_(1, experts.long(), weights)
         for e in range(len(w.down)):
             mine = share[:, e : e + 1]
-            total += torch.where(mine != 0, _expert_torch(x, w, e) * mine, 0.0)  # what it makes of others may overflow
+            total += torch.where(mine != 0, _expert_torch(x, w, e) * mine, 0.0)  # of other rows it may overflow
         return total.to(x.dtype)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -75,8 +74,8 @@ def experts_torch(
     for e, pairs in enumerate(order.split(counts)):
         if len(pairs):
             rows = pairs // experts.shape[1]
-            made = _expert_torch(x[rows], w, e)
-            total.index_add_(0, rows, made * weights.reshape(-1)[pairs, None])
+            output = _expert_torch(x[rows], w, e)
+            total.index_add_(0, rows, output * weights.reshape(-1)[pairs, None])
     return total.to(x.dtype)
 
 
@@ -86,7 +85,7 @@ def _expert_torch(x: torch.Tensor, w: ExpertWeights, e: int) -> torch.Tensor:
     return F.linear(inner, w.down[e], None if w.down_bias is None else w.down_bias[e]).float()
 
 
-def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Scoring) -> Routes:
+def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
     if not use_triton(logits):
         return route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
     from quire.kernels.triton import moe_route as kernel
@@ -102,7 +101,7 @@ def moe_triton(
     top_k: int,
     *,
     renormalize: bool,
-    scoring: Scoring,
+    scoring: RouterScoring,
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     config: MoeConfig | None = None,  # default: by the table
     pdl: bool | None = None,  # start kernels while the one before still runs; default: where the device can
@@ -125,17 +124,17 @@ def moe_triton(
 
 def fused_layer_torch(
     x: torch.Tensor,
-    norm: Norm | None,
+    norm: RMSNormParams | None,
     router: torch.Tensor,
     router_bias: torch.Tensor | None,
     w: ExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
-    scoring: Scoring,
+    scoring: RouterScoring,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition, in float32: see `fused_layer`."""
+    """The reference, in float32: see `fused_layer`."""
     wide = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
     logits = F.linear(wide, router.float(), None if router_bias is None else router_bias.float())
     routes = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
@@ -146,14 +145,14 @@ def fused_layer_torch(
 
 def fused_layer(
     x: torch.Tensor,  # [N, H], N <= MAX_FUSED_ROWS
-    norm: Norm | None,  # RMSNorm of x first
+    norm: RMSNormParams | None,  # RMSNorm of x first
     router: torch.Tensor,  # [E, H]
     router_bias: torch.Tensor | None,  # [E]
     w: ExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
-    scoring: Scoring,
+    scoring: RouterScoring,
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     config: FewConfig | None = None,
     pdl: bool | None = None,
@@ -173,8 +172,8 @@ def fused_layer(
 
 
 def prepare_moe(device: torch.device) -> None:
-    """Allocate what the kernels share on a device; must come before a capture."""
-    if device.type == "cuda":
-        from quire.kernels.triton.moe_route import Counters
+    """Allocate the kernels' workspace on a device; call it before a capture."""
+    if supports_triton(device):
+        from quire.kernels.triton.moe_route import RouteWorkspace
 
-        Counters.of(device)
+        RouteWorkspace.of(device)

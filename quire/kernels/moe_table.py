@@ -1,4 +1,4 @@
-"""Which kernels multiply rows by their experts: by measurement where the model is known, by rule elsewhere.
+"""The choice of kernels for rows times their experts: measured for known models, by rule for others.
 
 `benchmarks/gpu/moe.py` measures every candidate and prints the lines of MEASURED.
 """
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 MAX_EXPERTS = 1024
-MAX_FUSED_ROWS = 16  # of a layer that norms, routes and adds the residual by itself
-MAX_FEW_PAIRS = 64  # of row and expert for which sorting is not worth its kernels, unless measured otherwise
+MAX_FUSED_ROWS = 16  # for the layer fused with norm, router and residual
+MAX_FEW_PAIRS = 64  # pairs of row and expert up to which no sorting is faster, unless measured otherwise
 ELEMENTS = 8192  # that four warps hold of a tile of weights, in 16-byte loads all in flight
 
 
@@ -88,12 +88,12 @@ def choose(rows: int, shape: Shape, itemsize: int = 2) -> MoeConfig:
 
 
 def max_fused_rows(shape: Shape) -> int:
-    """Up to how many rows sorting is not the faster way."""
+    """The most rows for which the fused layer is faster than sorting."""
     return max((b for b in BUCKETS if b <= MAX_FUSED_ROWS and isinstance(choose(b, shape), FewConfig)), default=0)
 
 
 def choose_few(rows: int, shape: Shape) -> FewConfig:
-    """For a layer that is fused whole: sorting may be faster by itself, but would need what is fused apart."""
+    """For the fused layer: sorting may be faster by itself, but cannot be fused with norm, router and residual."""
     bucket = next(b for b in BUCKETS if b >= rows)
     measured = MEASURED.get((bucket, *shape))
     if isinstance(measured, FewConfig):
@@ -103,7 +103,7 @@ def choose_few(rows: int, shape: Shape) -> FewConfig:
 
 
 def gate_up_slabs(hidden: int) -> list[SlabConfig]:
-    """Two tiles, gate and up, each half of what is held."""
+    """Two tiles, gate and up, each with half of ELEMENTS."""
     if hidden & (hidden - 1) == 0 and 512 <= hidden <= 4096:
         # Whole rows in one step.
         n = max(1, ELEMENTS // hidden)
@@ -141,10 +141,10 @@ def down_slabs(top_k: int, width: int) -> list[SlabConfig]:
     ]
 
 
-def _largest_step(size: int, most: int) -> int:
-    """The largest power of two up to `most` that divides size, if there is a fair one."""
+def _largest_step(size: int, limit: int) -> int:
+    """The largest power of two up to `limit` that divides size, if it is at least 128."""
     step = size & -size
-    return min(step, most) if step >= 128 else min(most, 1 << (size - 1).bit_length())
+    return min(step, limit) if step >= 128 else min(limit, 1 << (size - 1).bit_length())
 
 
 def tile_heights(rows: int, shape: Shape) -> list[int]:

@@ -1,4 +1,4 @@
-"""A linear layer's bf16 weight on a CPU, packed once into the form that is fastest to multiply by."""
+"""A linear layer's bf16 weight on a CPU, packed once into the layout that is fastest to multiply by."""
 
 import hashlib
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Panels:
 
     @classmethod
     def of(cls, data: torch.Tensor, shape: torch.Size) -> "Panels":
-        """Of a weight of that shape, packed before."""
+        """From data that was packed before, of a weight of that shape."""
         outputs, inputs = shape
         wanted = (-(-outputs // native.PANEL), -(-inputs // 2), native.PANEL, 2)
         if data.dtype is not torch.bfloat16 or tuple(data.shape) != wanted:
@@ -33,7 +33,7 @@ class Panels:
 
 
 def pack_weight(weight: torch.Tensor) -> Multiply | None:
-    """The product with `weight` [N, K], which is not needed any more; None where a plain one is as good.
+    """The product with `weight` [N, K], which can be freed; None where torch's own product is as fast.
 
     Our own kernels wherever they are compiled: a call of oneDNN costs tens of microseconds before it multiplies, three
     times what one row takes, and torch has no good bf16 product for a processor without bf16 instructions. The one
@@ -51,7 +51,7 @@ def pack_weight(weight: torch.Tensor) -> Multiply | None:
 
 
 def panel_layout() -> str | None:
-    """What differs wherever the same weight is packed otherwise; None where pack_weight makes no Panels."""
+    """Identifies how weights are packed, to compare with that of a file; None where pack_weight makes no Panels."""
     if not _packs_panels():
         return None
     sample = torch.arange(5 * (native.PANEL + 3), dtype=torch.float32).view(-1, 5).bfloat16()

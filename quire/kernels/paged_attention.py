@@ -1,4 +1,4 @@
-"""Attention over pages, written plainly: what every backend's kernels are tested against."""
+"""Paged attention in torch: the reference that every backend's kernels are tested against, and its parameters."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of a layer."""
+    """Heads of a layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -20,14 +20,14 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Scoring:
-    """How a layer weighs keys: softmax(cap(q k scale) + slope (key position - query position)) over what is seen."""
+class AttentionFeatures:
+    """Of a layer: weights are softmax(cap(q k scale) + slope (key position - query position)) over visible keys."""
 
     scale: float
     window: int | None = None  # keys that a query sees, itself among them
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     slopes: torch.Tensor | None = None  # [H] float32: ALiBi's
-    sinks: torch.Tensor | None = None  # [H] float32: the score of one more key, whose value is nothing
+    sinks: torch.Tensor | None = None  # [H] float32: the score of an additional key, whose value is zero
 
 
 def paged_attention(
@@ -37,7 +37,7 @@ def paged_attention(
     query_start: torch.Tensor,  # [n + 1]
     seq_lens: torch.Tensor,  # [n]: keys of each row, those of its queries included
     block_table: torch.Tensor,  # [rows, max_blocks]
-    scoring: Scoring,
+    features: AttentionFeatures,
 ) -> torch.Tensor:  # [N, H, D]
     out = torch.zeros_like(q)
     num_heads = q.shape[1]
@@ -49,19 +49,19 @@ def paged_attention(
         pages = kv_cache[block_table[row, : -(-length // block_size)].long()].to(q.dtype)
         k, v = (pages[:, part].transpose(0, 1).reshape(kv_heads, -1, head_size)[:, :length] for part in (0, 1))
         k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
-        scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * scoring.scale
+        scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * features.scale
         keys = torch.arange(length, device=q.device)
         queries = torch.arange(length - (last - first), length, device=q.device)[:, None]
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        if scoring.slopes is not None:
-            scores = scores + scoring.slopes[:, None, None] * (keys - queries)
-        hidden = keys > queries
-        if scoring.window is not None:
-            hidden = hidden | (keys <= queries - scoring.window)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if scoring.sinks is not None:
-            scores = torch.cat((scores, scoring.sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
+        if features.softcap is not None:
+            scores = features.softcap * torch.tanh(scores / features.softcap)
+        if features.slopes is not None:
+            scores = scores + features.slopes[:, None, None] * (keys - queries)
+        masked = keys > queries
+        if features.window is not None:
+            masked = masked | (keys <= queries - features.window)
+        scores = scores.masked_fill(masked, -torch.inf)
+        if features.sinks is not None:
+            scores = torch.cat((scores, features.sinks[:, None, None].expand(-1, last - first, 1)), dim=-1)
         weights = scores.softmax(-1)[..., :length]
         out[first:last] = torch.einsum("hqk,hkd->qhd", weights, v.float()).to(q.dtype)
     return out

@@ -1,7 +1,7 @@
 """Counter-based random numbers: a draw depends on (seed, position, purpose) alone, never on the batch or on history.
 
-So a token drawn again after a preemption is the same token. Philox4x32-10, Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3" (SC 2011).
+So a token sampled again after a preemption is the same token. Philox4x32-10, Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3" (SC 2011).
 """
 
 import enum

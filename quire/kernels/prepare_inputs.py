@@ -1,4 +1,4 @@
-"""A step's model inputs, computed on the device from the rows' own state, which moves on by them."""
+"""A step's model inputs, computed on the device from the rows' state, whose num_computed advances."""
 
 from dataclasses import dataclass
 

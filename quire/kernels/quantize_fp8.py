@@ -1,4 +1,4 @@
-"""Rows to fp8 (e4m3) with a float32 scale each: x ~ q * scale. Alone, or behind the operation that makes x."""
+"""Rows to fp8 (e4m3) with a float32 scale each: x ~ q * scale. Alone, or fused with the operation that computes x."""
 
 import torch
 
@@ -17,9 +17,9 @@ def quantize_fp8_torch(x: torch.Tensor, scale: torch.Tensor | None = None) -> Qu
     """x [M, K]; `scale` [1]: a fixed one for all rows instead of each row's own."""
     values = x.float()
     if scale is None:
-        most = values.abs().amax(-1).clamp(min=SMALLEST_MAX)
-        # Not FP8_MAX / most, which torch rounds twice.
-        scales, inverse = most * (1.0 / FP8_MAX), torch.full_like(most, FP8_MAX) / most
+        row_max = values.abs().amax(-1).clamp(min=SMALLEST_MAX)
+        # Not FP8_MAX / row_max, which torch rounds twice.
+        scales, inverse = row_max * (1.0 / FP8_MAX), torch.full_like(row_max, FP8_MAX) / row_max
     else:
         scales = scale.float().expand(x.shape[0]).contiguous()
         inverse = 1.0 / scales
@@ -53,7 +53,7 @@ def quantize_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> Quantize
 def rms_norm_quant(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The caller must not use `residual` afterwards: the sum may have been written over it."""
+    """The caller must not use `residual` afterwards: the sum may overwrite it."""
     if use_triton(x):
         from quire.kernels.triton import quantize_fp8 as kernel
 

@@ -1,10 +1,12 @@
-"""RMSNorm, with the addition of a residual: the torch version, and the choice of a kernel."""
+"""RMSNorm, optionally of the sum with a residual: the torch reference, and the choice of a kernel."""
 
 import torch
 import torch.nn.functional as F
 
 from quire.kernels import native
 from quire.kernels.dispatch import use_triton
+
+RMSNormParams = tuple[torch.Tensor, float]  # weight [D], epsilon: for kernels that fuse the norm
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -33,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The caller must not use `residual` afterwards: the sum may have been written over it."""
+    """The caller must not use `residual` afterwards: the sum may overwrite it."""
     if use_triton(x):
         from quire.kernels.triton import rms_norm as kernel
 

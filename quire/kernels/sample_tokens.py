@@ -18,7 +18,7 @@ NO_TOKEN = -1
 
 
 class Draw(enum.IntEnum):
-    """What the rows of a batch need at most; each includes the ones before it."""
+    """What the rows of a batch need; each level includes those before it."""
 
     GREEDY = 0
     RANDOM = 1  # temperature
@@ -27,7 +27,7 @@ class Draw(enum.IntEnum):
 
 @dataclass(slots=True)
 class DrawParameters:
-    """By row, on the device, at fixed addresses: a captured graph reads them on every replay."""
+    """By row, on the device, at fixed addresses."""
 
     seeds: torch.Tensor  # [rows] int64
     temperature: torch.Tensor  # [rows] float32, 1 for greedy rows
@@ -57,7 +57,7 @@ def draw_torch(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def has_token(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """[n] bool, from the rows' argmax [n]: it takes NaN for the largest value, so one look per row finds it."""
+    """[n] bool, from the rows' argmax [n]: argmax treats NaN as the largest value, so checking one logit is enough."""
     return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite()
 
 
@@ -122,7 +122,7 @@ def sample_and_append(
     out: torch.Tensor,
 ) -> None:
     """logits [n, vocab]; rows [n], -1 for padding -> out [n] int32. Every row that has computed all its tokens also
-    gets its new one appended (token 0 where there is NO_TOKEN). Padding touches nothing."""
+    gets its new one appended (token 0 for NO_TOKEN). Padding changes nothing."""
     if use_triton(logits):
         from quire.kernels.triton import sample_tokens as kernel
 

@@ -1,4 +1,4 @@
-"""SiLU of the gate times up: the torch version, and the choice of a kernel."""
+"""SiLU of the gate times up: the torch reference, and the choice of a kernel."""
 
 import torch
 import torch.nn.functional as F

@@ -1,14 +1,12 @@
-"""x [M, K] times a weight [N, K], for the few rows of a decode step, with what stands around it fused in."""
+"""x [M, K] times a weight [N, K], for the few rows of a decode step, fused with norm, activation and residual."""
 
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.dispatch import early_launch, use_triton
-from quire.kernels.rms_norm import rms_norm_torch
+from quire.kernels.dispatch import early_launch, supports_triton, use_triton
+from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.kernels.skinny_table import SkinnyConfig, choose, choose_fused
-
-Norm = tuple[torch.Tensor, float]  # weight [K], epsilon
 
 
 def skinny_linear_torch(
@@ -19,11 +17,11 @@ def skinny_linear_torch(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    norm: Norm | None = None,
+    norm: RMSNormParams | None = None,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The definition, in float32: see `skinny_linear`."""
+    """The reference, in float32: see `skinny_linear`."""
     out_dtype = out_dtype or x.dtype
     left, right = x.float(), weight.float()
     if norm is not None:
@@ -49,7 +47,7 @@ def skinny_linear(
     weight_scale: torch.Tensor | None = None,  # [N] float32
     x_scale: torch.Tensor | None = None,  # [M] float32
     residual: torch.Tensor | None = None,  # added to the result; contiguous
-    norm: Norm | None = None,  # RMSNorm of x first; gemv only
+    norm: RMSNormParams | None = None,  # RMSNorm of x first; gemv only
     silu: bool = False,  # the weight is [gate; up]: silu(gate) * up, [M, N / 2]
     out_dtype: torch.dtype | None = None,  # default: that of x
     pdl: bool | None = None,  # start while the kernel before still runs; default: where the device can
@@ -70,15 +68,15 @@ def skinny_linear(
 
 
 def prepare_skinny_linear(device: torch.device) -> None:
-    """Allocate what the kernels share on a device; must come before a capture."""
-    if device.type == "cuda":
-        from quire.kernels.triton.skinny_linear import SplitSums
+    """Allocate the kernels' workspace on a device; call it before a capture."""
+    if supports_triton(device):
+        from quire.kernels.triton.skinny_linear import SplitWorkspace
 
-        SplitSums.of(device)
+        SplitWorkspace.of(device)
 
 
 def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
-    """The kernel measured to be the fastest for x times the weight; None: the library's is, or the types do not fit."""
+    """The kernel measured to be the fastest for x times the weight; None: the library's, or ours lack these types."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     fits = (half and x.dtype == weight.dtype) or (weight.dtype is torch.float8_e4m3fn and weight.is_contiguous())
     if not x.is_cuda or not fits or x.stride(-1) != 1:
@@ -87,7 +85,7 @@ def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
 
 
 def can_fuse(weight: torch.Tensor) -> bool:
-    """Whether there is a kernel that norms few rows first, multiplies, and adds a residual."""
+    """Whether a kernel exists that fuses RMSNorm, product and residual for few rows."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     fp8 = weight.dtype is torch.float8_e4m3fn and weight.is_contiguous()
     return weight.is_cuda and (half or fp8) and weight.shape[1] % 16 == 0

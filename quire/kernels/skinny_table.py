@@ -1,4 +1,4 @@
-"""Which kernel multiplies few rows by a weight: by measurement where the shape is known, by rule elsewhere.
+"""The choice of kernel for few rows times a weight: measured for known shapes, by rule for others.
 
 `benchmarks/gpu/linear.py` measures every candidate and prints the lines of MEASURED.
 """
@@ -170,13 +170,13 @@ def choose(itemsize: int, rows: int, k: int, n: int) -> SkinnyConfig | None:
 
 
 def choose_fused(itemsize: int, rows: int, k: int, n: int) -> SkinnyConfig:
-    """The kernel that also does what stands around the product: it may be slower by itself, but spares others."""
+    """The kernel fused with norm, activation and residual: it may be slower by itself, but saves other launches."""
     measured = MEASURED.get((itemsize, rows, k, n))
     return measured if measured is not None and measured.kind == "gemv" else gemv_candidates(itemsize, rows, k)[0]
 
 
 def candidates(itemsize: int, rows: int, k: int, n: int) -> list[SkinnyConfig]:
-    """What is worth measuring."""
+    """Candidates to measure."""
     gemv = gemv_candidates(itemsize, rows, k) if rows <= MAX_GEMV_ROWS else []
     return gemv + dot_candidates(itemsize, rows, k, n)
 

@@ -1,4 +1,4 @@
-"""Small arrays to the device without waiting for it."""
+"""Copies of small arrays to the device, without waiting for it."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ import torch
 def to_device(
     device: torch.device, *arrays: np.ndarray | Sequence[int], dtype: type[np.integer] = np.int32
 ) -> list[torch.Tensor]:
-    """Flat copies of `arrays` on the device, in one transfer. From pinned memory: a transfer from any other waits for
-    what the device does now. torch keeps such memory until the transfer is done."""
+    """Flat copies of `arrays` on the device, in one transfer. From pinned memory: a transfer from pageable memory waits
+    for the device. torch keeps pinned memory until the transfer is done."""
     flat = [np.asarray(array, dtype).reshape(-1) for array in arrays]
     if device.type == "cpu":
         return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in flat]
     size = np.dtype(dtype).itemsize
-    # Each begins at a multiple of 16 bytes, always: Triton compiles kernels anew for pointers that do not.
+    # Each begins at a multiple of 16 bytes: Triton would compile other kernels for unaligned pointers.
     places = np.cumsum([0, *(aligned(len(array), size) for array in flat)])
     staged = torch.empty(int(places[-1]), dtype=torch.int32 if size == 4 else torch.int64, pin_memory=True)
     host = staged.numpy()
@@ -26,13 +26,13 @@ def to_device(
 
 
 def aligned(count: int, size: int = 4) -> int:
-    """As many integers of `size` bytes, rounded up to 16 bytes."""
+    """`count` integers of `size` bytes, rounded up to 16 bytes."""
     unit = 16 // size
     return -(-count // unit) * unit
 
 
 def write_to(target: torch.Tensor, array: np.ndarray) -> None:
-    """The beginning of `target` (int32, fixed in memory) becomes `array`."""
+    """Copy `array` to the beginning of `target` (int32, at a fixed address)."""
     if target.device.type == "cpu":
         target[: len(array)] = torch.from_numpy(array)
         return

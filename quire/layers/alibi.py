@@ -1,4 +1,4 @@
-"""The slopes of ALiBi."""
+"""ALiBi slopes."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """float32 [H]: powers of 2 ** (-8 / n) for n heads, a power of two; what more heads there are get every second one
-    of the next power's."""
+    """float32 [H]: powers of 2 ** (-8 / n) for n heads, if n is a power of two; further heads get every second slope of
+    the next power of two."""
     whole = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     between = [2 ** (-4 * (2 * i + 1) / whole) for i in range(num_heads - whole)]

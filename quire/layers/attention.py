@@ -5,15 +5,15 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from quire.attention.base import Angles, AttentionBackend, ForwardContext, Scoring
-from quire.kernels.rope_and_write import Norms
+from quire.attention.base import Angles, AttentionBackend, AttentionFeatures, ForwardContext
+from quire.kernels.rope_and_write import QKNormParams
 from quire.messages.kv_cache import KVCacheSpec
 
 
 class Attention(nn.Module):
     """One layer's attention over the paged cache. The runner binds cache, group and backend before the first step.
 
-    `softcap`, `slopes` and `sinks` are Scoring's; whoever made `sinks` also loads it.
+    `softcap`, `slopes` and `sinks` are those of AttentionFeatures; the module that owns `sinks` loads it.
     """
 
     kv_cache: torch.Tensor
@@ -54,18 +54,18 @@ class Attention(nn.Module):
 
     @property
     def kind(self) -> tuple[int | None, bool, bool, bool, int, int, int]:
-        """What its kernels are compiled for: layers of one kind differ only in numbers."""
+        """What its kernels are compiled for: layers of one kind differ only in values."""
         features = (self.softcap is not None, self.slopes is not None, self.sinks is not None)
         return self.sliding_window, *features, self.head_size, self.num_heads, self.num_kv_heads
 
     @cached_property
-    def scoring(self) -> Scoring:
+    def features(self) -> AttentionFeatures:
         # Holds the parameter itself, so that it sees whatever is loaded into it.
         softcap = float(self.softcap) if self.softcap is not None else None
-        return Scoring(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
+        return AttentionFeatures(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
 
     def bind(self, kv_cache: torch.Tensor, group: int, backend: AttentionBackend) -> None:
-        """kv_cache: shaped as backend.kv_cache_shape says."""
+        """kv_cache: of the shape backend.kv_cache_shape()."""
         self.kv_cache = kv_cache
         self.group = group
         self.backend = backend
@@ -74,18 +74,18 @@ class Attention(nn.Module):
         return KVCacheSpec(block_size, self.num_kv_heads, self.head_size, dtype.itemsize, self.sliding_window)
 
     def forward(
-        self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, norms: Norms | None = None
+        self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None
     ) -> torch.Tensor:
-        """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; queries and keys are normed, then rotated."""
+        """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]; norm, then rotary embedding, of queries and keys."""
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        q = self.backend.write(qkv, self.num_heads, norms, angles, self.kv_cache, slots, metadata)
-        out = self.backend.attend(q, self.kv_cache, metadata, self.scoring)
+        q = self.backend.write(qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata)
+        out = self.backend.attend(q, self.kv_cache, metadata, self.features)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)
 
     def forward_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """q [N, heads, D], k and v [N, kv_heads, D], normed and rotated where need be -> [N, heads * D]."""
+        """q [N, heads, D], k and v [N, kv_heads, D], after norm and rotary embedding -> [N, heads * D]."""
         return self.forward(torch.cat((q, k, v), dim=1).flatten(1), ctx)

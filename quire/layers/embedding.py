@@ -40,7 +40,7 @@ class LMHead(nn.Module):
     """Hidden states [n, hidden] -> logits [n, vocab]. A tied head is the embedding's weight and loads nothing."""
 
     weight: nn.Parameter
-    leaves_panels_only = True  # where the method does
+    leaves_panels_only = True  # after loading, if the method does: see models/loading/packed_cache.py
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A layer of experts of which each row uses a few."""
+"""The mixture-of-experts layer."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from torch import nn
 from quire.kernels.moe import (
     Activation,
     ExpertWeights,
-    Scoring,
+    RouterScoring,
     experts_torch,
     fused_layer,
     moe_triton,
@@ -17,7 +17,7 @@ from quire.kernels.moe import (
 )
 from quire.kernels.moe_table import max_fused_rows
 from quire.kernels.native import moe as native_moe
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import SINGLE, TensorParallel
@@ -26,7 +26,7 @@ Slots = dict[tuple[str, ShardId], LoadSlot]
 
 
 class HalvesSlot(LoadSlot):
-    """For [experts, gate and up, ...]: a worker has a part of each half."""
+    """For [experts, gate and up, ...]: a worker holds a shard of each half."""
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         halves = full.unflatten(1, (2, -1))
@@ -54,7 +54,7 @@ class FusedMoE(nn.Module):
         tp: TensorParallel = SINGLE,
         *,
         renormalize: bool = True,
-        scoring: Scoring = "softmax",
+        scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
         bias: bool = False,
         checkpoint: Literal["per_expert", "fused"] = "per_expert",
@@ -62,7 +62,7 @@ class FusedMoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 < top_k <= num_experts:
-            raise ValueError(f"each token takes {top_k} of {num_experts} experts")
+            raise ValueError(f"top_k is {top_k}, but there are {num_experts} experts; allowed: 1 to {num_experts}")
         if bias and checkpoint == "per_expert":
             raise ValueError("biases are only read from a checkpoint that stores all experts in one tensor")
         self.num_experts, self.top_k = num_experts, top_k
@@ -83,7 +83,7 @@ class FusedMoE(nn.Module):
     def forward_fused(
         self,
         stream: torch.Tensor,
-        norm: Norm,
+        norm: RMSNormParams,
         router_weight: torch.Tensor,
         residual: torch.Tensor | None = None,
         router_bias: torch.Tensor | None = None,
@@ -103,14 +103,14 @@ class FusedMoE(nn.Module):
 
     @property
     def max_fused_rows(self) -> int:
-        if self.backend.name != "triton" or self.tp.size > 1:
+        if not self.backend.fuses_layer or self.tp.size > 1:
             return 0
         return max_fused_rows((self.num_experts, self.top_k, self.hidden_size, self.width))
 
     def process_after_loading(self) -> None:
-        """Packs the weights where that makes products faster, and drops them as they were."""
+        """Packs the weights, and frees the originals, if the backend multiplies by packed ones."""
         prepare_moe(self.gate_up.device)
-        if self.backend.name != "native":
+        if not self.backend.packs_weights:
             return
         gate_up = native_moe.pack_experts(self.gate_up.data)
         del self.gate_up
@@ -139,7 +139,7 @@ class FusedMoE(nn.Module):
         return slots
 
     def dummy_slots(self) -> Slots:
-        """Whole tensors, to be filled at random: a model has thousands of experts."""
+        """Whole tensors, to fill at random: slots of single experts would be thousands."""
         kinds = {"gate_up": "normal", "down": "normal", "gate_up_bias": "zeros", "down_bias": "zeros"}
         return {
             (name, None): LoadSlot(parameter.data, tuple(parameter.shape), dummy=kinds[name])  # type: ignore[arg-type]
@@ -147,9 +147,8 @@ class FusedMoE(nn.Module):
         }
 
     def _local(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """This worker's part of the sum."""
-        name = self.backend.name
-        if name == "triton":
+        """This worker's summand of the all-reduce."""
+        if self.backend.name == "triton":
             return moe_triton(
                 x, logits, self._weights(), self.top_k, renormalize=self.renormalize, scoring=self.scoring
             )

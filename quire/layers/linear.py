@@ -1,9 +1,9 @@
-"""Linear layers. Quantization, LoRA and tensor parallelism meet here and nowhere else."""
+"""Linear layers: the one place where quantization, LoRA and tensor parallelism meet."""
 
 import torch
 from torch import nn
 
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod, Partition
@@ -11,11 +11,11 @@ from quire.quantization.unquantized import UnquantizedLinearMethod
 
 
 class ParallelLinear(nn.Module):
-    """What the parallel linears share: a weight and bias made of output partitions, and the method that multiplies."""
+    """Base of the parallel linears: a weight and bias of output partitions, and the method that multiplies."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    leaves_panels_only = True  # where the method does
+    leaves_panels_only = True  # after loading, if the method does: see models/loading/packed_cache.py
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ParallelLinear(nn.Module):
     def fused(
         self,
         x: torch.Tensor,
-        norm: Norm | None = None,
+        norm: RMSNormParams | None = None,
         residual: torch.Tensor | None = None,
         silu: bool = False,
     ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where a checkpoint tensor goes: a view into a parameter, and the part of the tensor this worker holds."""
+"""Where a checkpoint tensor is loaded to: a view into a parameter, and the shard of the tensor this worker holds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class LoadSlot:
     full_shape: tuple[int, ...]  # of the tensor in the checkpoint, all workers together
     dim: int = 0  # split among workers along this dimension,
     start: int = 0  # this worker's part beginning here
-    dummy: Literal["normal", "ones", "zeros"] = "normal"  # what stands in for it when there is no checkpoint
+    dummy: Literal["normal", "ones", "zeros"] = "normal"  # how it is filled without a checkpoint
     any_shape: bool = False  # the checkpoint may store as many elements in another shape
 
     @property
@@ -26,11 +26,11 @@ class LoadSlot:
 
     @contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
-        """The view to write this worker's part into; what is written counts from the end of the block on."""
+        """The view to write this worker's shard into; it takes effect when the block ends."""
         yield self.view
 
-    def take(self, tensor: object) -> bool:
-        """Whether the slot has read the whole tensor in a way of its own, without `opened`."""
+    def load_directly(self, tensor: object) -> bool:
+        """Load the whole tensor without `opened`, if the slot can; whether it did."""
         return False
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,12 @@ class HasLoadSlots(Protocol):
 @runtime_checkable
 class HasDummySlots(Protocol):
     def dummy_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        """The same parameters in fewer pieces, for filling at random."""
+        """The same parameters in fewer slots, to fill at random."""
         ...
 
 
 def all_load_slots(model: nn.Module, dummy: bool = False) -> dict[tuple[str, ShardId], LoadSlot]:
-    """The slots of every module under `model`, by full parameter name; `dummy`: as few as there may be."""
+    """The slots of every module under `model`, by full parameter name; `dummy`: in as few slots as possible."""
     return dict(_walk(model, dummy))
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a mixture of experts runs on, and why."""
+"""The choice of kernels for a mixture of experts."""
 
 import functools
 import logging
@@ -21,33 +21,42 @@ class MoeBackend:
     name: BackendName
     why: str
 
+    @property
+    def fuses_layer(self) -> bool:
+        """Norm, router, experts and residual of few rows can be fused."""
+        return self.name == "triton"
+
+    @property
+    def packs_weights(self) -> bool:
+        return self.name == "native"
+
 
 @functools.cache
-def choose_moe_backend(device_type: str, dtype: torch.dtype, num_experts: int, asked: str = "auto") -> MoeBackend:
-    """`asked` is the user's word; what cannot run here is a ValueError."""
-    if asked not in MOE_BACKENDS:
-        raise ValueError(f"moe_backend is {asked!r}, but must be one of {', '.join(MOE_BACKENDS)}")
-    obstacles = {
-        "triton": _against_triton(device_type, num_experts),
-        "native": _against_native(device_type, dtype),
+def choose_moe_backend(device_type: str, dtype: torch.dtype, num_experts: int, requested: str = "auto") -> MoeBackend:
+    """`requested` is the user's choice; a ValueError if it cannot run here."""
+    if requested not in MOE_BACKENDS:
+        raise ValueError(f"moe_backend is {requested!r}, but must be one of {', '.join(MOE_BACKENDS)}")
+    reasons = {
+        "triton": _why_not_triton(device_type, num_experts),
+        "native": _why_not_native(device_type, dtype),
         "torch": None,
     }
-    if asked != "auto":
-        if obstacles[asked] is not None:
-            raise ValueError(f"moe_backend {asked} cannot be used: {obstacles[asked]}")
-        chosen = MoeBackend(asked, "it was asked for")  # type: ignore[arg-type]
-    elif obstacles["triton"] is None:
+    if requested != "auto":
+        if reasons[requested] is not None:
+            raise ValueError(f"moe_backend {requested} cannot be used: {reasons[requested]}")
+        chosen = MoeBackend(requested, "it was requested")  # type: ignore[arg-type]
+    elif reasons["triton"] is None:
         chosen = MoeBackend("triton", "experts are on a GPU")
-    elif obstacles["native"] is None:
+    elif reasons["native"] is None:
         chosen = MoeBackend("native", "experts are bf16 on a CPU, which packs them for its own products")
     else:
-        near = obstacles["native"] if device_type == "cpu" else obstacles["triton"]
-        chosen = MoeBackend("torch", f"no other serves them: {near}")
+        reason = reasons["native"] if device_type == "cpu" else reasons["triton"]
+        chosen = MoeBackend("torch", f"no other serves them: {reason}")
     logger.debug("mixture of experts by %s: %s", chosen.name, chosen.why)
     return chosen
 
 
-def _against_triton(device_type: str, num_experts: int) -> str | None:
+def _why_not_triton(device_type: str, num_experts: int) -> str | None:
     if device_type != "cuda":
         return f"Triton needs a GPU, and the model is on the {device_type}"
     if num_experts > MAX_EXPERTS:
@@ -55,7 +64,7 @@ def _against_triton(device_type: str, num_experts: int) -> str | None:
     return None
 
 
-def _against_native(device_type: str, dtype: torch.dtype) -> str | None:
+def _why_not_native(device_type: str, dtype: torch.dtype) -> str | None:
     if device_type != "cpu":
         return f"the C kernels need a CPU, and the model is on {device_type}"
     if dtype is not torch.bfloat16:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels.layer_norm import fused_add_layer_norm, layer_norm
-from quire.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from quire.kernels.rms_norm import RMSNormParams, fused_add_rms_norm, rms_norm
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 
 
@@ -17,7 +17,7 @@ class Norm(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and the sum: the new residual. The old one must not be used any more."""
+        """The norm of x + residual, and the sum, which is the new residual: the old one may be overwritten."""
         ...
 
 
@@ -34,7 +34,8 @@ class RMSNorm(nn.Module):
         return fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     @property
-    def for_fusing(self) -> tuple[torch.Tensor, float]:
+    def params(self) -> RMSNormParams:
+        """For kernels that fuse the norm."""
         return self.weight, self.eps
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
@@ -42,7 +43,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`shape` of more than one dimension: weights differ by head, and each head is normed for itself."""
+    """`shape` of more than one dimension: weights differ by head, and each head is normalised separately."""
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, bias: bool, device: torch.device) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """How a model stretches rotary frequencies over a longer context: one class per `rope_type`.
 
 Frequencies are float32 [pairs], or [positions, pairs] where they differ by position. Every table is fixed when the
-model is built: requests share the KV cache and the batch, so a frequency must not depend on who else is in it.
+model is built: requests share the KV cache and the batch, so a frequency must not depend on other requests.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -17,13 +17,12 @@ MAX_NUMBER = 1e6  # of any factor
 
 @dataclass(frozen=True)
 class RopeSource:
-    """What a scaling may read: its own keys in the config, and the lengths that stand elsewhere."""
+    """What a scaling may read: its own keys in the config, and lengths from other keys."""
 
     given: dict[str, Any]
     max_positions: int  # max_position_embeddings
     original_positions: int  # of pretraining
     rotary_dim: int
-    max_model_len: int | None = None  # the longest sequence that will be asked for; None: max_positions
 
     def number(self, name: str) -> float:
         """Above 0, since everything here is a factor."""
@@ -56,7 +55,7 @@ class RopeScaling(Protocol):
         """[pairs], or [len(positions), pairs]."""
 
 
-def plain_frequencies(theta: float, dim: int) -> torch.Tensor:
+def base_frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / theta ** _exponents(dim)
 
 
@@ -76,7 +75,7 @@ class Unscaled:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        return plain_frequencies(theta, dim)
+        return base_frequencies(theta, dim)
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Linear:
         return math.ceil(max_positions * self.factor)
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        return plain_frequencies(theta, dim) / self.factor
+        return base_frequencies(theta, dim) / self.factor
 
 
 @dataclass(frozen=True)
@@ -155,17 +154,17 @@ class Yarn:
         return max(max_positions, math.ceil(self.original_positions * self.factor))
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        plain = plain_frequencies(theta, dim)
+        base = base_frequencies(theta, dim)
         first, last = self._pair_turning(self.beta_fast, theta, dim), self._pair_turning(self.beta_slow, theta, dim)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
         width = last - first or 0.001
-        stretched = ((torch.arange(len(plain), dtype=torch.float32) - first) / width).clamp(0, 1)
-        return plain / self.factor * stretched + plain * (1 - stretched)
+        stretched = ((torch.arange(len(base), dtype=torch.float32) - first) / width).clamp(0, 1)
+        return base / self.factor * stretched + base * (1 - stretched)
 
     def _pair_turning(self, turns: float, theta: float, dim: int) -> float:
-        """The (fractional) pair that turns so often within the original context."""
+        """The (fractional) pair that makes this many turns within the original context."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -194,43 +193,63 @@ class Llama3:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        plain = plain_frequencies(theta, dim)
-        turns = self.original_positions * plain / (2 * math.pi)  # within the original context
+        base = base_frequencies(theta, dim)
+        turns = self.original_positions * base / (2 * math.pi)  # within the original context
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0.0, 1.0)
-        return plain * kept + plain / self.factor * (1.0 - kept)
+        return base * kept + base / self.factor * (1.0 - kept)
 
 
 @dataclass(frozen=True)
 class LongRope:
-    """One factor per pair, searched for by the model's makers (arXiv 2402.13753)."""
+    """One factor per pair, found by search (arXiv 2402.13753): a list for the original context, another beyond it."""
 
-    factors: tuple[float, ...]
+    short_factor: tuple[float, ...] | None
+    long_factor: tuple[float, ...] | None
     attention_factor: float
+    original_positions: int
+    max_length: int  # of any sequence
+
+    def __post_init__(self) -> None:
+        if self.factors is None:
+            raise ValueError(f"rope parameters of type 'longrope' need a list {self._list_in_use}")
 
     @classmethod
     def read(cls, source: RopeSource) -> Self:
+        if source.given.get("attention_factor") is None:
+            extension = source.extension
+            logs = math.log(extension) / math.log(source.original_positions) if extension > 1 else 0.0
+            attention_factor = math.sqrt(1 + logs)
+        else:
+            attention_factor = source.number("attention_factor")
+        short, long = _factors(source, "short_factor"), _factors(source, "long_factor")
+        return cls(short, long, attention_factor, source.original_positions, source.max_positions)
+
+    def limited_to(self, max_model_len: int) -> "LongRope":
+        return replace(self, max_length=max_model_len)
+
+    @property
+    def _list_in_use(self) -> str:
         # transformers switches from the short to the long factors when a sequence outgrows the original length, which
         # makes its cached keys wrong. As in vLLM, the choice is made once, by the longest sequence that may come: with
         # max_model_len up to the original length all sequences equal transformers', else those beyond it do.
-        longest = source.max_model_len or source.max_positions
-        name = "long_factor" if longest > source.original_positions else "short_factor"
-        factors, attention_factor = _factors(source, name), source.given.get("attention_factor")
-        if attention_factor is None:
-            extension = source.extension
-            logs = math.log(extension) / math.log(source.original_positions) if extension > 1 else 0.0
-            return cls(factors, math.sqrt(1 + logs))
-        return cls(factors, source.number("attention_factor"))
+        return "long_factor" if self.max_length > self.original_positions else "short_factor"
+
+    @property
+    def factors(self) -> tuple[float, ...] | None:
+        return getattr(self, self._list_in_use)
 
     def table_length(self, max_positions: int) -> int:
         return max_positions
 
     def frequencies(self, theta: float, dim: int, positions: torch.Tensor) -> torch.Tensor:
-        return plain_frequencies(theta, dim) / torch.tensor(self.factors, dtype=torch.float32)
+        return base_frequencies(theta, dim) / torch.tensor(self.factors, dtype=torch.float32)
 
 
-def _factors(source: RopeSource, name: str) -> tuple[float, ...]:
+def _factors(source: RopeSource, name: str) -> tuple[float, ...] | None:
     factors, pairs = source.given.get(name), -(-source.rotary_dim // 2)
+    if factors is None:
+        return None
     if not isinstance(factors, list | tuple):
         raise ValueError(f"rope parameters of type 'longrope' need a list {name}: {shown(factors)}")
     if len(factors) != pairs:

@@ -1,6 +1,6 @@
 """Rotary embeddings as a model's config describes them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,11 +8,11 @@ from torch import nn
 
 from quire.attention.base import Angles
 from quire.config.values import finite_number, shown, whole_number
-from quire.layers.rope_scaling import RopeScaling, RopeSource, read_scaling
+from quire.layers.rope_scaling import LongRope, RopeScaling, RopeSource, read_scaling
 
-# Rows of the table computed at a time: float32 temporaries stay small beside a table of a million positions.
+# Rows of the table computed at a time, which keeps float32 temporaries small.
 TABLE_STEP = 16384
-# A table of so many is gigabytes; the longest contexts there are have ten million.
+# Such a table takes gigabytes; the longest contexts of today's models are ten million.
 MAX_POSITIONS = 2**24
 MAX_THETA = 1e15
 
@@ -28,10 +28,7 @@ class RopeParameters:
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], head_dim: int, layer_type: str = "full_attention") -> "RopeParameters":
-        """From `rope_parameters` (transformers 5; may hold one dict per layer type) or `rope_scaling`, `rope_theta`.
-
-        `max_model_len` in `hf` is no key of any config: models/loading/loader.py adds it where the user set a limit.
-        """
+        """From `rope_parameters` (transformers 5; may hold one dict per layer type) or `rope_scaling`, `rope_theta`."""
         given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         given = given.get(layer_type, given) if isinstance(given, dict) else given
         if not isinstance(given, dict):
@@ -46,9 +43,7 @@ class RopeParameters:
         max_positions = whole_number(name, hf.get(name) or 2048, maximum=MAX_POSITIONS)
         name = "original_max_position_embeddings"  # Phi-3 has it beside the rope parameters, where it wins
         original = whole_number(name, hf.get(name) or given.get(name) or max_positions, 2, MAX_POSITIONS)
-        source = RopeSource(
-            given | {"rope_type": rope_type}, max_positions, original, rotary_dim, hf.get("max_model_len")
-        )
+        source = RopeSource(given | {"rope_type": rope_type}, max_positions, original, rotary_dim)
         scaling = read_scaling(rope_type, source)
         length = whole_number(
             "max_position_embeddings, stretched by its rope parameters,",
@@ -56,6 +51,12 @@ class RopeParameters:
             maximum=MAX_POSITIONS,
         )
         return cls(finite_number("rope_theta", theta, above=1.0, maximum=MAX_THETA), rotary_dim, length, scaling)
+
+    def limited_to(self, max_model_len: int) -> "RopeParameters":
+        """The same for sequences of at most `max_model_len` tokens, by which longrope chooses its factors."""
+        if not isinstance(self.scaling, LongRope):
+            return self
+        return replace(self, scaling=self.scaling.limited_to(max_model_len))
 
     @property
     def table_width(self) -> int:

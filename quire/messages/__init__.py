@@ -1,1 +1,1 @@
-"""What crosses a boundary between layers or processes. Importable by all; imports only config."""
+"""Data types that cross layers or processes. Importable by all; imports only config."""

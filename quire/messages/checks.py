@@ -1,5 +1,5 @@
-"""Checks of values that users send. Each raises a ValueError that names the field, the value and what is allowed; what
-passes can be sent to another process."""
+"""Validation of user input. Each check raises a ValueError that names the field, the value and what is allowed; values
+that pass can be sent to another process."""
 
 import itertools
 import math
@@ -10,25 +10,25 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_INT = 2**63 - 1
 MAX_PLAIN_DEPTH = 32  # of nested lists and mappings
 MAX_PLAIN_VALUES = 1 << 16
-MAX_PLAIN_CHARACTERS = 1 << 20  # of all texts in it together
+MAX_PLAIN_CHARACTERS = 1 << 20  # of all strings in it together
 SHOWN_CHARACTERS = 200  # of a value in an error
-SHOWN_BYTES = 1 << 14  # of a value that is written to be cut
+SHOWN_BYTES = 1 << 14  # a larger collection is described, not printed
 SHOWN_KEYS = 8
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it: a long one is cut, and one whose text cannot be made is described."""
+    """A value for an error message: truncated if long, described if it cannot be printed."""
     if isinstance(value, int) and abs(value) > MAX_INT:
         return f"a number of {value.bit_length()} bits"
     is_collection = isinstance(value, (list, tuple, dict, set))
-    if is_collection and (len(value) > SHOWN_CHARACTERS or outsize(value, SHOWN_BYTES, MAX_PLAIN_DEPTH)):
+    if is_collection and (len(value) > SHOWN_CHARACTERS or oversize_reason(value, SHOWN_BYTES, MAX_PLAIN_DEPTH)):
         return f"a {type(value).__name__} of {len(value)} entries"
     if isinstance(value, (str, bytes)) and len(value) > SHOWN_CHARACTERS:
         value = value[:SHOWN_CHARACTERS]
         return f"{value!r}..."
     try:
         text = repr(value)
-    except Exception:  # of an int with more digits than Python writes, somewhere within
+    except Exception:  # e.g. an int inside with more digits than Python prints
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
@@ -40,8 +40,8 @@ def shown_keys(keys: Iterable[Any]) -> str:
     return f"{names} and more" if len(few) > SHOWN_KEYS else names
 
 
-def outsize(value: Any, max_bytes: int, max_depth: int) -> str | None:
-    """How a value would be too large as JSON, which is found without writing it; None if that must show."""
+def oversize_reason(value: Any, max_bytes: int, max_depth: int) -> str | None:
+    """Why a value is too large as JSON, without encoding it; None if it may fit."""
     level, num_bytes = [value], 0
     for _ in range(max_depth + 1):
         below: list[Any] = []
@@ -106,18 +106,18 @@ def check_text(name: str, text: Any, longest: int) -> None:
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Numbers, texts, lists and mappings of such, as JSON has them, of bounded size."""
+    """JSON-like values of bounded size: numbers, strings, lists, mappings."""
     level, num_values, num_characters = [value], 0, 0
     for _ in range(MAX_PLAIN_DEPTH + 1):
         below: list[Any] = []
         for part in level:
             if isinstance(part, (dict, list, tuple)):
                 num_values += 2 * len(part) if isinstance(part, dict) else len(part)
-                if num_values > MAX_PLAIN_VALUES:  # before anything is built of them
+                if num_values > MAX_PLAIN_VALUES:  # before any copy is made
                     raise ValueError(f"{name} has more than {MAX_PLAIN_VALUES} values in it")
             if isinstance(part, dict):
                 if not all(isinstance(key, str) for key in part):
-                    raise ValueError(f"{name} has a mapping whose keys are not all texts; they must be")
+                    raise ValueError(f"{name} has a mapping whose keys are not all strings")
                 below += part.keys()
                 below += part.values()
             elif isinstance(part, (list, tuple)):
@@ -131,7 +131,7 @@ def check_plain(name: str, value: Any) -> None:
                 check(abs(part) <= MAX_INT, name, part, "without whole numbers of more than 64 bits")
             elif part is not None and not isinstance(part, float):
                 raise ValueError(
-                    f"{name} has a {type(part).__name__}; it may hold texts, numbers, true, false, None, lists and "
+                    f"{name} has a {type(part).__name__}; it may hold strings, numbers, true, false, None, lists and "
                     "mappings"
                 )
         if not below:

@@ -1,4 +1,4 @@
-"""KV connectors bring KV-cache blocks from elsewhere and take them there: another engine, a CPU tier, a disk."""
+"""Interfaces of KV connectors, which load and save KV-cache blocks: another engine, a CPU tier, a disk."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ from quire.messages.plan import SchedulerOutput
 
 
 class ConnectorRequest(Protocol):
-    """What a connector may know of a request."""
+    """The request fields that connectors may use."""
 
     request_id: str
     num_prompt_tokens: int
@@ -19,8 +19,8 @@ class SchedulerConnector(Protocol):
     """The scheduler's side. No method may block."""
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
-        """Tokens after `num_computed` whose KV can be brought, and whether that takes longer than the step (the
-        request then waits without running)."""
+        """Tokens after `num_computed` whose KV can be loaded, and whether loading is asynchronous (the request then
+        waits without running)."""
         ...
 
     def update_state_after_alloc(
@@ -28,7 +28,7 @@ class SchedulerConnector(Protocol):
     ) -> None: ...
 
     def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """What the worker's side needs for this plan."""
+        """Metadata for the worker's side, for this plan."""
         ...
 
     def request_finished(self, request: ConnectorRequest, block_ids: list[list[int]]) -> bool:

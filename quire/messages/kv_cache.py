@@ -1,4 +1,4 @@
-"""What a layer needs of the KV cache, and how the cache is laid out for a model."""
+"""KV-cache specification per layer, and the layout of a model's cache."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace

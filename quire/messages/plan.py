@@ -1,7 +1,7 @@
-"""The scheduler's plan for one step, and what the runner answers.
+"""The scheduler's plan for one step, and the model runner's output.
 
-The worker keeps a row of state per request, so a plan holds only what changed since the last one, and how many tokens
-each row advances.
+The worker keeps a row of state per request, so a plan holds only changes since the last one, and the number of tokens
+scheduled per row.
 """
 
 from dataclasses import dataclass, field
@@ -17,22 +17,22 @@ NO_ROWS = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class NewRow:
-    """A request enters a row: for the first time, or again after preemption."""
+    """A request is assigned a row: for the first time, or when resumed after preemption."""
 
     row: int
     request_id: str
-    token_ids: np.ndarray  # int32: prompt, and what was generated before a preemption
+    token_ids: np.ndarray  # int32: prompt, and tokens generated before a preemption
     num_computed: int
     block_ids: list[list[int]]  # per group
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
-    stop_ids: list[int]  # tokens that end it
+    stop_ids: list[int]  # tokens that finish it
 
 
 @dataclass(slots=True)
 class BlockAppends:
-    """Blocks added to rows that run already: four columns of equal length."""
+    """Blocks appended to running rows: four columns of equal length."""
 
     rows: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
@@ -50,17 +50,13 @@ class BlockAppends:
 class SchedulerOutput:
     step: int
     rows: np.ndarray  # [n] int32
-    num_tokens: np.ndarray  # [n] int32: how far each row advances
-    finished_rows: list[int]  # rows to forget, before new ones are made
+    num_tokens: np.ndarray  # [n] int32: scheduled tokens per row
+    finished_rows: list[int]  # rows to free, before new ones are assigned
     new_rows: list[NewRow]
     appended: BlockAppends
-    block_copies: list[tuple[int, int]]  # (source, destination), before anything is written
+    block_copies: list[tuple[int, int]]  # (source, destination), before any KV is written
     common_prefix_blocks: tuple[int, ...]  # per group, leading blocks of the same content in all rows
     connector_meta: Any = None
-    # Slots for what comes later, so that no boundary changes when it does.
-    drafts: Any = None
-    encoder_inputs: Any = None
-    lora_ids: Any = None
 
     @property
     def total_tokens(self) -> int:
@@ -69,19 +65,19 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class GrammarMask:
-    """What grammars allow some of a plan's rows."""
+    """Tokens that grammars allow, for some of a plan's rows."""
 
-    places: np.ndarray  # [m] int64: which rows of the plan
+    places: np.ndarray  # [m] int64: indices into the plan's rows
     bitmask: np.ndarray  # [m, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 allows token t
 
 
 class DeviceLostError(RuntimeError):
-    """A step failed, and so would all others: the engine must end."""
+    """The device is unusable after a failed step: the engine must exit."""
 
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """One result per plan row. Rows that have not reached their last known token sampled nothing of worth."""
+    """One result per plan row. The sampled token is discarded for rows with known tokens left to compute."""
 
     token_ids: np.ndarray  # [n, 1 + k] int32
     num_sampled: np.ndarray  # [n] int32

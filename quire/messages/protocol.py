@@ -1,7 +1,7 @@
-"""What front ends and an engine process say to each other, and how it becomes bytes.
+"""Messages between front ends and an engine process, and their encoding.
 
-msgpack of typed structs: nothing that is received can name code to run. Arrays of some size travel as frames of their
-own, uncopied.
+msgpack of typed structs: received data cannot name code to run. Large arrays are sent as separate frames, without a
+copy.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ import numpy as np
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from quire.messages.sampling_params import MAX_N
 
-INLINE_BYTES = 1024  # a smaller array costs less inside the message than as a frame
+INLINE_BYTES = 1024  # smaller arrays are cheaper inside the message
 ARRAY_KINDS = "biuf"
-CLIENT_SHIFT = 40  # a request's index is (client << CLIENT_SHIFT) + a number of the client's own
+CLIENT_SHIFT = 40  # a request's index is (client << CLIENT_SHIFT) + the client's own counter
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A front end's first word: where it listens, and the number of its range of request indices. Without a number it
-    only hears of the engine's beginning and end."""
+    """Registers a front end: its address, and the number of its range of request indices. Without a number it only
+    receives Ready and Dead."""
 
     output_address: str
     client: int | None = 0
 
 
 class Goodbye(msgspec.Struct, tag=True):
-    """A front end has gone, by its own word or by that of who saw it die: nobody waits for its requests."""
+    """Unregisters a front end, sent by itself or by its supervisor: its requests are aborted."""
 
     client: int
 
@@ -42,14 +42,14 @@ class FinishRequests(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """Something to do once, answered with a Result of the same number."""
+    """A remote call; the reply is a Result of the same number."""
 
     number: int
-    name: str  # one of those the engine process lists
+    name: str  # must be registered in the engine process
 
 
 class Watch(msgspec.Struct, tag=True):
-    """A front end listens from now on, and wants heartbeats. Not earlier: they would pile up."""
+    """A front end reads messages from now on: start its heartbeats. Earlier ones would pile up."""
 
     client: int
 
@@ -58,18 +58,27 @@ class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
+class EngineSummary(msgspec.Struct):
+    """What the start-up log says, in words."""
+
+    device: str  # with the model's size, precision and kernels
+    kv_cache: str
+
+    def lines(self, model_name: str) -> tuple[str, str]:
+        return f"{model_name} · {self.device}", self.kv_cache
+
+
 class Ready(msgspec.Struct, tag=True):
-    """The engine can serve."""
+    """The engine is ready to serve."""
 
     max_model_len: int
-    summary: list[str]  # for the start-up lines
+    summary: EngineSummary
     num_blocks: int = 0  # of the KV cache
     max_num_seqs: int = 0  # that can run at a time
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """The engine process runs. `step_seconds` is how long its loop has been at what it does now; 0 if that is waiting
-    for work."""
+    """The engine process is alive. `step_seconds` is the duration of the current step so far; 0 if idle."""
 
     step_seconds: float = 0.0
 
@@ -85,7 +94,7 @@ class Result(msgspec.Struct, tag=True):
 
 
 class Dead(msgspec.Struct, tag=True):
-    """The engine's last word."""
+    """The engine's last message, with the cause of its exit."""
 
     cause: str
 
@@ -96,10 +105,10 @@ FromEngine = Ready | Heartbeat | Outputs | Result | Dead
 
 @dataclass(slots=True)
 class Unreadable:
-    """A message that an engine process cannot decode, and who waits for an answer to it."""
+    """A message that an engine process cannot decode, and the requests and calls in it that must be failed."""
 
     cause: str
-    indices: list[int]  # of sequences that it asks for
+    indices: list[int]  # of its sequences
     calls: list[int]
 
     @classmethod
@@ -113,15 +122,15 @@ class Unreadable:
                 first, count = int(request["index"]), int(request["params"].get("n", 1))
                 found.indices += range(first, first + min(max(count, 1), MAX_N))
         except (msgspec.MsgspecError, TypeError, ValueError, LookupError, AttributeError):
-            pass  # not even that can be read: no front end of ours wrote it
+            pass  # unreadable: not from one of our front ends
         return found
 
 
 class Codec:
-    """Messages to and from lists of frames: the msgpack first, then the large arrays it mentions."""
+    """Encodes messages as lists of frames: the msgpack first, then its large arrays."""
 
     def __init__(self, received: Any) -> None:
-        """`received` is the union of message types that this side takes."""
+        """`received` is the union of message types that this side accepts."""
         self._frames: list[memoryview] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
         self._received: Sequence[Any] = ()

@@ -1,4 +1,4 @@
-"""Front end to core and back. Outputs are columns, so that a step of 256 requests is a few arrays."""
+"""Requests from front end to core, and outputs back. Outputs are columns, so a step of 256 requests is a few arrays."""
 
 import copy
 import enum
@@ -25,10 +25,10 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorKind(enum.StrEnum):
-    """What kind of error ended a request: it decides what a client may be told."""
+    """The kind of error that ended a request: it decides what the client sees."""
 
-    INVALID = "invalid_request"  # the message is for whoever sent the request
-    BUSY = "busy"  # so is this one; the same request may be served later
+    INVALID = "invalid_request"  # the message is shown to the client
+    BUSY = "busy"  # shown too; the client may retry
     OUT_OF_MEMORY = "out_of_memory"
     NOT_A_NUMBER = "not_a_number"  # in the logits
     INTERNAL = "internal"
@@ -44,20 +44,20 @@ def invalid(message: str) -> RequestError:
 
 
 def failure_of(error: BaseException) -> RequestError:
-    """What ended a request, where that was none of its own doing."""
+    """The error of a request that failed through no fault of its own."""
     message = f"{type(error).__name__}: {error}"
     out_of_memory = isinstance(error, MemoryError) or "out of memory" in message.lower()
     return RequestError(ErrorKind.OUT_OF_MEMORY if out_of_memory else ErrorKind.INTERNAL, sendable(message))
 
 
 def sendable(text: str) -> str:
-    """Without halves of surrogate pairs, which no message can hold, and of bounded length."""
+    """Truncated, and without lone surrogates, which cannot be encoded."""
     return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
 
 
 class EngineCoreRequest(msgspec.Struct):
     """A tokenized, validated request for `params.n` completions, or one of its sequences. `index` is the front end's
-    own number for it and names it in outputs; a request's sequences have consecutive ones."""
+    number for it, used in outputs; a request's sequences have consecutive ones."""
 
     request_id: str
     index: int
@@ -72,10 +72,12 @@ class EngineCoreRequest(msgspec.Struct):
     fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
 
     def sequences(self) -> Iterator["EngineCoreRequest"]:
-        """One for each completion: the first computes the prompt, the others fork from it. Prompt and parameters are
-        sent once and shared by all."""
+        """One per completion: the first computes the prompt, the others fork from it. Prompt and parameters are sent
+        once and shared."""
         yield self
-        forked = self.params if self.params.prompt_logprobs is None else self.params.with_known(prompt_logprobs=None)
+        forked = self.params
+        if forked.prompt_logprobs is not None:
+            forked = forked.replace_unchecked(prompt_logprobs=None)
         for i in range(1, self.params.n):
             sibling = copy.copy(self)
             sibling.request_id, sibling.index = sequence_id(self.request_id, i), self.index + i
@@ -83,9 +85,9 @@ class EngineCoreRequest(msgspec.Struct):
             yield sibling
 
 
-def sequence_id(request_id: str, place: int) -> str:
-    """The core's id of one of a request's completions."""
-    return f"{request_id}\0{place}" if place else request_id
+def sequence_id(request_id: str, number: int) -> str:
+    """The core's id of a request's n-th completion."""
+    return f"{request_id}\0{number}" if number else request_id
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -97,7 +99,7 @@ def child_seed(seed: int, child: int) -> int:
 
 
 class Logprobs(msgspec.Struct):
-    """Rows that asked for logprobs: the sampled token first, then the top ones, best first."""
+    """Rows that requested logprobs: the sampled token first, then the top ones, best first."""
 
     position: np.ndarray  # [m] which output row
     token_ids: np.ndarray  # [m, 1 + k]
@@ -119,24 +121,24 @@ STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 
 class SchedulerStats(msgspec.Struct):
-    """The engine's own numbers, the same for all its front ends; the newest are right."""
+    """Engine-wide statistics, the same for all front ends; the newest are valid."""
 
-    time: float = 0.0  # of the monotonic clock, which all processes of a machine share
+    time: float = 0.0  # monotonic clock, shared by all processes of a machine
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
-    step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)  # steps by size, up to each bound and beyond
+    step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)  # steps per bucket; the last is unbounded
     step_tokens_sum: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct):
-    """One step's news, one row per request that got tokens or ended."""
+    """One step's results, one row per request that got tokens or finished."""
 
     index: np.ndarray  # [n] int64
-    token_ids: np.ndarray  # [m] int32, the rows' new tokens one after the other
+    token_ids: np.ndarray  # [m] int32, the rows' new tokens, concatenated
     offsets: np.ndarray  # [n + 1] int32
     finish: np.ndarray  # [n] int8, FinishReason
     num_cached: np.ndarray  # [n] int32, prompt tokens that came from the prefix cache
@@ -149,7 +151,7 @@ class EngineCoreOutputs(msgspec.Struct):
 
     @classmethod
     def ended(cls, index: list[int], reason: FinishReason, error: RequestError | None = None) -> "EngineCoreOutputs":
-        """Requests that end without a new token."""
+        """Requests that finish without a new token."""
         n = len(index)
         return cls(
             index=np.asarray(index, np.int64),
@@ -163,7 +165,7 @@ class EngineCoreOutputs(msgspec.Struct):
     def select(self, low: int, high: int) -> "EngineCoreOutputs":
         """The part about requests with low <= index < high."""
         rows = np.flatnonzero((self.index >= low) & (self.index < high))
-        place = {int(row): i for i, row in enumerate(rows)}
+        new_row = {int(row): i for i, row in enumerate(rows)}
         lengths = np.diff(self.offsets)
         offsets = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(lengths[rows], out=offsets[1:])
@@ -183,9 +185,9 @@ class EngineCoreOutputs(msgspec.Struct):
             offsets=offsets,
             finish=self.finish[rows],
             num_cached=self.num_cached[rows],
-            stop_reasons={place[row]: reason for row, reason in self.stop_reasons.items() if row in place},
-            errors={place[row]: error for row, error in self.errors.items() if row in place},
-            scheduled={place[row]: at for row, at in self.scheduled.items() if row in place},
+            stop_reasons={new_row[row]: reason for row, reason in self.stop_reasons.items() if row in new_row},
+            errors={new_row[row]: error for row, error in self.errors.items() if row in new_row},
+            scheduled={new_row[row]: at for row, at in self.scheduled.items() if row in new_row},
             logprobs=logprobs,
             prompt_logprobs=[part for part in self.prompt_logprobs if low <= part.owner < high],
             stats=self.stats,

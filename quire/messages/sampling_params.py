@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen."""
+"""Sampling parameters of a request."""
 
 import copy
 import enum
@@ -30,10 +30,10 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_PATTERN = 512
-MAX_TEMPERATURE = 1e4  # logits divided by more differ by nothing any more
+MAX_TEMPERATURE = 1e4  # a higher one makes all tokens equally likely
 MAX_COUNT = 2**31 - 1  # of tokens
-MAX_ALLOWED_TOKEN_IDS = 1 << 20  # more than any vocabulary has
-MAX_TAG_TOKENS = 256  # of the start or end of reasoning
+MAX_ALLOWED_TOKEN_IDS = 1 << 20  # larger than any vocabulary
+MAX_TAG_TOKENS = 256  # of a reasoning tag
 MAX_VISIBLE_TOKEN_IDS = 4096
 MOST_ENTRIES = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "bad_words": MAX_BAD_WORDS}
 SWITCHES = (
@@ -52,7 +52,7 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True):
-    """End a request whose last tokens repeat one pattern of min_pattern_size to max_pattern_size tokens min_count
+    """Finish a request whose last tokens repeat one pattern of min_pattern_size to max_pattern_size tokens min_count
     times."""
 
     max_pattern_size: int
@@ -66,11 +66,11 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
 
 
 class ReasoningTokens(msgspec.Struct, kw_only=True):
-    """How a model's reasoning looks in tokens."""
+    """The tokens of a model's reasoning tags."""
 
     start: list[int]
     end: list[int]
-    open: bool | None = None  # the answer begins inside it, after it, or (None) with `start` if it has any
+    open: bool | None = None  # whether the output starts inside the reasoning; None: it may begin with `start`
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
@@ -103,22 +103,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the model takes
+    truncate_prompt_tokens: int | None = None  # keep the last N; -1: up to the model's limit
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     repetition_detection: RepetitionDetection | None = None
-    extra_args: dict[str, Any] | None = None  # for logits processors of users
+    extra_args: dict[str, Any] | None = None  # for custom logits processors
 
     structured_outputs: StructuredOutputsParams | None = None
-    guided_decoding: StructuredOutputsParams | None = None  # vLLM's former name for the same
+    guided_decoding: StructuredOutputsParams | None = None  # vLLM's deprecated name
 
-    thinking_token_budget: int | None = None  # after so many tokens of reasoning its end is forced
+    thinking_token_budget: int | None = None  # reasoning tokens before the end tag is forced
 
-    # Filled in by those who have the tokenizer and know the model's format
+    # Filled in by the front end, which has the tokenizer and the model's format
     bad_words_token_ids: list[list[int]] = []
-    visible_token_ids: list[int] = []  # special tokens that are part of the text all the same
+    visible_token_ids: list[int] = []  # special tokens that are not skipped in the text
     reasoning: ReasoningTokens | None = None
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 self.repetition_detection = RepetitionDetection(**self.repetition_detection)
             except TypeError:
                 names = "max_pattern_size, min_pattern_size and min_count"
-                raise ValueError(f"repetition_detection takes {names}, and needs the first") from None
+                raise ValueError(f"repetition_detection has {names}; the first is required") from None
         for name, kind in (("repetition_detection", RepetitionDetection), ("reasoning", ReasoningTokens)):
             value = getattr(self, name)
             check(value is None or isinstance(value, kind), name, value, f"None or {kind.__name__}")
@@ -149,17 +149,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"output_kind is {shown(self.output_kind)}; it must be a RequestOutputKind") from None
         for name in SWITCHES:
             check_bool(name, getattr(self, name))
-        self._take_structured()
+        self._merge_structured()
         self._check_numbers()
         self._check_tokens()
         self._check_stops()
         if self.n > 1 and self.greedy:
             raise ValueError(f"n is {self.n} with temperature 0: greedy outputs would all be equal; use n=1")
 
-    def _take_structured(self) -> None:
+    def _merge_structured(self) -> None:
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
-                raise ValueError("guided_decoding is the former name of structured_outputs; give only one of them")
+                raise ValueError("guided_decoding is a deprecated name of structured_outputs; give only one of them")
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         self.structured_outputs = as_structured(self.structured_outputs)
         if self.structured_outputs is not None and self.allowed_token_ids is not None:
@@ -219,31 +219,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             check_count(name, texts, most)
             for text in texts:
                 if not isinstance(text, str) or not text:
-                    raise ValueError(f"{name} has {shown(text)}; its entries must be texts that are not empty")
+                    raise ValueError(f"{name} has {shown(text)}; its entries must be non-empty strings")
                 if len(text) > longest:
                     raise ValueError(f"{name} has an entry of {len(text)} characters; at most {longest} are allowed")
                 check_text(name, text, longest)
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are found in the text: they need detokenize=True")
+            raise ValueError("stop strings are matched in the text: they need detokenize=True")
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
 
     def replace(self, **changes: Any) -> "SamplingParams":
-        """A copy with other values, checked as a new one is."""
+        """A copy with other values, validated."""
         return msgspec.structs.replace(self, **changes)
 
-    def with_known(self, **changes: Any) -> "SamplingParams":
-        """A copy with values that need no check: checking a long list of tokens again would cost milliseconds."""
-        made = copy.copy(self)
+    def replace_unchecked(self, **changes: Any) -> "SamplingParams":
+        """A copy with trusted values: validating a long list of tokens again would cost milliseconds."""
+        copied = copy.copy(self)
         for name, value in changes.items():
-            setattr(made, name, value)
-        return made
+            setattr(copied, name, value)
+        return copied
 
 
 def as_list(name: str, values: Any, most: int) -> list[Any]:
-    """A copy, of no more than is allowed."""
+    """A copy as a list of at most `most` entries."""
     if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__iter__"):
         raise ValueError(f"{name} is {shown(values)}; it must be a list")
     if not hasattr(values, "__len__"):
@@ -253,11 +253,11 @@ def as_list(name: str, values: Any, most: int) -> list[Any]:
 
 
 def as_bias(values: Any) -> dict[int, float]:
-    """JSON has no whole numbers as keys: "5" counts as 5."""
+    """JSON keys are strings: "5" counts as 5."""
     if not isinstance(values, dict):
         raise ValueError(f"logit_bias is {shown(values)}; it must be a mapping of token ids to numbers")
     check_count("logit_bias", values, MAX_LOGIT_BIAS)
     try:
         return {int(token) if isinstance(token, str) else token: bias for token, bias in values.items()}
     except ValueError:
-        raise ValueError("logit_bias has a key that is no token id; it must map token ids to numbers") from None
+        raise ValueError("logit_bias has a key that is not a token id; it must map token ids to numbers") from None

@@ -1,15 +1,15 @@
-"""The form a request's output must have: exactly one of several kinds, checked here as far as that is cheap."""
+"""Structured-output parameters of a request: exactly one kind of constraint; cheap checks are made here."""
 
 import json
 from typing import Any
 
 import msgspec
 
-from quire.messages.checks import outsize, shown, shown_keys
+from quire.messages.checks import oversize_reason, shown, shown_keys
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
-# The fields of the HTTP API that ask for a form; an error names the one that was used.
+# The HTTP API's structured-output fields; errors name the one that was used.
 FIELDS = (
     "structured_outputs",
     "response_format",
@@ -27,7 +27,7 @@ MAX_DEPTH = 64  # of nested objects and lists in a schema
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """vLLM's names. `json` is a schema, as an object or as its text; `grammar` is EBNF (`root ::= ...`) or Lark
+    """vLLM's names. `json` is a schema, as an object or as JSON text; `grammar` is EBNF (`root ::= ...`) or Lark
     (`start: ...`)."""
 
     json: Any = None
@@ -37,16 +37,16 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: str | None = None
     structural_tag: Any = None
     backend: str | None = None  # default: the engine's
-    whitespace_pattern: str | None = None  # between the parts of JSON
+    whitespace_pattern: str | None = None  # between JSON tokens
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     disable_fallback: bool = False  # with backend "auto": only the first choice
 
-    field: str = "structured_outputs"  # what the user calls this, for errors
+    field: str = "structured_outputs"  # the request's field, for errors
     checked: bool = False
 
     def __post_init__(self) -> None:
-        if self.checked:  # it has come from another process
+        if self.checked:  # it was received from another process
             return
         if self.json is False:
             self._refuse("the schema false allows no output")
@@ -77,14 +77,14 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """What is to be compiled, as one text."""
+        """The source to compile."""
         value = getattr(self, self.kind)
         if self.kind == "json_object":
             return '{"type":"object"}'
         return json.dumps(value, ensure_ascii=False) if self.kind == "choice" else str(value)
 
     def key(self, backend: str) -> tuple[object, ...]:
-        """Equal for what compiles to the same."""
+        """A cache key: equal if the compiled grammar is."""
         options = (self.whitespace_pattern, self.disable_any_whitespace, self.disable_additional_properties)
         return (backend, self.kind, self.text, *options)
 
@@ -97,7 +97,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 self._refuse(f"{name} is not valid JSON: {error}")
         if not isinstance(value, types):
             self._refuse(f"{name} must be a JSON object, got {type(value).__name__}")
-        if reason := outsize(value, MAX_TEXT, MAX_DEPTH):
+        if reason := oversize_reason(value, MAX_TEXT, MAX_DEPTH):
             self._refuse(f"{name} {reason}")
         try:
             # The order of properties is the order in which they are generated.
@@ -111,12 +111,12 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if isinstance(choice, list) and len(choice) > MAX_CHOICES:
             self._refuse(f"choice has {len(choice)} entries; at most {MAX_CHOICES} are allowed")
         if not isinstance(choice, list) or not choice or not all(isinstance(c, str) and c for c in choice):
-            self._refuse("choice must be a list of at least one text, none of them empty")
+            self._refuse("choice must be a non-empty list of non-empty strings")
         self._check_text("choice", "".join(choice), MAX_TEXT)
 
     def _check_text(self, name: str, text: Any, longest: int) -> None:
         if not isinstance(text, str) or not text:
-            self._refuse(f"{name} must be a text that is not empty")
+            self._refuse(f"{name} must be a non-empty string")
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
@@ -129,7 +129,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def as_structured(value: Any) -> StructuredOutputsParams | None:
-    """Also from a mapping with the same names."""
+    """Also accepts a dict with the same keys."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):

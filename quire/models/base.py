@@ -1,4 +1,4 @@
-"""What the engine asks of a model, whoever wrote it."""
+"""The interface between the engine and a model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,22 +14,22 @@ class LanguageModel(Protocol):
     """A causal language model over paged attention, loaded and ready (`models/loading/loader.py`)."""
 
     num_parameters: int
-    kernel_row_counts: tuple[int, ...]  # numbers of tokens from which on other kernels serve; they are compiled ahead
+    kernel_row_counts: tuple[int, ...]  # token counts at which kernels change; each range is compiled ahead
 
     @property
     def embed_tokens(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Ids [N] -> [N, hidden], as `forward` begins. Small steps on a CPU are recorded behind it; None: the model is
-        not made of our kernels alone, and there is nothing to record."""
+        """Ids [N] -> [N, hidden], the start of `forward`. Small steps on a CPU are recorded from there on and replayed;
+        None: the model does not consist of our kernels alone, so steps cannot be recorded."""
         ...
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the model has embeddings for; None: any."""
+        """Number of positions that the model has embeddings for; None: no limit."""
         ...
 
     @property
     def capturable(self) -> bool:
-        """Whether a step needs the host for nothing, so that a CUDA graph can hold it."""
+        """Whether a step runs without the host, so that a CUDA graph can capture it."""
         ...
 
     def __call__(
@@ -48,11 +48,11 @@ class LanguageModel(Protocol):
         ...
 
     def attention_layers(self) -> list[Attention]:
-        """In the order of their layer_index."""
+        """Ordered by layer_index."""
         ...
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
-        """Inside, the model has one layer for each kind: what differs in kernels, but not in numbers."""
+        """Inside, the model has one layer of each kind: layers of a kind differ only in weights, not in kernels."""
         ...
 
     def eval(self) -> Any: ...

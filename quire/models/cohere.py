@@ -12,7 +12,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": 
 
 
 class CohereForCausalLM(DecoderModel):
-    """Command R, Aya: attention and MLP read one LayerNorm without bias; rotary pairs are neighbours."""
+    """Command R, Aya: attention and MLP read one LayerNorm without bias; rotary pairs are interleaved."""
 
     def family_weights(self) -> WeightMap:
         order = halves_from_pairs(self.config.head_dim)
@@ -49,6 +49,6 @@ class Cohere2ForCausalLM(CohereForCausalLM):
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
         types = layer_types(hf, full_every=hf.get("sliding_window_pattern") or 4)
-        plain = cls.configure_with(hf, windows=windows_of_types(types, hf.get("sliding_window", 4096)))
-        ropes = (rope if kind == SLIDING else None for rope, kind in zip(plain.ropes, types, strict=True))
-        return replace(plain, ropes=tuple(ropes))
+        base = cls.configure_with(hf, windows=windows_of_types(types, hf.get("sliding_window", 4096)))
+        ropes = (rope if kind == SLIDING else None for rope, kind in zip(base.ropes, types, strict=True))
+        return replace(base, ropes=tuple(ropes))

@@ -1,4 +1,4 @@
-"""What a model's config may say. Kernels take sizes as they come, so nothing is built from one that was not checked."""
+"""Validates sizes in a model's config: kernels do not check them, so every config is checked before building."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ MAX_EXPERTS = 4096
 MAX_PARAMETERS = 2**44
 MAX_SCALE = 1e9
 
-# By the names of all families; null or missing is for the family to judge.
+# Keys of all families; null and missing keys are handled by the family.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"), MAX_HEADS),
@@ -27,9 +27,7 @@ SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), MAX_WIDTH),
     "vocab_size": MAX_VOCAB,
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), MAX_EXPERTS),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "original_max_position_embeddings", "max_model_len"), MAX_POSITIONS
-    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     **dict.fromkeys(("sliding_window_pattern", "decoder_sparse_step", "no_rope_layer_interval"), MAX_LAYERS),
 }
 COUNTS = {"max_window_layers": MAX_LAYERS, "shared_expert_intermediate_size": MAX_WIDTH}
@@ -39,22 +37,22 @@ LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
 
 
 def check_keys(hf: dict[str, Any]) -> None:
-    """Of a family of ours, before the family reads them."""
-    given = {name: value for name, value in hf.items() if value is not None}
-    for name in SIZES.keys() & given.keys():
-        whole_number(name, given[name], maximum=SIZES[name])
-    for name in COUNTS.keys() & given.keys():
-        whole_number(name, given[name], minimum=0, maximum=COUNTS[name])
-    for name in given.keys() & set(POSITIVE):
-        finite_number(name, given[name], above=0.0, maximum=MAX_THETA)
+    """Check the keys of an HF config before the family reads them."""
+    present = {name: value for name, value in hf.items() if value is not None}
+    for name in SIZES.keys() & present.keys():
+        whole_number(name, present[name], maximum=SIZES[name])
+    for name in COUNTS.keys() & present.keys():
+        whole_number(name, present[name], minimum=0, maximum=COUNTS[name])
+    for name in present.keys() & set(POSITIVE):
+        finite_number(name, present[name], above=0.0, maximum=MAX_THETA)
     for names, kind, called in ((OBJECTS, dict, "an object"), (LISTS, list, "a list")):
-        for name in given.keys() & set(names):
-            if not isinstance(given[name], kind):
-                raise ValueError(f"{name} is {shown(given[name])}; it must be {called}")
+        for name in present.keys() & set(names):
+            if not isinstance(present[name], kind):
+                raise ValueError(f"{name} is {shown(present[name])}; it must be {called}")
 
 
 def check_decoder(c: "DecoderConfig") -> None:
-    """All sizes that a decoder is built with, whoever derived them."""
+    """Check all sizes that a decoder is built with, read or derived."""
     sizes = {
         "vocab_size": (c.vocab_size, MAX_VOCAB),
         "hidden_size": (c.hidden_size, MAX_WIDTH),
@@ -80,7 +78,7 @@ def check_decoder(c: "DecoderConfig") -> None:
         if rope is not None and rope.table_width > c.head_dim:
             raise ValueError(
                 f"{rope.table_width} elements of each head are rotated, but head_dim is {c.head_dim}; "
-                "partial_rotary_factor and head_dim must leave an even number of at most as many"
+                "partial_rotary_factor and head_dim must give an even number that is not larger"
             )
     _check_numbers(c)
     if (count := count_parameters(c)) > MAX_PARAMETERS:
@@ -109,7 +107,7 @@ def _check_numbers(c: "DecoderConfig") -> None:
 
 
 def count_parameters(c: "DecoderConfig") -> int:
-    """Experts aside."""
+    """Without experts."""
     attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
     layer = attention + c.hidden_size * c.intermediate_size * (3 if c.gated else 2)
     return c.hidden_size * (2 * c.vocab_size + c.num_positions) + c.num_layers * layer

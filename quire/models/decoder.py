@@ -1,4 +1,4 @@
-"""The decoder that Llama and its relatives share. A family is this plus the differences it declares."""
+"""The decoder shared by Llama-like models. A family is this plus the differences it declares."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,15 +12,13 @@ from quire.checkpoint.tensors import CheckpointTensor
 from quire.kernels.add import add_rows
 from quire.layers.attention import Attention
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.parallel import SINGLE, TensorParallel
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config_checks import check_keys
 from quire.models.decoder_config import DecoderConfig
-from quire.models.decoder_layers import MLP, Build, DecoderLayer, FeedForward
+from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward
 from quire.models.loading.weight_map import Rule, WeightMap
-from quire.quantization.base import Quantization
-from quire.quantization.packed import packed_weights
-from quire.quantization.unquantized import UNQUANTIZED
+from quire.models.options import ModelOptions
+from quire.quantization.block_quantized import block_quantized_weights
 
 DECODER_WEIGHTS = WeightMap(
     rules=(
@@ -48,37 +46,37 @@ QK_NORMS = (
     Rule("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.self_attn.k_norm.weight"),
 )
 
-# A tied head may be packed in addition to the embedding while the copy keeps memory below 1.3 times the weights.
+# Packing a tied head copies the embedding: only done while that keeps memory below 1.3 times the weights.
 MAX_EXTRA_FOR_TIED_HEAD = 0.28
 
 
 @runtime_checkable
-class Processed(Protocol):
-    """A layer whose weights take another form once they are loaded: linears, experts."""
+class HasProcessAfterLoading(Protocol):
+    """A layer whose weights are converted once they are loaded: linears, experts."""
 
     def process_after_loading(self) -> None: ...
 
 
 class DecoderModel(nn.Module):
-    """A decoder-only language model. A family overrides `configure` and, where names differ, `weights` or
-    `family_weights`; one whose layers are no plain MLPs also `make_mlp`."""
+    """A decoder-only language model. A family overrides `configure` and, where tensor names differ, `weights` or
+    `family_weights`; one with other blocks than MLPs also `make_mlp`."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS
     num_parameters: int
     capturable = True
-    leaves_panels_only = True  # where the layers do
-    mapped_bytes = 0  # of weights that are a file's pages (models/loading/packed_cache.py)
+    leaves_panels_only = True  # if its layers do (models/loading/packed_cache.py)
+    mapped_bytes = 0  # of weights mapped from the packed cache (models/loading/packed_cache.py)
     max_fused_rows = 0
     kernel_row_counts: tuple[int, ...] = ()
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
-        """The family's reading of its Hugging Face config."""
+        """Translate the family's Hugging Face config."""
         return DecoderConfig.from_hf(hf)
 
     @classmethod
     def read_config(cls, hf: dict[str, Any]) -> DecoderConfig:
-        """As `configure`, of a config that may hold anything: what is wrong with it is a ValueError."""
+        """`configure` for an untrusted config: any error in it is a ValueError."""
         try:
             check_keys(hf)
             return cls.configure(hf)
@@ -88,44 +86,41 @@ class DecoderModel(nn.Module):
             raise ValueError(f"the model's config has a value of a wrong type: {error}") from error
 
     def family_weights(self) -> WeightMap:
-        """Where rules depend on the configuration."""
+        """Override where rules depend on the config."""
         return self.weights
 
-    def regrouped(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        """Where one parameter is several tensors in the checkpoint."""
+    def regroup_tensors(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+        """Override where one parameter is stored as several tensors in the checkpoint."""
         return tensors
 
-    def make_mlp(self, build: Build, layer: int) -> FeedForward:
+    def make_mlp(self, build: BuildContext, layer: int) -> FeedForward:
         return MLP(build, layer)
 
     def __init__(
         self,
-        hf: dict[str, Any],
-        dtype: torch.dtype,
-        device: torch.device,
-        tp: TensorParallel = SINGLE,
-        quantization: Quantization = UNQUANTIZED,
+        hf: dict[str, Any],  # the checkpoint's config
+        options: ModelOptions,
     ) -> None:
-        """Parameters are left uninitialised; models/loading/fill.py fills them."""
+        """Parameters are left uninitialised; models/loading/weight_loader.py loads them."""
         super().__init__()
         self.hf = hf
-        self.config = c = self.read_config(hf)
-        build = Build(c, dtype, device, tp, quantization)
+        self.config = c = self.read_config(hf).limited_to(options.max_model_len)
+        build, dtype, device = BuildContext(c, options), options.dtype, options.device
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
-        self.embed_tokens = VocabEmbedding(*vocab, quantization.vocab_method(), c.embed_scale)
+        self.embed_tokens = VocabEmbedding(*vocab, options.quantization.vocab_method(), c.embed_scale)
         rows = c.num_positions + c.position_offset
         self.embed_positions = VocabEmbedding(rows, c.hidden_size, dtype, device) if c.num_positions else None
         self.layers = nn.ModuleList(DecoderLayer(build, i, self.make_mlp(build, i)) for i in range(c.num_layers))
         self.norm = build.norm()
         tied_to = self.embed_tokens if c.tie_word_embeddings else None
-        self.lm_head = LMHead(*vocab, tied_to, quantization.vocab_method())
+        self.lm_head = LMHead(*vocab, tied_to, options.quantization.vocab_method())
         distinct = [rope for rope in dict.fromkeys(c.ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
         self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in c.ropes]
 
     @property
     def max_positions(self) -> int | None:
-        """Kernels look positions up without asking whether they are there."""
+        """Kernels do not check that a position is within their table."""
         lengths = [rope.max_positions for rope in self.config.ropes if rope is not None]
         lengths += [self.config.num_positions] if self.config.num_positions else []
         return min(lengths, default=None)
@@ -172,7 +167,7 @@ class DecoderModel(nn.Module):
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Inside, the model has one layer of each kind: what differs in kernels, but not in numbers."""
+        """Inside, the model has one layer of each kind: layers of a kind differ only in weights."""
         layers, rotaries = self.layers, self.rotary_of_layer
         kinds = {(layer.kind, rotaries[i]): i for i, layer in enumerate(self._layers())}
         self.layers = nn.ModuleList(layers[i] for i in kinds.values())
@@ -188,14 +183,14 @@ class DecoderModel(nn.Module):
         return weights.ignoring(*self.head_names()) if self.lm_head.tied else weights
 
     def head_names(self) -> tuple[str, ...]:
-        """What checkpoints may call the head."""
+        """Names of the head in checkpoints."""
         return tuple(self.family_weights().names_of("lm_head.weight"))
 
     def check_tied_head(self, head: CheckpointTensor) -> None:
-        """A head that the config calls a copy of the embedding must be one."""
+        """ValueError if a head that the config declares tied differs from the embedding."""
         embedding = getattr(self.embed_tokens, "weight", None)
         if embedding is None:
-            return  # packed, from a GGUF, which has no such copy
+            return  # block-quantized, from a GGUF, which stores no copy
         same = tuple(head.shape) == tuple(embedding.shape)
         if same:
             read = torch.empty_like(embedding)
@@ -203,15 +198,15 @@ class DecoderModel(nn.Module):
             same = torch.equal(read, embedding)
         if not same:
             raise ValueError(
-                f"{head.name} differs from the embedding, but the config says that they are one; "
-                """--hf-overrides '{"tie_word_embeddings": false}' takes both"""
+                f"{head.name} differs from the embedding, but the config says that they are tied; "
+                """--hf-overrides '{"tie_word_embeddings": false}' loads both"""
             )
 
     def process_after_loading(self) -> None:
-        plain = sum(p.numel() for p in self.parameters())  # packing will hide some of them
-        total = self.num_parameters = plain + sum(weight.numel for weight in packed_weights(self))
+        unquantized = sum(p.numel() for p in self.parameters())  # before packing removes some of them
+        total = self.num_parameters = unquantized + sum(weight.numel for weight in block_quantized_weights(self))
         for module in self.layers.modules():
-            if isinstance(module, Processed):
+            if isinstance(module, HasProcessAfterLoading):
                 module.process_after_loading()
         extra = sum(p.numel() for p in self.lm_head.parameters()) if self.lm_head.tied else 0
         if extra <= MAX_EXTRA_FOR_TIED_HEAD * total:

@@ -1,6 +1,6 @@
 """A decoder's shape and its differences from Llama, read from a Hugging Face config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.kernels.activation import ACTIVATIONS, SILU
@@ -11,8 +11,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
-class Names:
-    """What checkpoints call a layer's linears; a quantized one lists by these names what is quantized."""
+class ModuleNames:
+    """Names of a layer's linears in checkpoints; quantization configs list layers by these."""
 
     layer: str = "model.layers.{i}"
     attention: str = "self_attn"
@@ -36,34 +36,32 @@ class DecoderConfig:
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # per layer; None: full attention
     ropes: tuple[RopeParameters | None, ...]  # per layer; None: nothing is rotated
-    names: Names = Names()
+    names: ModuleNames = ModuleNames()
 
     # Embedding and head
     embed_scale: float = 1.0
     num_positions: int = 0  # learned position embeddings; 0: none
-    position_offset: int = 0  # the first position's row
+    position_offset: int = 0  # row of position 0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
-    # Layers: where norms stand, and how their results are added
+    # Layers: where norms are, and how results are added
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     pre_norm: bool = True  # before attention and before the MLP
-    post_norm: bool = False  # of what these return, before it is added
+    post_norm: bool = False  # of their outputs, before these are added
     parallel: bool = False  # attention and MLP read the same stream
-    mlp_norm: bool = True  # parallel layers may read one norm for both
+    mlp_norm: bool = True  # False: parallel layers share one norm
     residual_scale: float = 1.0
 
     # Attention
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: Literal["head", "width", "layer"] | None = (
-        None  # RMS of each head or of all together, or LayerNorm of each
-    )
+    qk_norm: Literal["head", "width", "layer"] | None = None  # RMSNorm per head or over all heads; LayerNorm per head
     qkv_clip: float | None = None
     attention_scale: float | None = None  # default: head_dim ** -0.5
     attention_softcap: float | None = None
-    alibi: float = 0.0  # ALiBi's slopes are multiplied by it; 0: no ALiBi
+    alibi: float = 0.0  # factor on ALiBi's slopes; 0: no ALiBi
     sinks: bool = False
 
     # MLP
@@ -83,8 +81,7 @@ class DecoderConfig:
         ropes: tuple[RopeParameters | None, ...] | None = None,
         **differences: Any,
     ) -> "DecoderConfig":
-        """`windows`, `ropes` and `differences` are what the family declares, `head_dim` what it has where the config is
-        silent."""
+        """`windows`, `ropes` and `differences` are declared by the family; `head_dim` is its default."""
         require(hf, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         check_keys(hf)
         heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
@@ -113,9 +110,15 @@ class DecoderConfig:
             raise ValueError(f"activation {config.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
         return config
 
+    def limited_to(self, max_model_len: int | None) -> "DecoderConfig":
+        """The same for sequences of at most `max_model_len` tokens; None: as many as there are positions."""
+        if max_model_len is None:
+            return self
+        return replace(self, ropes=tuple(rope and rope.limited_to(max_model_len) for rope in self.ropes))
+
     @property
     def is_like_llama(self) -> bool:
-        """Whether a layer is what the fused few-row kernels compute (decoder_layers.py, `forward_fused`)."""
+        """Whether the fused few-row kernels can compute a layer (decoder_layers.py, `forward_fused`)."""
         return (
             self.norm == "rms"
             and self.pre_norm
@@ -128,7 +131,7 @@ class DecoderConfig:
 
 
 def renamed(hf: dict[str, Any], **theirs: str) -> dict[str, Any]:
-    """The config with what `from_hf` reads, from keys that the family has under names of its own."""
+    """The config with the keys that `from_hf` reads, copied from the family's own keys."""
     return hf | {ours: hf[name] for ours, name in theirs.items() if hf.get(name) is not None}
 
 
@@ -156,7 +159,7 @@ def windows_of_types(types: list[str], window: int | None) -> tuple[int | None, 
 
 
 def layer_types(hf: dict[str, Any], full_every: int) -> list[str]:
-    """As the config lists them; else every so-many-th layer has full attention and the others a window."""
+    """As the config lists them; else every `full_every`-th layer has full attention, the others a window."""
     require(hf, "num_hidden_layers")
     listed: list[str] | None = hf.get("layer_types")
     return listed or [SLIDING if (i + 1) % full_every else FULL for i in range(hf["num_hidden_layers"])]
@@ -165,8 +168,8 @@ def layer_types(hf: dict[str, Any], full_every: int) -> list[str]:
 def ropes_by_layer_type(
     hf: dict[str, Any], types: list[str], head_dim: int, bases: dict[str, float]
 ) -> tuple[RopeParameters, ...]:
-    """Where layers with and without a window rotate differently. Configs that do not tell them apart (`rope_scaling`)
-    stretch those without; `bases` are for where none is given."""
+    """For families whose full and sliding layers have different rotary embeddings. A config with only one set of rope
+    parameters (`rope_scaling`) means full layers; `bases` are the default thetas."""
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not any(kind in given for kind in bases):
         given = {FULL: given}

@@ -1,4 +1,4 @@
-"""The blocks of a decoder layer. Which of their variants a family has stands in its DecoderConfig."""
+"""The blocks of a decoder layer; a family's DecoderConfig selects their variants."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,46 +9,43 @@ from torch import nn
 from quire.attention.base import Angles, ForwardContext
 from quire.kernels.activation import SILU, activate, activate_mul
 from quire.kernels.add import add
-from quire.kernels.rope_and_write import Norms
-from quire.kernels.skinny_linear import Norm as FusedNorm
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.rope_and_write import QKNormParams
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.alibi import alibi_slopes
 from quire.layers.attention import Attention
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
-from quire.layers.parallel import TensorParallel
 from quire.models.decoder_config import DecoderConfig
-from quire.quantization.base import LinearMethod, Quantization
+from quire.models.options import ModelOptions
+from quire.quantization.base import LinearMethod
 
 
 @dataclass(frozen=True)
-class Build:
-    """What all layers of a model are made with."""
+class BuildContext:
+    """What the layers of a model are built from: the checkpoint's config and the engine's options."""
 
     config: DecoderConfig
-    dtype: torch.dtype
-    device: torch.device
-    tp: TensorParallel
-    quantization: Quantization
+    options: ModelOptions
 
     def norm(self) -> RMSNorm | LayerNorm:
-        c = self.config
+        c, device = self.config, self.options.device
         if c.norm == "layer":
-            return LayerNorm(c.hidden_size, c.norm_eps, c.norm_bias, self.device)
-        return RMSNorm(c.hidden_size, c.norm_eps, self.device)
+            return LayerNorm(c.hidden_size, c.norm_eps, c.norm_bias, device)
+        return RMSNorm(c.hidden_size, c.norm_eps, device)
 
     def method(self, layer: int, module: str, names: tuple[str, ...]) -> LinearMethod | None:
-        return self.quantization.linear_method(f"{self.config.names.layer.format(i=layer)}.{module}", names)
+        return self.options.quantization.linear_method(f"{self.config.names.layer.format(i=layer)}.{module}", names)
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer."""
+    """The feed-forward block of a layer: an MLP or experts."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
-        """stream + the block of its norm, for at most `max_fused_rows` rows."""
+    def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
+        """stream + block(norm(stream)), for at most `max_fused_rows` rows."""
         ...
 
     @property
@@ -58,10 +55,10 @@ class FeedForward(Protocol):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, build: Build, layer: int) -> None:
+    def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
-        c, names = build.config, build.config.names
-        placed = (build.dtype, build.device, build.tp)
+        c, names, options = build.config, build.config.names, build.options
+        placed = (options.dtype, options.device, options.tp)
         qkv_method = build.method(layer, names.attention, names.qkv)
         o_method = build.method(layer, names.attention, (names.out,))
         self.head_dim = c.head_dim
@@ -75,17 +72,17 @@ class SelfAttention(nn.Module):
         self.q_norm: RMSNorm | LayerNorm | None = None
         self.k_norm: RMSNorm | LayerNorm | None = None
         if c.qk_norm is not None:
-            if build.tp.size > 1 and c.qk_norm == "width":
-                raise NotImplementedError("a norm over all heads' queries is not connected among several workers yet")
-            self.q_norm, self.k_norm = (_head_norm(c, count, build.device) for count in (heads, kv_heads))
-        first_head = heads * build.tp.rank
+            if options.tp.size > 1 and c.qk_norm == "width":
+                raise NotImplementedError("a norm over all heads' queries is not supported with tensor parallelism yet")
+            self.q_norm, self.k_norm = (_head_norm(c, count, options.device) for count in (heads, kv_heads))
+        first_head = heads * options.tp.rank
         self.sinks_slot: LoadSlot | None = None
         if c.sinks:
-            sinks = new_parameter(heads, dtype=torch.float32, device=build.device)
+            sinks = new_parameter(heads, dtype=torch.float32, device=options.device)
             self.sinks_slot = LoadSlot(sinks.data, (c.num_heads,), 0, first_head, "zeros")
         slopes = None
         if c.alibi:
-            slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(build.device)
+            slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(options.device)
         self.attn = Attention(
             layer,
             heads,
@@ -101,19 +98,19 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
         qkv = self.qkv_proj(x)
         if self.qk_norm in ("width", "layer"):
-            qkv = self._normed(qkv)
+            qkv = self._norm_qk(qkv)
         if self.qkv_clip is not None:
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
-        return self.o_proj(self.attn(qkv, ctx, angles, self.norms()))
+        return self.o_proj(self.attn(qkv, ctx, angles, self.qk_norm_params()))
 
-    def norms(self) -> Norms | None:
-        """Those that the kernel which rotates can do."""
+    def qk_norm_params(self) -> QKNormParams | None:
+        """Those that the rotary kernel applies."""
         if self.qk_norm != "head":
             return None
         assert isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
-    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _norm_qk(self, qkv: torch.Tensor) -> torch.Tensor:
         assert self.q_norm is not None and self.k_norm is not None
         sizes = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         q, k, v = qkv.split(sizes, dim=-1)
@@ -134,12 +131,12 @@ def _head_norm(config: DecoderConfig, num_heads: int, device: torch.device) -> R
 
 
 class MLP(nn.Module):
-    def __init__(self, build: Build, layer: int, intermediate_size: int | None = None, module: str = "") -> None:
-        """`module`: its name in the checkpoint's layer, if not the usual."""
+    def __init__(self, build: BuildContext, layer: int, intermediate_size: int | None = None, module: str = "") -> None:
+        """`module`: its name in the checkpoint's layer; default: the family's."""
         super().__init__()
         c, names = build.config, build.config.names
         inner = intermediate_size or c.intermediate_size
-        placed = (build.dtype, build.device, build.tp)
+        placed = (build.options.dtype, build.options.device, build.options.tp)
         up_method = build.method(layer, module or names.mlp, names.up)
         down_method = build.method(layer, module or names.mlp, (names.down,))
         self.activation, self.gated = c.activation, c.gated
@@ -152,7 +149,7 @@ class MLP(nn.Module):
         act = activate_mul if self.gated else activate
         return self.down_proj(act(inner, self.activation))
 
-    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+    def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         return self.down_proj.fused(self.up_proj.fused(stream, norm=norm, silu=True), residual=stream)
 
     @property
@@ -162,11 +159,11 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, build: Build, layer: int, mlp: FeedForward) -> None:
+    def __init__(self, build: BuildContext, layer: int, mlp: FeedForward) -> None:
         super().__init__()
         c = build.config
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
-        self.fusable = c.is_like_llama and build.tp.size == 1
+        self.fusable = c.is_like_llama and build.options.tp.size == 1
         self.attention_norm = build.norm() if c.pre_norm else None
         self.self_attn = SelfAttention(build, layer)
         self.attention_out_norm = build.norm() if c.post_norm else None
@@ -177,49 +174,51 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x is what the layer before added, residual the stream before that (None in the first layer)."""
+        """x: output of the previous layer, not yet added to `residual` (None in the first layer)."""
         if self.parallel:
             return self._forward_parallel(x, residual, angles, ctx)
-        x, residual = _enter(self.attention_norm, x, residual)
-        x = self._leave(self.self_attn(x, angles, ctx), self.attention_out_norm)
-        x, residual = _enter(self.mlp_norm, x, residual)
-        return self._leave(self.mlp(x), self.mlp_out_norm), residual
+        x, residual = _block_input(self.attention_norm, x, residual)
+        x = self._block_output(self.self_attn(x, angles, ctx), self.attention_out_norm)
+        x, residual = _block_input(self.mlp_norm, x, residual)
+        return self._block_output(self.mlp(x), self.mlp_out_norm), residual
 
     def _forward_parallel(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, stream = _enter(self.attention_norm, x, residual)
+        x, stream = _block_input(self.attention_norm, x, residual)
         for_mlp = x if self.mlp_norm is None else self.mlp_norm(stream)
-        return self._leave(add(self.self_attn(x, angles, ctx), self.mlp(for_mlp)), None), stream
+        return self._block_output(add(self.self_attn(x, angles, ctx), self.mlp(for_mlp)), None), stream
 
     def forward_fused(self, stream: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
-        """The whole residual stream in and out, for few rows on a GPU, where each kernel spared is a gain."""
-        attention, before, between = self.self_attn, self.attention_norm, self.mlp_norm
-        assert isinstance(before, RMSNorm) and isinstance(between, RMSNorm)
-        qkv = attention.qkv_proj.fused(stream, norm=before.for_fusing)
-        heads = attention.attn(qkv, ctx, angles, attention.norms())
+        """Residual stream in and out, in fewer kernel launches, for few rows on a GPU."""
+        attention, attention_norm, mlp_norm = self.self_attn, self.attention_norm, self.mlp_norm
+        assert isinstance(attention_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
+        qkv = attention.qkv_proj.fused(stream, norm=attention_norm.params)
+        heads = attention.attn(qkv, ctx, angles, attention.qk_norm_params())
         stream = attention.o_proj.fused(heads, residual=stream)
-        return self.mlp.forward_fused(stream, between.for_fusing)
+        return self.mlp.forward_fused(stream, mlp_norm.params)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Layers of one kind differ only in numbers."""
+        """Layers of one kind differ only in weights, so they run the same kernels."""
         return self.self_attn.attn.kind, type(self.mlp)
 
     @property
     def max_fused_rows(self) -> int:
-        """Rows that forward_fused() takes; known once weights are loaded."""
+        """Limit of rows for forward_fused(); known once weights are loaded."""
         fuses = self.fusable and can_fuse(self.self_attn.qkv_proj, self.self_attn.o_proj)
         return min(MAX_FUSED_ROWS, self.mlp.max_fused_rows) if fuses else 0
 
-    def _leave(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def _block_output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is not None:
             x = norm(x)
         return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
-def _enter(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a block reads, and the stream so far."""
+def _block_input(
+    norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input of a block, and the residual stream so far."""
     if norm is not None and residual is not None:
         return norm.add(x, residual)
     stream = x if residual is None else x + residual

@@ -16,7 +16,7 @@ from quire.models.decoder_config import (
 from quire.models.loading.transforms import plus_one
 from quire.models.loading.weight_map import Rule, WeightMap
 
-DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}  # which configs leave out
+DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}  # omitted in configs
 LAYER, OUR_LAYER = "model.layers.{i}", "layers.{i}"
 
 # Gemma's norms multiply by 1 + weight.
@@ -34,7 +34,7 @@ GEMMA3_WEIGHTS = GEMMA2_WEIGHTS.with_rules(*(replace(rule, transform=plus_one) f
 
 
 def _configure(hf: dict[str, Any], **differences: Any) -> DecoderConfig:
-    """What all of them have."""
+    """What all versions share."""
     require(hf, "hidden_size")
     if hf.get("use_bidirectional_attention"):
         raise ValueError("the config sets use_bidirectional_attention; only causal attention is supported")
@@ -60,7 +60,7 @@ class GemmaForCausalLM(DecoderModel):
 
 
 class Gemma2ForCausalLM(DecoderModel):
-    """Norms also of what attention and MLP return, soft-capped scores and logits, a window on every other layer."""
+    """Norms also on the outputs of attention and MLP, soft-capped scores and logits, a window on every other layer."""
 
     weights: ClassVar[WeightMap] = GEMMA2_WEIGHTS
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
-from quire.models.decoder_config import DecoderConfig, Names
+from quire.models.decoder_config import DecoderConfig, ModuleNames
 from quire.models.loading.transforms import halves_from_pairs, of_queries_and_keys
 from quire.models.loading.weight_map import Rule, WeightMap
 
@@ -12,7 +12,7 @@ DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor"
 
 
 class GlmForCausalLM(DecoderModel):
-    """GLM-4 9B: Llama with gate and up in one tensor, half of each head rotated, by pairs of neighbours."""
+    """GLM-4 9B: Llama with gate and up in one tensor, half of each head rotated, in interleaved pairs."""
 
     def family_weights(self) -> WeightMap:
         c = self.config
@@ -34,11 +34,13 @@ class GlmForCausalLM(DecoderModel):
     @classmethod
     def configure_with(cls, hf: dict[str, Any], **differences: Any) -> DecoderConfig:
         bias = bool(hf.get("attention_bias", True))
-        return DecoderConfig.from_hf(DEFAULTS | hf, names=Names(up=("gate_up_proj",)), qkv_bias=bias, **differences)
+        return DecoderConfig.from_hf(
+            DEFAULTS | hf, names=ModuleNames(up=("gate_up_proj",)), qkv_bias=bias, **differences
+        )
 
 
 class Glm4ForCausalLM(GlmForCausalLM):
-    """GLM-4-0414: norms also of what attention and MLP return."""
+    """GLM-4-0414: norms also on the outputs of attention and MLP."""
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:

@@ -3,12 +3,12 @@
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel
-from quire.models.decoder_config import DecoderConfig, Names, renamed
+from quire.models.decoder_config import DecoderConfig, ModuleNames, renamed
 from quire.models.loading.transforms import transposed
 from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "transformer.h.{i}", "layers.{i}"
-NAMES = Names(LAYER, "attn", ("c_attn",), "c_proj", "mlp", ("c_fc",), "c_proj")
+NAMES = ModuleNames(LAYER, "attn", ("c_attn",), "c_proj", "mlp", ("c_fc",), "c_proj")
 DEFAULTS = {"activation_function": "gelu_new", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 
 

@@ -3,12 +3,12 @@
 from typing import Any
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel
-from quire.models.decoder_config import DecoderConfig, Names, renamed
+from quire.models.decoder_config import DecoderConfig, ModuleNames, renamed
 from quire.models.loading.transforms import qkv_by_head
 from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "gpt_neox.layers.{i}", "layers.{i}"
-NAMES = Names(LAYER, "attention", ("query_key_value",), "dense", "mlp", ("dense_h_to_4h",), "dense_4h_to_h")
+NAMES = ModuleNames(LAYER, "attention", ("query_key_value",), "dense", "mlp", ("dense_h_to_4h",), "dense_4h_to_h")
 DEFAULTS = {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
 
 

@@ -14,7 +14,7 @@ from quire.models.moe import Experts, MoEModel
 
 
 def gate_before_up(rows: torch.Tensor) -> torch.Tensor:
-    """[E, 2 * I, ...] with gate and up in turns -> all gates, then all ups."""
+    """[E, 2 * I, ...] with gate and up interleaved -> all gates, then all ups."""
     return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
@@ -22,7 +22,7 @@ def outputs_first(weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(1, 2)
 
 
-# What a config means that says nothing of it.
+# Default of configs without rope parameters.
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -37,8 +37,8 @@ EXPERTS = f"{BLOCK}.experts"
 
 
 class GptOssForCausalLM(MoEModel):
-    """Attention with a sink in every head, windows on every second layer, and experts whose weights come in mxfp4 (made
-    the compute dtype while loading) or plain."""
+    """Attention with a sink in every head, windows on every second layer, and experts stored in mxfp4 (dequantized
+    while loading) or unquantized."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
         Rule("model.layers.{i}.self_attn.sinks", "layers.{i}.self_attn.sinks"),
@@ -76,5 +76,5 @@ class GptOssForCausalLM(MoEModel):
             raise ValueError("swiglu_alpha and swiglu_limit are supported as 1.702 and 7.0 only")
         return Experts.from_hf(hf, scoring="topk_softmax", activation="swigluoai", bias=True, checkpoint="fused")
 
-    def regrouped(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+    def regroup_tensors(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         return pair_mxfp4(tensors)

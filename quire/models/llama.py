@@ -1,4 +1,4 @@
-"""Llama and all that is shaped like it."""
+"""Llama and models of the same architecture."""
 
 from typing import Any
 

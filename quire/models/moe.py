@@ -1,4 +1,4 @@
-"""Decoders whose layers have experts."""
+"""Decoders with mixture-of-experts layers."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,13 +8,13 @@ from torch import nn
 
 from quire.config.values import whole_number
 from quire.kernels.moe_table import BUCKETS
-from quire.kernels.skinny_linear import Norm as FusedNorm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ColumnParallelLinear
 from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
-from quire.models.decoder_layers import MLP, Build, FeedForward
+from quire.models.decoder_layers import MLP, BuildContext, FeedForward
 from quire.models.loading.weight_map import Rule
 
 EXPERTS = (
@@ -33,14 +33,14 @@ class Experts:
     renormalize: bool = True
     scoring: Literal["softmax", "topk_softmax"] = "softmax"
     activation: Literal["silu", "swigluoai"] = "silu"
-    bias: bool = False  # of the router and the experts
+    bias: bool = False  # on the router and the experts
     checkpoint: Literal["per_expert", "fused"] = "per_expert"
-    shared_size: int = 0  # of an expert that every token takes, behind a gate of its own; 0: there is none
+    shared_size: int = 0  # intermediate size of the gated shared expert; 0: none
     module: str = "mlp"  # the checkpoint's name for the block
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], intermediate_size: str = "intermediate_size", **differences: Any) -> "Experts":
-        """`intermediate_size`: the key of an expert's."""
+        """`intermediate_size`: the config key of an expert's."""
         count = hf.get("num_experts") or hf.get("num_local_experts")
         if not count:
             raise ValueError("the model's config lacks num_experts")
@@ -57,27 +57,30 @@ class Experts:
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in the place of an MLP."""
+    """A router and its experts, in place of an MLP."""
 
-    def __init__(self, build: Build, layer: int, experts: Experts, backend: str = "auto") -> None:
+    def __init__(self, build: BuildContext, layer: int, experts: Experts) -> None:
         super().__init__()
         if build.method(layer, f"{experts.module}.experts.0", ("gate_proj", "up_proj")) is not None:
-            raise ValueError("experts cannot be quantized yet; leave quantization out, or take a checkpoint without it")
-        hidden, placed = build.config.hidden_size, (build.dtype, build.device)
-        self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # the whole on every worker
+            raise ValueError(
+                "experts cannot be quantized yet; leave quantization out, or use an unquantized checkpoint"
+            )
+        hidden, options = build.config.hidden_size, build.options
+        placed = (options.dtype, options.device)
+        self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # replicated on every worker
         self.experts = FusedMoE(
             experts.count,
             experts.top_k,
             hidden,
             experts.intermediate_size,
             *placed,
-            build.tp,
+            options.tp,
             renormalize=experts.renormalize,
             scoring=experts.scoring,
             activation=experts.activation,
             bias=experts.bias,
             checkpoint=experts.checkpoint,
-            backend=backend,
+            backend=options.moe_backend,
         )
         self.shared: MLP | None = None
         if experts.shared_size:
@@ -90,7 +93,7 @@ class SparseMLP(nn.Module):
             return routed
         return routed + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
-    def forward_fused(self, stream: torch.Tensor, norm: FusedNorm) -> torch.Tensor:
+    def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         router = self.router
         return self.experts.forward_fused(stream, norm, router.weight, residual=stream, router_bias=router.bias)
 
@@ -100,7 +103,7 @@ class SparseMLP(nn.Module):
 
 
 class MoEModel(DecoderModel):
-    """A family overrides `configure_experts` as well, and `is_sparse` where some layers have plain MLPs."""
+    """A family also overrides `configure_experts`, and `is_sparse` if some layers have dense MLPs."""
 
     kernel_row_counts = BUCKETS
 
@@ -111,8 +114,7 @@ class MoEModel(DecoderModel):
     def is_sparse(self, layer: int) -> bool:
         return True
 
-    def make_mlp(self, build: Build, layer: int) -> FeedForward:
+    def make_mlp(self, build: BuildContext, layer: int) -> FeedForward:
         if not self.is_sparse(layer):
             return MLP(build, layer)
-        # As with max_model_len, the backend is no key of any config: models/loading/loader.py adds it.
-        return SparseMLP(build, layer, self.configure_experts(self.hf), self.hf.get("moe_backend", "auto"))
+        return SparseMLP(build, layer, self.configure_experts(self.hf))

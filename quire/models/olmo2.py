@@ -16,7 +16,7 @@ from quire.models.loading.weight_map import Rule, WeightMap
 
 
 class Olmo2ForCausalLM(DecoderModel):
-    """Norms only of what attention and MLP return; queries and keys are normed over all heads at once."""
+    """Norms only on the outputs of attention and MLP; queries and keys are normed over all heads together."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
         *QK_NORMS,

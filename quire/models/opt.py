@@ -3,13 +3,13 @@
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
-from quire.models.decoder_config import DecoderConfig, Names, renamed
+from quire.models.decoder_config import DecoderConfig, ModuleNames, renamed
 from quire.models.loading.weight_map import Rule, WeightMap
 
 LAYER, OURS = "model.decoder.layers.{i}", "layers.{i}"
-NAMES = Names(LAYER, "self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj", "", ("fc1",), "fc2")
+NAMES = ModuleNames(LAYER, "self_attn", ("q_proj", "k_proj", "v_proj"), "out_proj", "", ("fc1",), "fc2")
 DEFAULTS = {"activation_function": "relu", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-# What OPT-350M and early fine-tunings have otherwise.
+# OPT-350M and early finetunes differ.
 ONLY = {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
 
 

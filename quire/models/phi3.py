@@ -3,9 +3,9 @@
 from typing import Any
 
 from quire.models.decoder import DecoderModel
-from quire.models.decoder_config import DecoderConfig, Names, require
+from quire.models.decoder_config import DecoderConfig, ModuleNames, require
 
-NAMES = Names(qkv=("qkv_proj",), up=("gate_up_proj",))
+NAMES = ModuleNames(qkv=("qkv_proj",), up=("gate_up_proj",))
 
 
 class Phi3ForCausalLM(DecoderModel):
@@ -17,7 +17,7 @@ class Phi3ForCausalLM(DecoderModel):
         hf = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5} | hf
         window = hf.get("sliding_window")
         if window is not None and window >= hf["max_position_embeddings"]:
-            window = None  # as the long-context releases have it: it never closes
+            window = None  # as in the long-context releases: wider than any sequence
         return DecoderConfig.from_hf(_with_longrope(hf), windows=(window,) * hf["num_hidden_layers"], names=NAMES)
 
 

@@ -7,7 +7,7 @@ from quire.models.decoder_config import DecoderConfig, windows_by_layer_type
 
 
 class Qwen2ForCausalLM(DecoderModel):
-    """Llama with biases on q, k and v, and windows on some layers where the config asks."""
+    """Llama with biases on q, k and v, and windows on some layers if the config enables them."""
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:

@@ -8,7 +8,7 @@ from quire.models.loading.weight_map import WeightMap
 
 
 class Qwen3ForCausalLM(DecoderModel):
-    """Queries and keys normed per head; the head size stands on its own."""
+    """Queries and keys normed per head; head_dim is independent of hidden_size."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(*QK_NORMS)
 

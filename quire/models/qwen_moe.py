@@ -18,7 +18,7 @@ SHARED = (
 
 
 class QwenMoE(MoEModel):
-    """Some layers may have a plain MLP."""
+    """Some layers may have a dense MLP."""
 
     def is_sparse(self, layer: int) -> bool:
         if layer in (self.hf.get("mlp_only_layers") or ()):
@@ -36,7 +36,7 @@ class QwenMoE(MoEModel):
 
 
 class Qwen2MoeForCausalLM(QwenMoE):
-    """Beside the experts, one that every token takes."""
+    """With a shared expert beside the routed ones."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(*EXPERTS, *SHARED)
 

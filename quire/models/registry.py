@@ -1,4 +1,4 @@
-"""Which class serves which architecture: the families we have written, and those that plugins add."""
+"""Which class serves which architecture: built-in families, and those that plugins register."""
 
 import importlib
 import logging
@@ -14,13 +14,13 @@ logger = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class Native:
-    """A family of our own. `quire models` and docs/models.md say what stands here."""
+    """A built-in family, as listed by `quire models` and docs/models.md."""
 
     architecture: str  # as in config.json
     target: str  # module:Class within quire.models
     family: str
     kind: str = "dense"  # or "MoE"
-    gguf: str = ""  # what GGUF files call it, where those load
+    gguf: str = ""  # its architecture in GGUF files; empty: these do not load
     note: str = ""
 
 
@@ -65,7 +65,7 @@ class Registry:
     def register_model(self, architecture: str, model: type | str) -> None:
         """Serve `architecture` with a class, or with "module:Class", which is imported only when it is needed.
 
-        A class that imports torch or CUDA code is better named than passed: the plugin then stays cheap to load.
+        Prefer the name for a class that imports torch or CUDA code: the plugin then stays cheap to load.
         """
         if isinstance(model, str):
             module, _, attribute = model.partition(":")
@@ -81,11 +81,11 @@ class Registry:
         return [*ARCHITECTURES, *(name for name in self._registered if name not in ARCHITECTURES)]
 
     def registered(self) -> dict[str, type | str]:
-        """What was registered beyond, or in place of, the built-in families."""
+        """Architectures registered by plugins, also those that replace a built-in family."""
         return dict(self._registered)
 
     def origin(self, architecture: str) -> str:
-        """Where a supported one comes from, in words."""
+        """Where a supported architecture comes from, for messages."""
         if architecture in self._registered:
             return f"registered by a plugin as {_name(self._registered[architecture])}"
         return f"{ARCHITECTURES[architecture].family}, one of our own families"
@@ -96,7 +96,7 @@ class Registry:
         return next((name for name in hf_config.get("architectures") or () if name in supported), None)
 
     def resolve(self, hf_config: dict[str, Any]) -> "type[DecoderModel]":
-        """The class for that architecture. None is supported: a ValueError that lists what is."""
+        """The class for that architecture. ValueError that lists the supported ones if there is none."""
         name = self.find(hf_config)
         if name is None:
             raise ValueError(self.refusal(hf_config))
@@ -120,7 +120,7 @@ def _imported(architecture: str, target: str) -> Any:
         raise ValueError(f"{architecture} is registered as {target}, which cannot be imported: {error}") from error
 
 
-# One for the process, under the name that vLLM's has.
+# One per process, named as in vLLM.
 ModelRegistry = Registry()
 
 

@@ -8,7 +8,7 @@ from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of
 
 
 class SmolLM3ForCausalLM(DecoderModel):
-    """Llama in which every fourth layer rotates nothing."""
+    """Llama in which every fourth layer has no rotary embedding."""
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
@@ -29,7 +29,7 @@ class SmolLM3ForCausalLM(DecoderModel):
 
 
 def _rotated(hf: dict[str, Any], layers: int) -> list[bool]:
-    given = hf.get("no_rope_layers")  # holds 1 for layers that do rotate
+    given = hf.get("no_rope_layers")  # 1 for layers with a rotary embedding
     if given is None:
         interval = hf.get("no_rope_layer_interval") or 4
         return [(i + 1) % interval != 0 for i in range(layers)]

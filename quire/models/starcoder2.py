@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, UNGATED, DecoderModel
-from quire.models.decoder_config import DecoderConfig, Names, renamed
+from quire.models.decoder_config import DecoderConfig, ModuleNames, renamed
 from quire.models.loading.weight_map import Rule, WeightMap
 
 DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
@@ -24,7 +24,7 @@ class Starcoder2ForCausalLM(DecoderModel):
         return DecoderConfig.from_hf(
             renamed(DEFAULTS | hf, rms_norm_eps="norm_epsilon"),
             windows=(hf.get("sliding_window"),) * hf["num_hidden_layers"],
-            names=Names(up=("c_fc",), down="c_proj"),
+            names=ModuleNames(up=("c_fc",), down="c_proj"),
             norm="layer",
             norm_bias=True,
             qkv_bias=bias,

@@ -1,4 +1,4 @@
-"""What the rest of Quire asks of the hardware it runs on."""
+"""The interface to the hardware that Quire runs on."""
 
 from typing import Protocol
 
@@ -10,6 +10,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Platform(Protocol):
     name: str
     device: torch.device
+    supports_triton: bool  # our Triton kernels run on it
+    supports_native: bool  # our C kernels do
+    has_own_memory: bool  # separate from the host's; its use by steps is measured
+    launches_async: bool  # an operation returns before the device has done it
     default_max_num_seqs: int
     default_max_num_batched_tokens: int
 
@@ -29,10 +33,14 @@ class Platform(Protocol):
         """ValueError if the platform cannot compute in `dtype`."""
         ...
 
+    def check_fp8_cache(self, kv_cache_dtype: str) -> None:
+        """ValueError, which names the setting, if the platform cannot keep keys and values in fp8."""
+        ...
+
     def available_memory(self) -> int:
         """Bytes that could be allocated on the device now."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything it was given."""
+        """Wait until the device has finished all work."""
         ...

@@ -9,6 +9,10 @@ from quire.platforms.cpuid import load_cpuid
 
 class CpuPlatform:
     name = "cpu"
+    supports_triton = False
+    supports_native = True
+    has_own_memory = False
+    launches_async = False
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 2048
 
@@ -18,7 +22,7 @@ class CpuPlatform:
         self._pin = pin
         self._claim: cpu_cores.Claim | None = None
         self._cpuid = load_cpuid()
-        cpu_isa.ceiling()  # an unknown one is an error now, not in the middle of loading
+        cpu_isa.ceiling()  # raise for an unknown one now, not while loading
 
     def prepare(self) -> list[str]:
         cpu_isa.limit_torch()
@@ -33,7 +37,7 @@ class CpuPlatform:
     def cores_to_pin(self) -> list[int]:
         """A CPU for each compute thread, if threads are to be pinned.
 
-        Only when they fill all cores: with fewer, or a quota of time, the kernel places them better than we could.
+        Only if they fill all cores: with fewer, or under a CPU quota, the kernel places them better.
         """
         cores = cpu_cores.physical_cores()
         if not self._pin or self.threads < 2 or self.threads != len(cores) or self.threads != cpu_cores.usable_cores():
@@ -50,6 +54,9 @@ class CpuPlatform:
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype {dtype} is not supported on a CPU; allowed: {', '.join(DTYPES)}")
+
+    def check_fp8_cache(self, kv_cache_dtype: str) -> None:
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto (--kv-cache-dtype)")
 
     def available_memory(self) -> int:
         return cpu_facts.available_memory()

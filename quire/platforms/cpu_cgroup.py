@@ -1,4 +1,4 @@
-"""What the control groups of this process leave it of CPU time and memory: its own group's limit, or a parent's."""
+"""CPU and memory limits of this process's control groups: its own group's, or a parent's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def memory_left(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | Non
 def groups(controller: str, mount: Path, membership: Path) -> Iterator[Path]:
     """Folders of the groups that limit this process, its own first, then the parents'.
 
-    In a container the file may name a path that exists only outside; then the groups that are there must do.
+    In a container the file may name a path that exists only outside; then the groups that do exist are used.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -67,7 +67,7 @@ def _left(group: Path) -> int | None:
 
 
 def _reclaimable(group: Path) -> int:
-    """Page cache counts as usage but is given up on demand."""
+    """Page cache counts as usage but is reclaimed on demand."""
     try:
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return sum(int(stats.get(f"total_{kind}") or stats.get(kind) or 0) for kind in ("inactive_file", "active_file"))

@@ -1,4 +1,4 @@
-"""Which cores compute: as many as this process may use, on as few NUMA nodes as hold them."""
+"""The choice of cores: as many as this process may use, on as few NUMA nodes as possible."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ def usable_cores() -> int:
 
 
 def within_quota(cores: int, quota: float | None) -> int:
-    """Whole cores: a thread whose time is up before the others' makes all wait."""
+    """Whole cores: a thread that is throttled makes all others wait."""
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
@@ -44,14 +44,14 @@ def physical_cores(folder: Path = CPUS, allowed: set[int] | None = None) -> list
     return [Core(node, tuple(cpus)) for node, cpus in found.values()]
 
 
-def choose_threads(asked: int | None) -> int:
+def choose_threads(requested: int | None) -> int:
     """`cpu_threads`, or the default; ValueError for more than there are CPUs."""
-    if asked is None:
+    if requested is None:
         return usable_cores()
     count = len(allowed_cpus())
-    if not 1 <= asked <= count:
-        raise ValueError(f"cpu_threads is {asked}; this process may use {count} CPUs: allowed: 1 to {count}")
-    return asked
+    if not 1 <= requested <= count:
+        raise ValueError(f"cpu_threads is {requested}; this process may use {count} CPUs: allowed: 1 to {count}")
+    return requested
 
 
 def choose_cores(cores: Sequence[Core], threads: int) -> list[Core]:
@@ -66,9 +66,9 @@ def choose_cores(cores: Sequence[Core], threads: int) -> list[Core]:
 
 
 def stay_on_nodes(cores: Sequence[Core], chosen: Sequence[Core]) -> str | None:
-    """Keep this thread, those it will start and their memory on the nodes of `chosen`. Returns a note.
+    """Keep this thread, those it will start and their memory on the nodes of `chosen`. Returns a note to log.
 
-    Nothing to do where those are all the nodes there are.
+    Does nothing if those are all nodes.
     """
     nodes = sorted({core.node for core in chosen})
     if nodes == sorted({core.node for core in cores}):
@@ -79,11 +79,11 @@ def stay_on_nodes(cores: Sequence[Core], chosen: Sequence[Core]) -> str | None:
 
 
 class Claim:
-    """The right to pin threads to `cpus`, of which one engine at a time has it: a second one on the same cores would
-    share each with the first instead of taking whatever is idle. It ends with the object, or the process."""
+    """The exclusive right to pin threads to `cpus`: a second engine pinned to the same cores would share each with the
+    first instead of using idle ones. Released with the object or the process."""
 
     def __init__(self, cpus: Sequence[int]) -> None:
-        # A name outside the file system: nothing to clean up.
+        # An abstract socket name, outside the file system: nothing to clean up.
         name = f"\0quire-cpus-{os.getuid()}-{','.join(map(str, cpus))}"[:100]
         self._socket = socket.socket(socket.AF_UNIX)
         try:

@@ -41,7 +41,7 @@ def cap_onednn_if_amx_is_broken(cpuid: Cpuid | None, environ: Environ | None = N
 
 
 def onednn_may_use_amx(environ: Mapping[str, str] | None = None) -> bool:
-    """Once the platform is prepared: whether the processor has AMX and nothing keeps oneDNN from it."""
+    """Whether the processor has AMX and oneDNN is not limited below it; call once the platform is prepared."""
     return "amx_bf16" in cpu_flags() and not ONEDNN_MAX_CPU_ISA.is_set(environ)
 
 
@@ -70,7 +70,7 @@ def has_fast_bf16(cpuid: Cpuid | None) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes this process can still take: what the kernel has left, or what its cgroup allows if that is less."""
+    """Bytes this process can still allocate: the system's free memory, or its cgroup's limit if that is less."""
     known = [c for c in (_mem_available(), cpu_cgroup.memory_left()) if c is not None]
     if not known:
         raise RuntimeError("cannot find out how much memory is free; set the size of the KV cache explicitly")

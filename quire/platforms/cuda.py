@@ -7,12 +7,16 @@ from quire.platforms.base import DTYPES
 
 class CudaPlatform:
     name = "cuda"
+    supports_triton = True
+    supports_native = False
+    has_own_memory = True
+    launches_async = True
     default_max_num_seqs = 1024
     default_max_num_batched_tokens = 8192
 
     def __init__(self, device: str = "cuda") -> None:
         if not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use 'cpu' or 'auto'")
+            raise ValueError("device 'cuda' was requested, but torch finds no CUDA device; use 'cpu' or 'auto'")
         self.device = torch.device("cuda", torch.device(device).index or 0)  # memory queries insist on an index
 
     def prepare(self) -> list[str]:
@@ -32,6 +36,11 @@ class CudaPlatform:
         if dtype is torch.bfloat16 and not self._has_bf16():
             name = torch.cuda.get_device_name(self.device)
             raise ValueError(f"{name} has no bfloat16; allowed: float16, float32")
+
+    def check_fp8_cache(self, kv_cache_dtype: str) -> None:
+        if torch.cuda.get_device_capability(self.device) < (8, 9):
+            name = torch.cuda.get_device_name(self.device)
+            raise ValueError(f"{name} has no fp8; allowed there: kv_cache_dtype auto (--kv-cache-dtype)")
 
     def _has_bf16(self) -> bool:
         return torch.cuda.get_device_capability(self.device)[0] >= 8

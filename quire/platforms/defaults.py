@@ -1,4 +1,4 @@
-"""What a configuration leaves open until the device is known."""
+"""Defaults of the configuration that depend on the device."""
 
 import dataclasses
 
@@ -7,14 +7,14 @@ from quire.platforms import current_platform
 
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:
-    """Fill in device, precision and step limits. `config` knows its model."""
+    """Fill in device, dtype and step limits. `config` already has its model's."""
     platform = current_platform(config.device.device, config.device.cpu_threads)
-    asked, hf = config.model, config.model.hf_config
+    model, hf = config.model, config.model.hf_config
     stored = hf.get("dtype") or hf.get("torch_dtype")
-    dtype = asked.dtype if asked.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")
+    dtype = model.dtype if model.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")
     scheduler = config.scheduler
     return config.replace(
-        model=dataclasses.replace(asked, dtype=dtype),
+        model=dataclasses.replace(model, dtype=dtype),
         scheduler=dataclasses.replace(
             scheduler,
             max_num_seqs=scheduler.max_num_seqs or platform.default_max_num_seqs,

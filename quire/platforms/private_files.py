@@ -1,4 +1,4 @@
-"""Folders that code or weights are taken from: only those that nobody but this user and root can write to."""
+"""Checks of folders that code or weights are loaded from: only this user and root may be able to write to them."""
 
 import atexit
 import functools
@@ -16,14 +16,14 @@ REMEDY = "use a folder of your own that others cannot write to (chmod 700)"
 
 
 class UntrustedPathError(OSError):
-    """Someone else could have written what is there."""
+    """Another user could have written this file or folder."""
 
 
 class PrivateFolder:
-    """A folder that was checked, and is held open: what is opened through it cannot be swapped by way of its path."""
+    """A checked folder, held open: files opened through it cannot be exchanged by renaming parts of its path."""
 
     def __init__(self, path: Path) -> None:
-        """Made, with the folders above it, where it is not there. An UntrustedPathError says who could write to it."""
+        """Creates the folder and its parents where missing. An UntrustedPathError says who could write to it."""
         self.path = Path(os.path.realpath(path))
         _require_safe_parents(self.path)
         _make(self.path)
@@ -37,7 +37,7 @@ class PrivateFolder:
     def open(self, name: str) -> int | None:
         """A descriptor of a regular file that only this user or root can have written; None where there is none."""
         try:
-            # Not to be led elsewhere by a link, nor to wait for the writer of a pipe.
+            # Neither follow a link, nor wait for the writer of a pipe.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)
         except FileNotFoundError:
             return None
@@ -51,7 +51,7 @@ class PrivateFolder:
         return fd
 
     def put(self, name: str, source: Path) -> None:
-        """A copy of `source`, all at once: another process may be looking for it."""
+        """Copy `source` here, atomically: another process may be looking for it."""
         unfinished = f".{name}.{secrets.token_hex(8)}"
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE, dir_fd=self._fd)
         try:
@@ -74,15 +74,15 @@ class PrivateFolder:
 
 
 def path_of(fd: int) -> Path:
-    """By which other code opens the very file that was checked. Where there is no /proc, OSErrors say so."""
+    """A path by which other code opens the very file that was checked; an OSError there without /proc."""
     return Path(f"/proc/self/fd/{fd}")
 
 
 def require_private_tree(path: Path) -> None:
-    """PrivateFolder's check of all that is in it, too, for caches that others' code reads by path."""
+    """PrivateFolder's check for everything inside as well: for caches that other libraries read by path."""
     with PrivateFolder(path) as folder:
         if not os.stat(folder.path).st_mode & 0o077:
-            return  # nobody else gets in
+            return  # no other user can enter
         for parent, folders, files in os.walk(folder.path):
             for name in (*folders, *files):
                 entry = Path(parent, name)
@@ -92,11 +92,11 @@ def require_private_tree(path: Path) -> None:
 
 @functools.cache
 def process_folder() -> Path:
-    """A fresh folder of this process, removed when it ends."""
+    """A temporary folder of this process, removed at exit."""
     folder, owner = tempfile.mkdtemp(prefix="quire-"), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a fork inherits what is to be done at exit
+        if os.getpid() == owner:  # a forked child inherits the exit handler
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -104,7 +104,7 @@ def process_folder() -> Path:
 
 
 def _make(path: Path) -> None:
-    """As mkdir with parents, which would give those the usual mode."""
+    """mkdir with private parents: `parents=True` would create those with the default mode."""
     missing = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
         with suppress(FileExistsError):
@@ -112,13 +112,13 @@ def _make(path: Path) -> None:
 
 
 def _require_safe_parents(path: Path) -> None:
-    """Folders above belong to this user or root, who alone could put another in its place; everyone may write to those
-    where only owners can rename, as in /tmp."""
+    """Parent folders must belong to this user or root, who could replace the folder; others may write to them only if
+    they are sticky, as /tmp is."""
     for folder in path.parents:
         try:
             found = os.stat(folder)
         except FileNotFoundError:
-            continue  # to be made
+            continue  # will be created
         _require_owner(found, folder)
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             raise UntrustedPathError(f"everyone can write to {folder}; {REMEDY}")

@@ -1,4 +1,4 @@
-"""What a quantization method is to a linear layer."""
+"""The interface between a linear layer and its quantization method."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -6,20 +6,20 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from quire.kernels.skinny_linear import Norm
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The outputs of a linear layer that are one tensor in the checkpoint, and the part of it this worker holds."""
+    """Outputs of a linear layer stored as one tensor in the checkpoint, and the part of it that this worker holds."""
 
     shard: ShardId
     offset: int  # first row in the layer's weight
-    size: int  # rows there
+    size: int  # number of rows there
     full_shape: tuple[int, int]  # of the checkpoint's weight
-    dim: int  # split among workers along this dimension,
-    start: int  # this worker's part beginning here
+    dim: int  # split among workers along this dimension
+    start: int  # of this worker's part
 
 
 class LinearMethod(Protocol):
@@ -33,7 +33,7 @@ class LinearMethod(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Register the parameters on `layer`; a fused layer's outputs lie one partition after the other."""
+        """Register the parameters on `layer`; the partitions of a fused layer are concatenated."""
         ...
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
@@ -49,41 +49,41 @@ class LinearMethod(Protocol):
         layer: nn.Module,
         x: torch.Tensor,
         bias: torch.Tensor | None,
-        norm: Norm | None = None,
+        norm: RMSNormParams | None = None,
         residual: torch.Tensor | None = None,
         silu: bool = False,
     ) -> torch.Tensor:
-        """The same with RMSNorm of x before, SiLU-mul (outputs are [gate; up]) and a sum after, in one kernel, for at
-        most MAX_FUSED_ROWS rows."""
+        """`apply` with RMSNorm of x before it, SiLU-mul (outputs are [gate; up]) and a residual sum after it, in one
+        kernel, for at most MAX_FUSED_ROWS rows."""
         ...
 
     def can_fuse(self, layer: nn.Module) -> bool:
-        """Whether apply_fused() works for the layer, once it is loaded."""
+        """Whether apply_fused() supports the layer; call it once weights are loaded."""
         ...
 
     def process_after_loading(self, layer: nn.Module) -> None:
-        """Turn the weight into the form that is fastest to multiply by."""
+        """Convert the weight to its fastest form for inference."""
         ...
 
 
 @runtime_checkable
 class HasPanels(Protocol):
-    """A LinearMethod whose layers can be kept packed in a file (models/loading/packed_cache.py)."""
+    """A LinearMethod whose packed weights can be cached in a file (models/loading/packed_cache.py)."""
 
     def panels(self, layer: nn.Module) -> torch.Tensor | None:
-        """What the weight has become, if it has."""
+        """The packed weight (kernels/packed_linear.py); None if it is not packed."""
         ...
 
-    def take_panels(self, layer: nn.Module, data: torch.Tensor) -> None:
-        """Instead of loading the weight and process_after_loading."""
+    def load_panels(self, layer: nn.Module, data: torch.Tensor) -> None:
+        """Set the packed weight, instead of loading the weight and process_after_loading."""
         ...
 
 
 class VocabMethod(LinearMethod, Protocol):
-    """Also for the embedding, whose weight may be the head's."""
+    """For the embedding too, whose weight the head may share."""
 
     def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
-        """Instead of create_weights: the same weight as another layer's."""
+        """Instead of create_weights: share another layer's weight."""
         ...
 
     def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -92,18 +92,18 @@ class VocabMethod(LinearMethod, Protocol):
 
 
 class Quantization(Protocol):
-    """How a model's weights are stored: gives each linear layer its method."""
+    """How a model's weights are stored: selects the method of each linear layer."""
 
-    ignored: tuple[str, ...]  # patterns of tensors in the checkpoint that this method has no use for
+    ignored: tuple[str, ...]  # patterns of checkpoint tensors that this method does not need
 
     def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
-        """For the layer made of `names` of `module`, as the checkpoint calls them; None: it is not quantized."""
+        """For the layer fused of `names` in `module`, as named in the checkpoint; None: not quantized."""
         ...
 
     def vocab_method(self) -> VocabMethod | None:
-        """For the embedding, and for a head of its own; None: neither is quantized."""
+        """For the embedding and an untied head; None: not quantized."""
         ...
 
     def describe(self) -> str:
-        """For the log: what is done to the weights. Empty: nothing."""
+        """For the log; empty if weights are not quantized."""
         ...

@@ -15,18 +15,18 @@ from quire.quantization.base import LinearMethod, Partition, VocabMethod
 from quire.quantization.fp8_config import Fp8Config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_scales import CheckpointScales
-from quire.quantization.fused import FusesFewRows
+from quire.quantization.fused_linear import FusedLinearMixin
 from quire.quantization.staging import Staging
 from quire.quantization.unquantized import weight_slot
 
 MIN_CAPABILITY = (8, 9)
 
 
-class Fp8LinearMethod(FusesFewRows):
-    """The multiplication. `layer.weight` [N, K] fp8, `layer.weight_scale` [N], `layer.input_scale` [1] or None.
+class Fp8LinearMethod(FusedLinearMixin):
+    """fp8 products. `layer.weight` [N, K] fp8, `layer.weight_scale` [N], `layer.input_scale` [1] or None.
 
-    A scale per output and per token serves every kind of checkpoint: fewer scales are repeated. One or two rows are
-    multiplied as they are: reading the weight is all the time there, and rounding the activations would gain nothing.
+    One scale per output and per token serves every kind of checkpoint: coarser scales are repeated. One or two rows are
+    not quantized: reading the weight dominates there, so fp8 activations would gain nothing.
     """
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Fp8LinearMethod(FusesFewRows):
             weight.t(),
             scale_a=scale[:, None],
             scale_b=weight_scale[None, :],
-            out_dtype=torch.bfloat16,  # the only one it has for scales by row
+            out_dtype=torch.bfloat16,  # the only output type with row-wise scales
             use_fast_accum=True,
         ).to(dtype)
         return y if bias is None else y.add_(bias)
@@ -66,7 +66,7 @@ class Fp8LinearMethod(FusesFewRows):
 
 
 class OnlineFp8LinearMethod(Fp8LinearMethod):
-    """Quantizes an unquantized checkpoint layer by layer as it is read: the model never exists in full precision."""
+    """Quantizes an unquantized checkpoint layer by layer while loading: the model is never in memory unquantized."""
 
     def __init__(self, per_channel: bool) -> None:
         self.per_channel = per_channel
@@ -97,7 +97,7 @@ class OnlineFp8LinearMethod(Fp8LinearMethod):
 
 
 class CheckpointFp8LinearMethod(Fp8LinearMethod):
-    """A checkpoint's own fp8 weights and scales."""
+    """fp8 weights and scales from the checkpoint."""
 
     def __init__(self, config: Fp8Config) -> None:
         self.config = config
@@ -128,9 +128,9 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
 
 
 class Fp8Quantization:
-    """fp8 for all linear layers but the head and those that the checkpoint leaves out."""
+    """fp8 for all linear layers except the head and those that the checkpoint excludes."""
 
-    # Scales for a quantized KV cache, and of outputs, which nobody quantizes.
+    # Scales of a quantized KV cache and of outputs, which are not used.
     ignored: tuple[str, ...] = (
         "model.layers.{i}.self_attn.{p}_scale",
         "model.layers.{i}.self_attn.attn.{p}_scale",
@@ -158,7 +158,7 @@ class Fp8Quantization:
         c, compute = self.config, str(self.dtype).removeprefix("torch.")
         scales = "block" if c.block else "output" if c.per_channel else "tensor"
         if not self.native:
-            why = "its scales are block-wise" if c.block else f"there is no fp8 arithmetic here, or not for {compute}"
+            why = "its scales are block-wise" if c.block else f"no fp8 arithmetic on this device, or not for {compute}"
             return f"fp8 checkpoint: weights dequantized to {compute} while loading ({why}); activations in {compute}"
         activations = "by the checkpoint's scales" if c.static_activations else "per token"
         source = "quantized while loading" if c.online else "from the checkpoint"

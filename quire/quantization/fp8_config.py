@@ -1,4 +1,4 @@
-"""What a checkpoint's quantization_config says, for fp8 weights."""
+"""Parses a checkpoint's quantization_config for fp8 weights."""
 
 import re
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from typing import Any
 from quire.config.values import whole_number
 
 FP8_METHODS = ("fp8", "compressed-tensors")
-ONLINE = ("fp8", "fp8_per_tensor")  # what can be done to an unquantized checkpoint
+ONLINE = ("fp8", "fp8_per_tensor")  # applied to an unquantized checkpoint while loading
 
 
 @dataclass(frozen=True)
 class Fp8Config:
     """Weights in e4m3 with float32 scales; activations quantized per token, or by a fixed scale of the checkpoint."""
 
-    online: bool = False  # the checkpoint is not quantized: do it while loading
-    per_channel: bool = False  # a scale for each output; else one for each of the checkpoint's tensors
-    block: tuple[int, int] | None = None  # a scale for each block of the weight
+    online: bool = False  # the checkpoint is unquantized: quantize while loading
+    per_channel: bool = False  # a scale per output; else one per tensor of the checkpoint
+    block: tuple[int, int] | None = None  # a scale per block of the weight
     static_activations: bool = False
     scale_name: str = "weight_scale"
-    skipped: tuple[str, ...] = ("lm_head",)  # names of layers that are not quantized, or re: and a pattern
-    skip_by_part: bool = False  # a name also skips every layer whose name contains it
+    skipped: tuple[str, ...] = ("lm_head",)  # layers that are not quantized: names, or "re:" and a pattern
+    skip_by_part: bool = False  # a name also matches within longer names
 
     def __post_init__(self) -> None:
         if self.block is not None:
             for size in self.block:
-                whole_number("a size of blocks of weights (quantization_config)", size)
+                whole_number("a block size of weights (quantization_config)", size)
             if len(self.block) != 2:
                 raise _unsupported(f"blocks of {len(self.block)} dimensions", "[rows, columns]")
         for skipped in self.skipped:
@@ -33,12 +33,12 @@ class Fp8Config:
                 re.compile(skipped[3:])
 
     def quantizes(self, module: str, names: tuple[str, ...]) -> bool:
-        """Whether the layer fused of `names` of `module` is quantized; all of them must be, or none."""
+        """Whether the layer fused of `names` in `module` is quantized; all of them must be, or none."""
         skips = {self._skips(f"{module}.{name}") for name in names}
         if len(skips) > 1:
             raise ValueError(
-                f"of {', '.join(names)} in {module} some are quantized and some are not; they are one layer here, "
-                "so the checkpoint must treat them alike"
+                f"of {', '.join(names)} in {module} some are quantized and some are not; they are fused into one "
+                "layer, so the checkpoint must treat them alike"
             )
         return not skips.pop()
 

@@ -1,4 +1,4 @@
-"""fp8 checkpoints where there is no fp8 arithmetic."""
+"""fp8 checkpoints on devices without fp8 arithmetic: dequantized while loading."""
 
 import torch
 from torch import nn
@@ -9,11 +9,11 @@ from quire.quantization.fp8_config import Fp8Config
 from quire.quantization.fp8_scales import CheckpointScales
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
-ROWS_AT_A_TIME = 1024  # bounds the float32 copy
+ROWS_AT_A_TIME = 1024  # limits the float32 copy
 
 
 class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
-    """A checkpoint's fp8 weights in the compute dtype: q * scale, rounded once; from then on like any other weight."""
+    """Dequantizes fp8 weights to the compute dtype, q * scale rounded once; from then on they are unquantized."""
 
     def __init__(self, config: Fp8Config) -> None:
         self.config = config
@@ -36,7 +36,7 @@ class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
         weight = layer.weight
         assert isinstance(weight, nn.Parameter)
         for index, p in enumerate(self.scales.partitions):
-            rows = weight.data.narrow(0, p.offset, p.size)  # fp8 values, exact in every compute dtype
+            rows = weight.data.narrow(0, p.offset, p.size)  # fp8 values are exact in every compute dtype
             for first in range(0, p.size, ROWS_AT_A_TIME):
                 some = rows[first : first + ROWS_AT_A_TIME]
                 some.copy_(some.float() * self.scales.of_rows(index, first, first + len(some), some.shape[1]))

@@ -8,7 +8,7 @@ from quire.quantization.fp8_config import Fp8Config
 
 
 class CheckpointScales:
-    """A layer's scales as stored: for each of its tensors one, one per output, or one per block; and of activations."""
+    """A layer's scales as stored (one per tensor, output or block), and those of its activations."""
 
     def __init__(self, config: Fp8Config, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -26,11 +26,11 @@ class CheckpointScales:
         return slots
 
     def by_output(self) -> torch.Tensor:
-        """[N]: each output's own, or its tensor's."""
+        """[N]: the scale of each output, or of its tensor."""
         return torch.cat([self.of_rows(i, 0, p.size)[:, 0] for i, p in enumerate(self.partitions)])
 
     def of_rows(self, index: int, first: int, last: int, columns: int = 1) -> torch.Tensor:
-        """Factors for rows first to last of a partition's weight: [rows, columns], or [rows, 1] where all are equal."""
+        """Scales of rows first to last of a partition: [rows, columns], or [rows, 1] if equal along a row."""
         p, scale = self.partitions[index], self.weight[index]
         rows = torch.arange(first, last, device=self.device)
         if p.dim == 0:
@@ -41,7 +41,7 @@ class CheckpointScales:
         return scale[rows, None] if self.config.per_channel else scale.expand(last - first)[:, None]
 
     def of_inputs(self) -> torch.Tensor | None:
-        """[1]: a fused layer quantizes its input once, so the scale must cover the widest of its parts' ranges."""
+        """[1]: a fused layer quantizes its input once, so the largest scale of its partitions is used."""
         return torch.cat(self.input).amax().view(1) if self.config.static_activations else None
 
     def _stored_shape(self, p: Partition) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""From what the user asked and what the checkpoint says to a quantization."""
+"""Chooses the quantization from the user's option and the checkpoint."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import torch
 
 from quire.kernels.native import TYPES, quantized
 from quire.quantization.base import Quantization
+from quire.quantization.block_quantized import GGUFQuantization, IntQuantization
 from quire.quantization.fp8 import MIN_CAPABILITY, Fp8Quantization
 from quire.quantization.fp8_config import FP8_METHODS, ONLINE, Fp8Config, parse_fp8_config
-from quire.quantization.packed import GGUFQuantization, IntQuantization
 from quire.quantization.unquantized import UNQUANTIZED, Unquantized
 
 GGUF, DEQUANTIZED, MXFP4 = "gguf", "dequantized", "mxfp4"
@@ -16,12 +16,12 @@ INT_BITS = {"int8": 8, "int4": 4}
 
 
 def choose_quantization(
-    asked: str | None, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device, is_gguf: bool = False
+    requested: str | None, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device, is_gguf: bool = False
 ) -> Quantization:
-    """`asked`: the option `quantization`; None takes the checkpoint as it is."""
+    """`requested`: the option `quantization`; None: as the checkpoint is stored."""
     stored = hf_config.get("quantization_config") or hf_config.get("compression_config")
     method = stored.get("quant_method", "compressed-tensors") if stored else None
-    if method == MXFP4 and asked in (None, MXFP4):
+    if method == MXFP4 and requested in (None, MXFP4):
         return Unquantized(f"mxfp4: experts dequantized to {str(dtype).removeprefix('torch.')} while loading")
     if stored is not None and method not in (*FP8_METHODS, MXFP4):
         raise ValueError(
@@ -29,65 +29,67 @@ def choose_quantization(
             f"supported: {', '.join((*FP8_METHODS, MXFP4))}, or an unquantized checkpoint"
         )
     if stored is not None:
-        if asked is not None and asked != method:
-            raise ValueError(f"quantization is {asked!r}, but the checkpoint is quantized by {method!r}; leave it out")
+        if requested is not None and requested != method:
+            raise ValueError(
+                f"quantization is {requested!r}, but the checkpoint is quantized by {method!r}; leave it out"
+            )
         config = parse_fp8_config(stored)
         native = config.block is None and _has_fp8(device) and dtype is not torch.float32
         return Fp8Quantization(config, native, dtype)
-    if is_gguf and asked in (None, GGUF, DEQUANTIZED):
-        return _of_gguf(asked, dtype, device)
-    if asked is None:
+    if is_gguf and requested in (None, GGUF, DEQUANTIZED):
+        return _gguf_quantization(requested, dtype, device)
+    if requested is None:
         return UNQUANTIZED
-    if asked in INT_BITS:
-        return _rounded(asked, dtype, device, is_gguf)
-    if asked not in ONLINE:
+    if requested in INT_BITS:
+        return _int_quantization(requested, dtype, device, is_gguf)
+    if requested not in ONLINE:
         raise ValueError(
-            f"quantization is {asked!r}, but the checkpoint is not quantized; "
+            f"quantization is {requested!r}, but the checkpoint is not quantized; "
             f"allowed: {', '.join((*ONLINE, *INT_BITS))}"
         )
     if not _has_fp8(device):
         where = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
         raise ValueError(
-            f"quantization {asked!r} needs a GPU of compute capability {'.'.join(map(str, MIN_CAPABILITY))} or later "
-            f"(Ada, Hopper); {where} has no fp8 arithmetic. Leave it out to run in {dtype}"
+            f"quantization {requested!r} needs a GPU of compute capability {'.'.join(map(str, MIN_CAPABILITY))} or "
+            f"later (Ada, Hopper); {where} has no fp8 arithmetic. Leave it out to run in {dtype}"
         )
     if dtype is torch.float32:
-        raise ValueError(f"quantization {asked!r} computes in bfloat16 or float16; dtype is float32")
-    return Fp8Quantization(Fp8Config(online=True, per_channel=asked == "fp8"), native=True, dtype=dtype)
+        raise ValueError(f"quantization {requested!r} computes in bfloat16 or float16; dtype is float32")
+    return Fp8Quantization(Fp8Config(online=True, per_channel=requested == "fp8"), native=True, dtype=dtype)
 
 
-def _of_gguf(asked: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:
+def _gguf_quantization(requested: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:
     compute = str(dtype).removeprefix("torch.")
     obstacle = _obstacle(dtype, device)
-    if asked == GGUF and obstacle:
+    if requested == GGUF and obstacle:
         raise ValueError(f"quantization 'gguf' keeps weights quantized, but {obstacle}; allowed here: {DEQUANTIZED}")
-    if asked is None and obstacle is None and not quantized.is_fast():
-        obstacle = "this processor has no instructions for their products"
-    if asked == DEQUANTIZED or obstacle:
-        why = "as asked for" if asked == DEQUANTIZED else obstacle
+    if requested is None and obstacle is None and not quantized.is_fast():
+        obstacle = "this processor has no instructions for quantized products"
+    if requested == DEQUANTIZED or obstacle:
+        why = "as requested" if requested == DEQUANTIZED else obstacle
         return Unquantized(f"gguf: weights dequantized to {compute} while loading ({why})")
     return GGUFQuantization(dtype)
 
 
-def _rounded(asked: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> Quantization:
+def _int_quantization(requested: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> Quantization:
     if is_gguf:
         raise ValueError(
-            f"quantization is {asked!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as they are), "
+            f"quantization is {requested!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as stored), "
             f"{DEQUANTIZED}"
         )
     obstacle = _obstacle(dtype, device)
     if obstacle:
         instead = f"allowed here: {', '.join(ONLINE)}" if _has_fp8(device) else f"leave it out to run in {dtype}"
-        raise ValueError(f"quantization {asked!r} is for CPUs, but {obstacle}; {instead}")
-    return IntQuantization(INT_BITS[asked])
+        raise ValueError(f"quantization {requested!r} is for CPUs, but {obstacle}; {instead}")
+    return IntQuantization(INT_BITS[requested])
 
 
 def _obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What keeps weights from being multiplied in quantized form."""
+    """Why weights cannot be multiplied in quantized form; None if they can."""
     if device.type != "cpu":
         return "the device is a GPU"
     if not quantized.is_there():
-        return "the native kernels are not there (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
+        return "the native kernels are not available (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
     if dtype not in TYPES:
         return f"dtype is {str(dtype).removeprefix('torch.')}, and there are kernels for float32 and bfloat16 only"
     return None

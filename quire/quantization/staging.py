@@ -1,4 +1,4 @@
-"""A layer's weight in full precision, for as long as its parts are being read."""
+"""Staging buffer for a layer's unquantized weight while its partitions are loaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from quire.quantization.base import Partition
 
 
 class Staging:
-    """Allocated when the first part comes, handed to `finish` and dropped after the last.
+    """Allocated with the first partition, passed to `finish` and freed after the last.
 
-    A checkpoint holds a layer's tensors together, so few layers are in full precision at a time.
+    A checkpoint stores a layer's tensors together, so few layers are staged at a time.
     """
 
     def __init__(

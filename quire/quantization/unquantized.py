@@ -1,4 +1,4 @@
-"""Linear layers of plain weights."""
+"""Linear layers with unquantized weights."""
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,14 @@ from quire.kernels.skinny_linear import (
 )
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, VocabMethod
-from quire.quantization.fused import FusesFewRows
+from quire.quantization.fused_linear import FusedLinearMixin
 
 
-class UnquantizedLinearMethod(FusesFewRows):
-    """A plain weight [out, in] in the compute dtype.
+class UnquantizedLinearMethod(FusedLinearMixin):
+    """A weight [out, in] in the compute dtype.
 
-    On a CPU in bf16 it is packed once, and the original dropped (kernels/packed_linear.py). On a GPU few rows take our
-    own kernels where those are faster than cuBLAS.
+    On a CPU in bf16 it is packed once and the original freed (kernels/packed_linear.py). On a GPU few rows use our own
+    kernels where these are faster than cuBLAS.
     """
 
     leaves_panels_only = True
@@ -59,23 +59,21 @@ class UnquantizedLinearMethod(FusesFewRows):
             self._replace_weight(layer, multiply)
 
     def panels(self, layer: nn.Module) -> torch.Tensor | None:
-        """What the weight has become, if it has."""
         multiply: Multiply | None = getattr(layer, "multiply", None)
         assert multiply is None or isinstance(multiply, Panels)
         return None if multiply is None else multiply.data
 
-    def take_panels(self, layer: nn.Module, data: torch.Tensor) -> None:
-        """Instead of loading the weight and process_after_loading."""
+    def load_panels(self, layer: nn.Module, data: torch.Tensor) -> None:
         assert isinstance(layer.weight, nn.Parameter)
         self._replace_weight(layer, Panels.of(data, layer.weight.shape))
 
     def _replace_weight(self, layer: nn.Module, multiply: Multiply) -> None:
-        object.__setattr__(layer, "multiply", multiply)  # no module, parameter or buffer
+        object.__setattr__(layer, "multiply", multiply)  # not a module, parameter or buffer
         del layer.weight
 
 
 class Unquantized:
-    """Every linear layer has a plain weight."""
+    """No linear layer is quantized."""
 
     ignored: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Grammars' masks, which come with the step and not with the row."""
+"""Grammar masks, which come with each step, not with a row."""
 
 import numpy as np
 import torch

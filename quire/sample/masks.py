@@ -1,4 +1,4 @@
-"""Bias on tokens, and tokens that may not be drawn (yet)."""
+"""Logit bias, allowed tokens, min_tokens and bad words."""
 
 import torch
 
@@ -7,7 +7,7 @@ from quire.sample.processors import ByRow, SampleBatch
 
 
 class LogitBias(ByRow):
-    """Adds to the logits of named tokens."""
+    """Adds a bias to the logits of given tokens."""
 
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]]  # type: ignore[assignment]
 
@@ -45,12 +45,12 @@ class AllowedTokens(ByRow):
 
 
 class MinTokens(ByRow):
-    """No token that ends the request before it has its least number of tokens."""
+    """No stop token before min_tokens have been generated."""
 
     rows: dict[int, tuple[int, torch.Tensor]]  # type: ignore[assignment]
 
     def add_row(self, new: NewRow) -> None:
-        # Under a grammar its mask sees to it: the grammar may leave nothing else.
+        # Under a grammar its mask does this, as it may allow nothing but a stop token.
         if new.params.min_tokens and new.stop_ids and new.params.structured_outputs is None:
             ids = torch.tensor(sorted(set(new.stop_ids)), device=self.device)
             self.rows[new.row] = new.num_prompt_tokens + new.params.min_tokens, ids
@@ -58,13 +58,13 @@ class MinTokens(ByRow):
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         for i in self.places(batch):
             first_allowed, ids = self.rows[batch.row_list[i]]
-            # The device knows the position, the host may not yet: choose there.
+            # The position is known on the device, perhaps not yet on the host.
             logits[i, ids] = torch.where(batch.positions[i] < first_allowed, -torch.inf, logits[i, ids])
         return logits
 
 
 class BadWords(ByRow):
-    """The last token of a bad word may not follow the others of it, wherever those stand, as in transformers."""
+    """The last token of a bad word may not follow its other tokens, wherever those are, as in transformers."""
 
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # type: ignore[assignment]
 
@@ -72,14 +72,14 @@ class BadWords(ByRow):
         words = new.params.bad_words_token_ids
         if not words:
             return
-        # Right-aligned, so that one comparison with the end of the context does for all words.
+        # Right-aligned, so that one comparison with the end of the context serves all words.
         width = max(len(word) for word in words) - 1
         before = torch.full((len(words), width), -1)
         for i, word in enumerate(words):
             before[i, width - len(word) + 1 :] = torch.tensor(word[:-1], dtype=torch.long)
         last = torch.tensor([word[-1] for word in words])
-        longest_first = torch.tensor([len(word) - 1 for word in words])
-        self.rows[new.row] = before.to(self.device), longest_first.to(self.device), last.to(self.device)
+        lengths = torch.tensor([len(word) - 1 for word in words])  # without the last token
+        self.rows[new.row] = before.to(self.device), lengths.to(self.device), last.to(self.device)
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         for i in self.places(batch):

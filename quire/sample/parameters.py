@@ -1,4 +1,4 @@
-"""What a draw needs to know of each row, kept on the device."""
+"""Sampling parameters by row, kept on the device."""
 
 import math
 
@@ -9,7 +9,7 @@ from quire.messages.sampling_params import SamplingParams
 
 
 class ParameterTable:
-    """One table for all parameters, so that the new rows of a step cost one copy to the device together."""
+    """One table for all parameters, so that all new rows of a step are uploaded in one copy."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._table = torch.zeros(7, num_rows, dtype=torch.int32, device=device)
@@ -33,7 +33,7 @@ class ParameterTable:
         self._changed = self._table is not self._host
 
     def upload(self) -> None:
-        """Bring changes to the device, behind what its stream holds already."""
+        """Copy changes to the device, on the current stream."""
         if self._changed:
             # A fresh pinned copy: the host may change the table again before the device has read it.
             self._table.copy_(self._host.pin_memory(), non_blocking=True)
@@ -41,7 +41,7 @@ class ParameterTable:
 
 
 def _columns(table: torch.Tensor) -> DrawParameters:
-    """The table's columns as what they are; seeds take two."""
+    """Views of the table's columns in their own dtypes; seeds span two."""
     floats = table.view(torch.float32)
     return DrawParameters(
         seeds=table[:2].view(-1).view(torch.int64),

@@ -15,7 +15,7 @@ FIRST_SLOTS = 4
 
 
 def penalty_table_bytes(num_rows: int, vocab_size: int) -> int:
-    """The most that tables for as many rows take: while they grow for the last time, the old ones are still there."""
+    """Peak size of the tables for this many rows: while they grow for the last time, the old ones still exist."""
     slots = FIRST_SLOTS
     while slots < num_rows:
         slots *= 2
@@ -23,9 +23,9 @@ def penalty_table_bytes(num_rows: int, vocab_size: int) -> int:
 
 
 class Penalties:
-    """A table of token counts for each row that asks, and only for those: a slot is a vocabulary of counters.
+    """Token counts for the rows that use penalties, and only for those: a slot has a counter per vocabulary entry.
 
-    Repetition looks at prompt and output and scales; frequency and presence look at the output and subtract.
+    Repetition scales logits, by prompt and output; frequency and presence subtract, by the output alone.
     """
 
     changes_argmax = True
@@ -49,7 +49,7 @@ class Penalties:
 
     def add_row(self, new: NewRow) -> None:
         params = new.params
-        if not _asks(params):
+        if not _has_penalties(params):
             return
         if not self._free:
             self._grow()
@@ -67,18 +67,18 @@ class Penalties:
             self._free.append(self.slots.pop(row))
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        places, slots = self._users(batch)
+        places, slots = self._batch_slots(batch)
         if not len(places):
             return logits
         apply_penalties(logits, places, slots, self._in_prompt, self._counts, self._strength)
         return logits
 
     def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None:
-        places, slots = self._users(batch)
+        places, slots = self._batch_slots(batch)
         if len(places):
             self._counts[slots, token_ids[places]] += batch.done[places].int()
 
-    def _users(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch_slots(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
         places = [i for i, row in enumerate(batch.row_list) if row in self.slots]
         slots = [self.slots[batch.row_list[i]] for i in places]
         on_device = to_device(self.device, places, slots, dtype=np.int64)
@@ -88,7 +88,7 @@ class Penalties:
         have = len(self._counts)
         more = max(FIRST_SLOTS, have)
         tables = (self._in_prompt, self._counts, self._strength)
-        # All of them before anything is kept: if there is no memory, no slot may be free that does not exist.
+        # Allocate all before keeping any: if memory runs out, no slot may be listed as free that does not exist.
         grown = [table.new_zeros(have + more, table.shape[1]) for table in tables]
         for table, old in zip(grown, tables, strict=True):
             table[:have] = old
@@ -96,5 +96,5 @@ class Penalties:
         self._free += range(have, have + more)
 
 
-def _asks(params: SamplingParams) -> bool:
+def _has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

@@ -20,7 +20,7 @@ class SampleBatch:
     rows: "torch.Tensor"  # [n] int64
     row_list: list[int]
     positions: "torch.Tensor"  # [n] int64: index in its request of the token to be drawn
-    done: "torch.Tensor"  # [n] bool: rows that keep what they draw; the others have not computed their whole prompt
+    done: "torch.Tensor"  # [n] bool: rows that keep the sampled token; the others are in the middle of their prompt
     token_ids: "torch.Tensor"  # [rows, max_model_len] int32: the tokens of every row so far
 
 
@@ -28,14 +28,14 @@ class LogitsProcessor(Protocol):
     changes_argmax: bool  # whether greedy rows need it
 
     def add_row(self, new: NewRow) -> None:
-        """A request enters a row, for the first time or again after preemption."""
+        """A request gets a row, for the first time or again after preemption."""
         ...
 
     def remove_row(self, row: int) -> None: ...
 
     @property
     def active(self) -> bool:
-        """Whether any row asks for it."""
+        """Whether any row uses it."""
         ...
 
     def apply(self, logits: "torch.Tensor", batch: SampleBatch) -> "torch.Tensor":
@@ -43,12 +43,12 @@ class LogitsProcessor(Protocol):
         ...
 
     def sampled(self, token_ids: "torch.Tensor", batch: SampleBatch) -> None:
-        """[n] tokens were drawn; only those of `batch.done` rows count."""
+        """[n] sampled tokens; only those of `batch.done` rows are kept."""
         ...
 
 
 class ByRow:
-    """For processors that keep nothing of what was drawn: rows that ask, each with something of its own."""
+    """Base of processors that keep parameters by row and do not depend on sampled tokens."""
 
     changes_argmax = True
 
@@ -66,5 +66,5 @@ class ByRow:
     def sampled(self, token_ids: "torch.Tensor", batch: SampleBatch) -> None: ...
 
     def places(self, batch: SampleBatch) -> list[int]:
-        """Where in the batch the rows stand that ask."""
+        """Indices in the batch of the rows that use this processor."""
         return [i for i, row in enumerate(batch.row_list) if row in self.rows]

@@ -1,7 +1,7 @@
 """From logits to tokens.
 
-Order: raw logprobs are taken; bias, penalties and masks (bias before penalties, as vLLM and transformers have it);
-temperature; min-p; top-k and top-p; the draw.
+Order: raw logprobs; bias, penalties and masks (bias before penalties, as in vLLM and transformers); temperature; min-p;
+top-k and top-p; the draw.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from quire.kernels.sample_tokens import (
 from quire.kernels.transfer import to_device
 from quire.messages.plan import GrammarMask, NewRow
 from quire.sample.grammar import Grammar
-from quire.sample.logprobs import TokenLogprobs, token_logprobs, widest
+from quire.sample.logprobs import TokenLogprobs, max_logprobs, token_logprobs
 from quire.sample.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from quire.sample.parameters import ParameterTable
 from quire.sample.penalties import Penalties
@@ -39,7 +39,7 @@ from quire.sample.warpers import MinP, Temperature, TopKTopP, Warper
 @dataclass(slots=True)
 class Sampled:
     token_ids: torch.Tensor  # [n] int64; -1 where the logits hold NaN or allow no token
-    places: list[int]  # rows of the batch that asked for logprobs
+    places: list[int]  # indices in the batch of the rows that requested logprobs
     logprobs: TokenLogprobs | None
 
 
@@ -61,7 +61,7 @@ class Sampler:
             AllowedTokens(device),
             MinTokens(device),
             BadWords(device),
-            ThinkingBudget(device),  # last: what it forces is all that may be drawn
+            ThinkingBudget(device),  # last: it overrides all others
         )
         self._grammar = Grammar(device)
         by_row = self.parameters.device
@@ -76,7 +76,7 @@ class Sampler:
         self.raw_logprobs = logprobs_mode.startswith("raw")
         self.as_logits = logprobs_mode.endswith("logits")
         self._random_rows: set[int] = set()
-        self._eager_rows: set[int] = set()
+        self._unfused_rows: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
 
     def add_row(self, new: NewRow) -> None:
@@ -89,37 +89,41 @@ class Sampler:
         for processor in self.processors:
             processor.add_row(new)
         if params.logprobs is not None or any(row in edit.rows for edit in self._edits):
-            self._eager_rows.add(row)
+            self._unfused_rows.add(row)
 
     def remove_row(self, row: int) -> None:
         self._random_rows.discard(row)
-        self._eager_rows.discard(row)
+        self._unfused_rows.discard(row)
         self._num_logprobs.pop(row, None)
         for processor in self.processors:
             processor.remove_row(row)
 
-    def graph_features(self, row_list: list[int], grammar: GrammarMask | None = None) -> Draw | None:
-        """What sample_in_graph() must be captured with to serve these rows; None if only sample() can.
+    def choose_draw(self, row_list: list[int], grammar: GrammarMask | None = None) -> Draw | None:
+        """The draw with which sample_fused() serves these rows; None if only sample() can.
 
-        Also brings the parameters of new rows to the device, so call it before the graph is replayed, on its stream.
+        Also uploads the parameters of new rows, on the current stream: call it before sample_fused().
         """
         self.parameters.upload()
-        if grammar is not None or _any(self._eager_rows, row_list) or any(users.active for users in self._users):
+        if (
+            grammar is not None
+            or _any(self._unfused_rows, row_list)
+            or any(processor.active for processor in self._users)
+        ):
             return None
         return self._draw_of(row_list)
 
-    def sample_in_graph(
-        self, logits: torch.Tensor, rows: torch.Tensor, state: TokenRows, features: Draw, out: torch.Tensor
+    def sample_fused(
+        self, logits: torch.Tensor, rows: torch.Tensor, state: TokenRows, draw: Draw, out: torch.Tensor
     ) -> None:
-        """logits [n, vocab]; rows [n], -1 for padding -> out [n] int32, and every row that has computed all its tokens
-        gets its own appended. A row with NaN in its logits, or no possible token: -1, and token 0 in its state.
+        """Sample and append in a few fused launches; nothing waits for the host.
 
-        Only kernels on the current stream: it can be captured, and replayed with other rows.
+        logits [n, vocab]; rows [n], -1 for padding -> out [n] int32. A row that has computed all its tokens gets the
+        sampled one appended. A row with NaN in its logits, or without a possible token: -1, and token 0 in its state.
         """
-        sample_and_append(logits, rows, state, self.parameters.device, features, out)
+        sample_and_append(logits, rows, state, self.parameters.device, draw, out)
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch, grammar: GrammarMask | None = None) -> Sampled:
-        """logits: [n, vocab], any float dtype; left as they are."""
+        """logits: [n, vocab], any float dtype; not changed."""
         self.parameters.upload()
         self._grammar.mask = grammar
         draw = self._draw_of(batch.row_list)
@@ -129,20 +133,20 @@ class Sampler:
             processed, tokens = self._choose_fused(logits, batch, draw, used, bool(places))
         else:
             processed, tokens = self._choose(logits, batch, draw, used)
-        known = tokens.clamp(min=0)  # an index even where there is no token
+        known = tokens.clamp(min=0)  # a valid index even for NO_TOKEN
         for processor in used:
             processor.sampled(known, batch)
         return Sampled(tokens, places, self._logprobs(logits if self.raw_logprobs else processed, known, places, batch))
 
-    def rehearse(self, logits: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """On a GPU: launch each kernel that only some requests ask for, with arguments that mean nothing, for whoever
-        wants to compile them ahead. num_tokens: of the rows."""
+    def launch_optional_kernels(self, logits: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """On a GPU: launch each kernel that only some requests need, with dummy arguments, so that it can be compiled
+        ahead. num_tokens: of the rows."""
         n, vocab = logits.shape
         rows = torch.zeros(n, dtype=torch.int64, device=logits.device)
-        for scores in (logits, edited := logits.float()):
+        for given in (logits, edited := logits.float()):
             for draw in Draw:
-                sample_tokens(scores, rows, num_tokens[rows], self.parameters.device, draw)
-            token_logprobs(scores, rows, 1)
+                sample_tokens(given, rows, num_tokens[rows], self.parameters.device, draw)
+            token_logprobs(given, rows, 1)
         apply_bitmask(edited, rows.new_zeros(n, -(-vocab // 32), dtype=torch.int32), rows)
         in_prompt, counts = (rows.new_zeros(1, vocab, dtype=dtype) for dtype in (torch.bool, torch.int32))
         apply_penalties(edited, rows, rows, in_prompt, counts, edited.new_zeros(1, 3))
@@ -167,7 +171,7 @@ class Sampler:
     def _choose_fused(
         self, logits: torch.Tensor, batch: SampleBatch, draw: Draw, used: list[LogitsProcessor], logprobs: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by the kernels that a graph captures: temperature, min-p, top-k and top-p are part of the draw."""
+        """The same by fused kernels: temperature, min-p, top-k and top-p are part of the draw."""
         before_draw = [p for p in used if not isinstance(p, Warper)]
         if before_draw:
             logits = logits.to(torch.float32, copy=True)
@@ -185,13 +189,13 @@ class Sampler:
         return Draw.WARPED if any(_any(warper.rows, row_list) for warper in self._filters) else Draw.RANDOM
 
     def _logprobs(
-        self, scores: torch.Tensor, tokens: torch.Tensor, places: list[int], batch: SampleBatch
+        self, logits: torch.Tensor, tokens: torch.Tensor, places: list[int], batch: SampleBatch
     ) -> TokenLogprobs | None:
         if not places:
             return None
-        (where,) = to_device(scores.device, places, dtype=np.int64)
-        count = widest([self._num_logprobs[batch.row_list[i]] for i in places])
-        return token_logprobs(scores[where], tokens[where], count, self.as_logits)
+        (where,) = to_device(logits.device, places, dtype=np.int64)
+        count = max_logprobs([self._num_logprobs[batch.row_list[i]] for i in places])
+        return token_logprobs(logits[where], tokens[where], count, self.as_logits)
 
 
 def _any(rows: set[int], row_list: list[int]) -> bool:

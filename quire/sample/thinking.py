@@ -1,4 +1,4 @@
-"""An end to reasoning that takes too long."""
+"""The thinking budget: a limit on reasoning tokens."""
 
 import torch
 
@@ -7,8 +7,8 @@ from quire.sample.processors import ByRow, SampleBatch
 
 
 class ThinkingBudget(ByRow):
-    """Once a row has reasoned for as many tokens as it may, the tokens that end reasoning are all that can be drawn,
-    one after the other. Where they stand follows from positions, so nothing waits for the host."""
+    """Once a row has used its budget, the tokens that end reasoning are forced one after the other. Which one is next
+    follows from the position, so nothing waits for the host."""
 
     rows: dict[int, tuple[int, int, torch.Tensor, torch.Tensor]]  # type: ignore[assignment]
 
@@ -28,19 +28,19 @@ class ThinkingBudget(ByRow):
             first, forced_from, start, end = self.rows[row]
             tokens = batch.token_ids[row, first:]
             step = position - forced_from
-            forces = (step >= 0) & (step < len(end)) & ~_holds(tokens, end, position - first)
+            forces = (step >= 0) & (step < len(end)) & ~_contains(tokens, end, position - first)
             if len(start):
                 forces &= (tokens[: len(start)] == start).all()
             wanted = end[step.clamp(0, len(end) - 1)].long()
             others = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device).index_fill_(0, wanted, False)
-            # What was masked before (a bad word, a token not allowed) is forced all the same.
+            # Forced even if it was masked before (a bad word, a token not allowed).
             logits[i, wanted] = torch.where(forces, torch.zeros_like(logits[i, wanted]), logits[i, wanted])
             logits[i].masked_fill_(others & forces, -torch.inf)
         return logits
 
 
-def _holds(tokens: torch.Tensor, sequence: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Whether the first `length` tokens hold the sequence anywhere."""
+def _contains(tokens: torch.Tensor, sequence: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Whether the sequence occurs in the first `length` tokens."""
     if len(tokens) < len(sequence):
         return torch.zeros((), dtype=torch.bool, device=tokens.device)
     begins = torch.arange(len(tokens) - len(sequence) + 1, device=tokens.device)

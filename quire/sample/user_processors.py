@@ -1,6 +1,6 @@
 """Users' own logits processors: found by import path or as plugins, checked, and built in the worker.
 
-Importing this needs no torch: the front end loads the same classes, to have requests' arguments checked.
+Importing this needs no torch: the front end loads the same classes to validate requests.
 """
 
 import functools
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-GROUP = "quire.logits_processors"  # of entry points, by which an installed package brings its own
+GROUP = "quire.logits_processors"  # of entry points: installed packages register processors there
 METHODS = ("add_row", "remove_row", "apply", "sampled")
 WHERE = "see docs/sampling.md, Logits processors"
 
 
 class RowProcessor(ByRow):
-    """What most begin with: keep something in `self.rows[new.row]` for requests that ask, in `add_row`, and change
-    `logits[place]` for each of `self.places(batch)`, in `apply`.
+    """Base of most processors: `add_row` stores parameters in `self.rows[new.row]` for requests that use it, `apply`
+    changes `logits[place]` for each of `self.places(batch)`.
 
     `validate_params(params)`, a classmethod, may raise a ValueError for wrong `params.extra_args`.
     """
@@ -43,7 +43,7 @@ class RowProcessor(ByRow):
 
 
 def processor_classes(given: Sequence[str | type]) -> list[type]:
-    """The classes given as such or as "module:Class", in that order, then those that plugins bring."""
+    """The given classes, or imports of "module:Class", in that order, then those of plugins."""
     found = [one if isinstance(one, type) else _import(one) for one in given]
     for point in plugins():
         try:
@@ -59,12 +59,12 @@ def processor_classes(given: Sequence[str | type]) -> list[type]:
 
 @functools.cache
 def plugins() -> list[importlib.metadata.EntryPoint]:
-    """Looking through all installed packages takes a while."""
+    """Cached: it reads the metadata of all installed packages."""
     return sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
 
 
 def validators(classes: Sequence[type]) -> list[Callable[[SamplingParams], None]]:
-    """Each raises a ValueError for a request that its class refuses."""
+    """Each raises a ValueError for a request that its class rejects."""
     return [_validator(one) for one in classes if hasattr(one, "validate_params")]
 
 
@@ -73,7 +73,7 @@ def make_processors(classes: Sequence[type], config: EngineConfig, device: "torc
 
 
 class Guarded:
-    """A user's processor. What goes wrong in it is said with its name."""
+    """Wraps a user's processor: its errors name it."""
 
     def __init__(self, kind: type, config: EngineConfig, device: "torch.device") -> None:
         self.name = _name(kind)
@@ -81,7 +81,7 @@ class Guarded:
             self.inner: Any = kind(config, device)
             self.changes_argmax = bool(self.inner.changes_argmax)
         except Exception as error:
-            raise ValueError(f"the logits processor {self.name} cannot be made: {error!r}; {WHERE}") from error
+            raise ValueError(f"the logits processor {self.name} cannot be created: {error!r}; {WHERE}") from error
         if not isinstance(self.inner.active, bool):
             raise ValueError(f"the logits processor {self.name} has no property `active` that is a bool; {WHERE}")
 
@@ -92,11 +92,11 @@ class Guarded:
             raise self._failed("add_row", error) from error
 
     def remove_row(self, row: int) -> None:
-        """Its request has ended: nobody is left to tell but the log, and the other rows must go on."""
+        """An error is only logged: the request has ended, and other rows must not fail."""
         try:
             self.inner.remove_row(row)
         except Exception as error:
-            logger.error("%s; the row stays with it", self._failed("remove_row", error), exc_info=error)
+            logger.error("%s; it may keep state of the row", self._failed("remove_row", error), exc_info=error)
 
     @property
     def active(self) -> bool:
@@ -112,7 +112,7 @@ class Guarded:
             raise self._failed("apply", error) from error
         if getattr(changed, "shape", None) != logits.shape or changed.dtype != logits.dtype:
             raise RuntimeError(
-                f"the logits processor {self.name} gave back {_describe(changed)} for {_describe(logits)}"
+                f"the logits processor {self.name} returned {_describe(changed)} for {_describe(logits)}"
             )
         result: torch.Tensor = changed
         return result

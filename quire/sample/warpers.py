@@ -1,4 +1,4 @@
-"""Temperature, min-p, top-k and top-p: what shapes the distribution that random rows draw from.
+"""Temperature, min-p, top-k and top-p: they shape the distribution that random rows are sampled from.
 
 On a GPU these are part of the draw itself (`kernels/sample_tokens.py`); there they run only for logprobs of processed
 logits.
@@ -16,8 +16,8 @@ from quire.sample.processors import SampleBatch
 
 
 class Warper:
-    """Knows which rows ask; their numbers stand in the sampler's parameter table. The likeliest token stays the
-    likeliest, so greedy rows do without."""
+    """Tracks which rows use it; their parameters are in the sampler's table. The argmax does not change, so greedy rows
+    skip it."""
 
     changes_argmax = False
 
@@ -25,11 +25,11 @@ class Warper:
         self.parameters = parameters
         self.rows: set[int] = set()
 
-    def asks(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         raise NotImplementedError
 
     def add_row(self, new: NewRow) -> None:
-        if not new.params.greedy and self.asks(new.params):
+        if not new.params.greedy and self.applies_to(new.params):
             self.rows.add(new.row)
 
     def remove_row(self, row: int) -> None:
@@ -43,7 +43,7 @@ class Warper:
 
 
 class Temperature(Warper):
-    def asks(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.temperature != 1
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Temperature(Warper):
 class MinP(Warper):
     """Keeps tokens at least `min_p` times as likely as the likeliest."""
 
-    def asks(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.min_p > 0
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
@@ -65,7 +65,7 @@ class MinP(Warper):
 class TopKTopP(Warper):
     """Keeps the k likeliest tokens, then the fewest of those whose probabilities reach p."""
 
-    def asks(self, params: SamplingParams) -> bool:
+    def applies_to(self, params: SamplingParams) -> bool:
         return params.top_k > 0 or params.top_p < 1
 
     def apply(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Grammars beside the scheduler: compiled off the step loop, one matcher a request, token masks for the sampler."""
+"""Structured output: grammars compiled off the step loop, a matcher per request, token bitmasks for the sampler."""

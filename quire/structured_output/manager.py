@@ -1,6 +1,6 @@
-"""Every request with a grammar: waiting for it, then its place in it, step by step.
+"""Requests with a grammar: waiting for its compile, then a matcher each, advanced step by step.
 
-A matcher moves by confirmed tokens alone, so it needs nothing when its request is preempted or a result is dropped.
+A matcher advances by confirmed tokens alone, so preemption and dropped results need no rollback.
 """
 
 import copy
@@ -15,9 +15,9 @@ from quire.config import EngineConfig
 from quire.messages.plan import GrammarMask
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, RequestError, invalid
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.backends.base import Compiled, GrammarBusyError, GrammarError, Matcher
+from quire.structured_output.backends.base import CompiledGrammar, GrammarBusyError, GrammarError, Matcher
 from quire.structured_output.backends.registry import BackendRegistry
-from quire.structured_output.bits import has, put
+from quire.structured_output.bitmask import is_set, set_bit
 from quire.structured_output.compiler import GrammarCompiler, Key, library_failure
 from quire.structured_output.reasoning_gate import ReasoningGate
 from quire.structured_output.vocabulary import Vocabulary
@@ -28,7 +28,7 @@ logger = logging.getLogger("quire")
 @dataclass(slots=True)
 class Constrained:
     request: EngineCoreRequest
-    end_ids: list[int]  # tokens that may come where the grammar allows the end
+    end_ids: list[int]  # tokens that end the output; allowed where the grammar is complete
     matcher: Matcher
     num_tokens: int = 0  # generated and confirmed
     gate: ReasoningGate | None = None
@@ -60,12 +60,12 @@ class StructuredOutputManager:
             max_queue=max_queue,
             queue_seconds=queue_seconds,
         )
-        self.failures: list[Failure] = []  # requests that must end; whoever ends them empties the list
+        self.failures: list[Failure] = []  # requests to fail; emptied by the caller that fails them
         self._num_words = (vocab_size + 31) // 32
         self._waiting: dict[str, EngineCoreRequest] = {}
         self._running: dict[int, Constrained] = {}  # by the request's index
         self._index: dict[str, int] = {}
-        self._indices: np.ndarray | None = None  # of those that run
+        self._indices: np.ndarray | None = None  # keys of `_running`; None: to be rebuilt
         self._last_key: tuple[StructuredOutputsParams, Key] | None = None
 
     @classmethod
@@ -84,7 +84,7 @@ class StructuredOutputManager:
 
     @property
     def active(self) -> bool:
-        """Whether any request has a grammar to keep to."""
+        """Whether any running request is constrained."""
         return bool(self._running)
 
     @property
@@ -93,7 +93,7 @@ class StructuredOutputManager:
         return bool(self._waiting) or self.compiler.pending
 
     def add(self, request: EngineCoreRequest) -> bool:
-        """Whether it can run now. If not, `ready` or `failures` will name it."""
+        """Whether the request can run now. If not, `ready` or `failures` will report it later."""
         spec = request.params.structured_outputs
         if spec is None:
             raise ValueError(f"request {request.request_id!r} has no structured_outputs")
@@ -105,17 +105,17 @@ class StructuredOutputManager:
         if compiled is None:
             self._waiting[request.request_id] = request
             return False
-        self._enter(request, compiled)
+        self._start(request, compiled)
         return True
 
     def _key(self, spec: StructuredOutputsParams) -> Key:
-        """Made once for all sequences of a request: a long list of choices takes a while."""
+        """The cache key, computed once for all sequences of a request: a long list of choices takes time to hash."""
         if self._last_key is None or self._last_key[0] is not spec:
-            self._last_key = spec, spec.key(self.registry.asked(spec))
+            self._last_key = spec, spec.key(self.registry.backend_name(spec))
         return self._last_key[1]
 
     def ready(self) -> list[str]:
-        """Requests whose grammar has arrived since the last call."""
+        """Ids of requests whose grammar was compiled since the last call."""
         found = []
         for job in self.compiler.collect():
             for request_id in job.waiters:
@@ -125,20 +125,20 @@ class StructuredOutputManager:
                 if job.compiled is None:
                     self._fail(request, job.error or invalid("the grammar could not be compiled"))
                 else:
-                    self._enter(request, job.compiled)
+                    self._start(request, job.compiled)
                     found.append(request_id)
         return found
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """They are gone; unknown ids are ignored."""
+        """Forget finished or aborted requests; unknown ids are ignored."""
         for request_id in request_ids:
             if self._waiting.pop(request_id, None) is not None:
-                self.compiler.forget(request_id)
+                self.compiler.cancel(request_id)
             if self._running.pop(self._index.pop(request_id, -1), None) is not None:
                 self._indices = None
 
     def advance(self, outputs: EngineCoreOutputs) -> None:
-        """Confirmed tokens came; who has ended needs its matcher no more."""
+        """Advance matchers by a step's confirmed tokens; drop those of finished requests."""
         if not self._running:
             return
         if self._indices is None:
@@ -156,8 +156,8 @@ class StructuredOutputManager:
     def fill(
         self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, Sequence[int]] | None = None
     ) -> GrammarMask | None:
-        """Masks for a step's rows, given as (place of its logits, index of the request). A request with a draft of k
-        tokens, by its index, has 1 + k places in a row; place j is for the token after the first j of the draft."""
+        """Bitmasks for a step's rows, given as (row of the logits, index of the request). A request with k draft tokens
+        has 1 + k consecutive rows of logits; row j is for the token after the first j draft tokens."""
         drafts = drafts or {}
         lengths = [1 + len(drafts.get(index, ())) for _, index in rows]
         masks = np.zeros((sum(lengths), self._num_words), np.int32)
@@ -178,7 +178,7 @@ class StructuredOutputManager:
         return GrammarMask(np.asarray(places, np.int64), masks[: len(places)]) if places else None
 
     def _fill_draft(self, constrained: Constrained, masks: np.ndarray, draft: Sequence[int]) -> None:
-        """What follows a token that is not allowed is never reached, and left free: a mask must not be empty."""
+        """Rows after a rejected draft token are never used and left unconstrained: a mask must not be empty."""
         gate, accepted = copy.copy(constrained.gate), 0
         for ahead, mask in enumerate(masks):
             try:
@@ -186,14 +186,14 @@ class StructuredOutputManager:
             except GrammarError:
                 if not ahead:
                     raise
-                masks[ahead:] = -1  # if it comes to that, the next step will say so
+                masks[ahead:] = -1  # if these drafts are accepted, the next step raises the error
                 break
             if ahead == len(draft):
                 break
             token = draft[ahead]
-            if gate is not None and gate.takes(token):
+            if gate is not None and gate.consumes(token):
                 continue
-            if token in constrained.end_ids or not has(mask, token) or not constrained.matcher.accept(token):
+            if token in constrained.end_ids or not is_set(mask, token) or not constrained.matcher.accept(token):
                 masks[ahead + 1 :] = -1
                 break
             accepted += 1
@@ -202,33 +202,33 @@ class StructuredOutputManager:
     def _fill_row(self, constrained: Constrained, gate: ReasoningGate | None, ahead: int, row: np.ndarray) -> None:
         if gate is not None and gate.inside:
             row[:] = -1
-            for token in constrained.end_ids:  # the answer is still to come
-                put(row, token, False)
+            for token in constrained.end_ids:  # the output must not end within the reasoning
+                set_bit(row, token, False)
             return
         constrained.matcher.fill(row)
         if not np.count_nonzero(row):
-            raise GrammarError("no token of this vocabulary can go on here")
-        self._settle_end(constrained, constrained.num_tokens + ahead, row)
+            raise GrammarError("no token of this vocabulary can continue the output here")
+        self._set_end_tokens(constrained, constrained.num_tokens + ahead, row)
         if gate is not None and gate.start is not None:
-            put(row, gate.start, True)
+            set_bit(row, gate.start, True)
 
-    def _settle_end(self, constrained: Constrained, num_tokens: int, row: np.ndarray) -> None:
-        """All tokens that end the request are allowed where the first is. While min_tokens are not reached, they are
-        not, unless the grammar leaves nothing else."""
+    def _set_end_tokens(self, constrained: Constrained, num_tokens: int, row: np.ndarray) -> None:
+        """Allow all end tokens where the grammar's own is allowed; before min_tokens none, unless the grammar allows
+        nothing else."""
         params = constrained.request.params
-        if has(row, constrained.end_ids[0]):
+        if is_set(row, constrained.end_ids[0]):
             for token in constrained.end_ids:
-                put(row, token, True)
+                set_bit(row, token, True)
         if num_tokens < params.min_tokens:
             longer = row.copy()
             for token in (*constrained.end_ids, *params.stop_token_ids):
-                put(longer, token, False)
+                set_bit(longer, token, False)
             if longer.any():
                 row[:] = longer
 
     def _accept(self, constrained: Constrained, token: int) -> bool:
         try:
-            if constrained.gate is not None and constrained.gate.takes(token):
+            if constrained.gate is not None and constrained.gate.consumes(token):
                 return True
             if constrained.matcher.accept(token):
                 return True
@@ -240,7 +240,7 @@ class StructuredOutputManager:
         self._fail(constrained.request, error)
         return False
 
-    def _enter(self, request: EngineCoreRequest, compiled: Compiled) -> None:
+    def _start(self, request: EngineCoreRequest, compiled: CompiledGrammar) -> None:
         try:
             special = self.registry.vocabulary.special_ids
             first = self.registry.vocabulary.end_id
@@ -263,8 +263,7 @@ class StructuredOutputManager:
 
     @staticmethod
     def _cause(request: EngineCoreRequest, error: BaseException) -> RequestError:
-        """A library may raise anything, also a panic from Rust: that is the failure of the request whose grammar it
-        is."""
+        """A library may raise anything, also a panic from Rust: only the request with that grammar fails."""
         if isinstance(error, GrammarError):
             return invalid(str(error))
         logger.error("the grammar of request %r failed", request.request_id, exc_info=error)

@@ -1,4 +1,4 @@
-"""The tokenizer as grammar libraries see it."""
+"""The tokenizer's vocabulary in the form that grammar libraries need."""
 
 from functools import cached_property
 
@@ -15,7 +15,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """`vocab_size` is the model's, which may have more ids than the tokenizer has tokens."""
         if not eos_token_ids:
-            raise GrammarError("this model names no end-of-sequence token, so no output could end with its grammar")
+            raise GrammarError("this model has no end-of-sequence token, so a constrained output could never end")
         self.tokenizer = tokenizer
         self.size = vocab_size
         self.end_id = eos_token_ids[0]

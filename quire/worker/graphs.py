@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: one launch instead of hundreds.
 
-A graph exists per size of step: rows of one token each, or few tokens in all for steps with prompts in them. It is
-captured at start-up, in about a second for all sizes, and a step runs padded in the smallest that holds it. Larger
-steps are launched kernel by kernel: the device has enough to do meanwhile.
+There is a graph per step size: by number of rows for decode steps, by number of tokens for mixed ones. All are captured
+at start-up, in about a second, and a step is padded to the smallest that fits. Larger steps are launched kernel by
+kernel: the device is busy long enough to hide the launches.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend
-from quire.kernels.counters import reset_counters
 from quire.kernels.transfer import aligned, write_to
 
 logger = logging.getLogger("quire")
@@ -25,25 +24,25 @@ logger = logging.getLogger("quire")
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 MIXED_ROWS = 64
-MISSES_BEFORE_CAPTURE = 2  # of a kind of step that is not captured at start-up
+MISSES_BEFORE_CAPTURE = 2  # for keys that are not captured at start-up
 
 
 @dataclass(frozen=True)
 class GraphKey:
     num_tokens: int
     num_rows: int
-    one_each: bool
+    decode_only: bool
     shared_prefix: bool = False
 
 
 @dataclass
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [rows of the key, vocab], where every replay leaves them
+    logits: torch.Tensor  # [rows of the key, vocab]: every replay writes them here
 
 
 class StepBuffers:
-    """What a captured step reads: fixed in memory, filled before each replay."""
+    """Inputs of captured steps, at fixed addresses; filled before each replay."""
 
     def __init__(self, max_rows: int, max_tokens: int, max_query_blocks: int, device: torch.device) -> None:
         sizes = [aligned(n) for n in (1, max_rows, max_rows + 1, max_rows, max_tokens, 2 * max_query_blocks)]
@@ -81,43 +80,46 @@ class StepGraphs:
         max_rows: int,
         max_tokens: int,
         device: torch.device,
+        reset_workspaces: Callable[[], None],
     ) -> None:
-        """`compute` runs a step of the key's size from the buffers and returns its logits."""
+        """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
+        after a capture that failed."""
         self.compute = compute
         self.backend = backend
+        self.reset_workspaces = reset_workspaces
         self.device = device
         self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
         self.mixed_rows = min(MIXED_ROWS, max_rows)
         self.mixed_tokens = [n for n in MIXED_TOKENS if n <= max_tokens]
-        most_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
+        max_mixed_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
         self.decode_buffers = StepBuffers(max_rows, 0, 0, device)
-        most_blocks = backend.max_query_blocks(most_tokens, self.mixed_rows)
-        self.mixed_buffers = StepBuffers(self.mixed_rows, most_tokens, most_blocks, device)
+        max_blocks = backend.max_query_blocks(max_mixed_tokens, self.mixed_rows)
+        self.mixed_buffers = StepBuffers(self.mixed_rows, max_mixed_tokens, max_blocks, device)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._misses: Counter[GraphKey] = Counter()
-        self._impossible: set[GraphKey] = set()  # whose capture has failed: such steps are launched kernel by kernel
+        self._uncapturable: set[GraphKey] = set()  # capture has failed: such steps are launched kernel by kernel
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def capture_at_start(self, largest_only: bool = False) -> None:
-        """The largest first: the others find their memory in its pool."""
+        """Largest first: the others reuse its memory from the pool."""
         began = time.perf_counter()
         sizes = slice(-1, None) if largest_only else slice(None)
         for num_rows in reversed(self.decode_rows[sizes]):
-            self._capture(GraphKey(num_rows, num_rows, one_each=True))
+            self._capture(GraphKey(num_rows, num_rows, decode_only=True))
         for num_tokens in reversed(self.mixed_tokens[sizes]):
-            self._capture(GraphKey(num_tokens, self.mixed_rows, one_each=False))
+            self._capture(GraphKey(num_tokens, self.mixed_rows, decode_only=False))
         logger.debug("%d graphs captured in %.2f s", len(self._captured), time.perf_counter() - began)
 
     @property
-    def growth(self) -> float:
-        """How many times as many graphs as now there may be."""
+    def max_growth(self) -> float:
+        """The number of graphs that may ever be captured, relative to those captured now."""
         return (2 * len(self.decode_rows) + len(self.mixed_tokens)) / max(1, len(self._captured))
 
     def run_decode(self, rows: np.ndarray, prefix_len: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows and logits, both padded, of a step of one token a row; None if there is no graph for it (yet)."""
+        """Rows and logits, both padded, of a step of one token per row; None if there is no graph for it (yet)."""
         bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]
-        key = GraphKey(bucket, bucket, one_each=True, shared_prefix=prefix_len > 0)
+        key = GraphKey(bucket, bucket, decode_only=True, shared_prefix=prefix_len > 0)
         if key not in self._captured and not self._capture_if_frequent(key):
             return None
         self.decode_buffers.fill_decode(rows, bucket, prefix_len)
@@ -131,21 +133,21 @@ class StepGraphs:
         blocks = self.backend.plan_queries(num_tokens)
         assert blocks is not None
         self.mixed_buffers.fill(rows, num_tokens, blocks)
-        return self._replay(GraphKey(self.mixed_tokens[at], self.mixed_rows, one_each=False), self.mixed_buffers)
+        return self._replay(GraphKey(self.mixed_tokens[at], self.mixed_rows, decode_only=False), self.mixed_buffers)
 
     def _capture_if_frequent(self, key: GraphKey) -> bool:
-        """Whether there is a graph now."""
+        """Whether the graph exists now."""
         self._misses[key] += 1
-        if key in self._impossible or self._misses[key] < MISSES_BEFORE_CAPTURE:
+        if key in self._uncapturable or self._misses[key] < MISSES_BEFORE_CAPTURE:
             return False
         try:
             self._capture(key)
         except Exception as error:
-            self._impossible.add(key)
+            self._uncapturable.add(key)
             logger.warning("steps of %s will be launched kernel by kernel, as no graph can be captured: %s", key, error)
-            # The allocator may still take the old pool, or the driver the stream, to be part of a capture.
+            # The allocator may still regard the old pool, or the driver the stream, as part of a capture.
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-            reset_counters()
+            self.reset_workspaces()
             return False
         return True
 
@@ -155,23 +157,23 @@ class StepGraphs:
         return buffers.rows[: key.num_rows], step.logits
 
     def _capture(self, key: GraphKey) -> None:
-        buffers = self.decode_buffers if key.one_each else self.mixed_buffers
-        nobody = np.empty(0, np.int32)  # padding only: no row's state moves
-        if key.one_each:
-            buffers.fill_decode(nobody, key.num_rows, 0)
+        buffers = self.decode_buffers if key.decode_only else self.mixed_buffers
+        no_rows = np.empty(0, np.int32)  # padding only: no row's state advances
+        if key.decode_only:
+            buffers.fill_decode(no_rows, key.num_rows, 0)
         else:
-            buffers.fill(nobody, nobody, nobody)
+            buffers.fill(no_rows, no_rows, no_rows)
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                self.compute(key, buffers)  # compiles and loads what the capture must find ready
+                self.compute(key, buffers)  # warm-up: nothing may be compiled or loaded during the capture
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     logits = self.compute(key, buffers)
                 except BaseException:
-                    with contextlib.suppress(Exception):  # the first error is the one to know
+                    with contextlib.suppress(Exception):  # the first error is the one to report
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -181,7 +183,7 @@ class StepGraphs:
 
 
 class _Memory:
-    """Device memory at an address, as CUDA libraries hand it to each other."""
+    """Device memory at an address, by the interface that CUDA libraries share."""
 
     def __init__(self, tensor: torch.Tensor, typestr: str, itemsize: int) -> None:
         size = tensor.numel() * tensor.element_size() // itemsize
@@ -191,9 +193,9 @@ class _Memory:
 
 
 def unowned(logits: torch.Tensor) -> torch.Tensor:
-    """The same memory, but free for the graphs that are captured next: all share a pool, run one after the other on
-    one stream, and a step's logits are sampled before the next step runs. Else each graph would keep its own, 2 GB in
-    all with a vocabulary of 152k. The pool itself stays as long as one of its graphs."""
+    """A view that does not own its memory, so that graphs captured next reuse it: all share a pool, run one after the
+    other on one stream, and a step's logits are sampled before the next step runs. Otherwise each graph would keep its
+    own, 2 GB in all with a vocabulary of 152k. The pool lives as long as one of its graphs."""
     if not logits.is_cuda or not logits.is_contiguous():
         return logits
     words = torch.as_tensor(_Memory(logits, "<i2", 2), device=logits.device)

@@ -1,4 +1,4 @@
-"""How much device memory the KV cache may take: what is left beside everything else that this process will use."""
+"""The KV cache's memory budget: what is left on the device beside everything else that this process will use."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from quire.sample.penalties import penalty_table_bytes
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import row_state_bytes
 
-MARGIN = 256 << 20  # libraries load code and take workspaces later than a first step
-MOST_CODE = 1 << 30  # that is believed to be this process's: more has been taken by another meanwhile
-SAMPLING_COPIES = 2  # of the logits, in float32: to edit, and to take logprobs of
+MARGIN = 256 << 20  # libraries load code and allocate workspaces after the first step, too
+MAX_CODE = 1 << 30  # attributed to this process: more was allocated by another one meanwhile
+SAMPLING_COPIES = 2  # of the logits in float32: one to process, one for logprobs
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
     total: int
-    outside: int  # in use, but not torch's: this process's context and code, and what others have
+    outside: int  # used, but not by torch: this process's context and code, and other processes
 
     @classmethod
     def measure(cls, device: torch.device) -> "DeviceMemory":
@@ -26,23 +26,23 @@ class DeviceMemory:
 
 
 def kv_cache_budget(before: DeviceMemory, now: DeviceMemory, utilization: float, reserved: int) -> int:
-    """Bytes. `before`: when the worker started. `reserved`: the most that torch takes for all but the KV cache.
+    """Bytes. `before`: when the worker started. `reserved`: torch's peak for everything but the KV cache.
 
-    What others take or free between `before` and `now` must not count, and cannot be told from code that was loaded;
-    so that part is bounded.
+    What other processes allocate or free between `before` and `now` must not count, and cannot be distinguished from
+    code that was loaded; so that part is bounded.
     """
-    code = min(max(now.outside - before.outside, 0), MOST_CODE)
+    code = min(max(now.outside - before.outside, 0), MAX_CODE)
     return int(before.total * utilization) - before.outside - code - reserved - MARGIN
 
 
 def measure_steps(
     runner: ModelRunner, specs: dict[int, KVCacheSpec], max_rows: int, max_tokens: int, dtype: torch.dtype
 ) -> tuple[int, DeviceMemory]:
-    """The most bytes that torch takes for weights and steps, by the allocator's own count, and the memory outside of it
-    once all graphs are there.
+    """Peak bytes that torch reserves for weights and steps, and the memory outside of torch once all graphs are
+    captured.
 
-    The largest step of padding is run over a cache of one block, with what sampling takes, and then, as graphs keep
-    their memory apart from it, the largest graphs are captured. Both are thrown away, the compiled kernels stay."""
+    The largest step is run with padding over a cache of one block, with the buffers of sampling; then, as graphs have
+    memory of their own, the largest graphs are captured. Both are discarded, the compiled kernels stay."""
     device = runner.device
     runner.initialize(KVCacheConfig(1, make_groups(specs)), max_rows, 1, dtype)
     runner.compile_kernels(max_tokens)
@@ -57,7 +57,7 @@ def measure_steps(
     runner.capture_graphs(max_tokens, largest_only=True)
     torch.cuda.synchronize(device)
     reserved, captured = torch.cuda.max_memory_reserved(device), DeviceMemory.measure(device)
-    graphs = runner.graphs.growth if runner.graphs is not None else 0.0
+    graphs = runner.graphs.max_growth if runner.graphs is not None else 0.0
     by_driver = int(max(0, captured.outside - eager.outside) * graphs)
     runner.graphs = None
     torch.cuda.empty_cache()
@@ -65,8 +65,8 @@ def measure_steps(
 
 
 def state_memory(specs: dict[int, KVCacheSpec], max_rows: int, max_model_len: int, vocab: int, budget: int) -> int:
-    """Bytes of what rows keep beside their KV, if all ask for penalties. Rows are no longer than a KV cache of `budget`
-    bytes lets one request be."""
+    """Bytes of row state, and of penalty tables if every row uses penalties. A row is at most as long as a KV cache of
+    `budget` bytes allows."""
     per_token = sum(spec.page_bytes // spec.block_size for spec in specs.values() if spec.sliding_window is None)
     length = min(max_model_len, max(0, budget) // per_token) if per_token else max_model_len
     rows = row_state_bytes(max_rows, length, [group.spec.block_size for group in make_groups(specs)])

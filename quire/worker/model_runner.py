@@ -1,4 +1,4 @@
-"""Runs the model over the rows a plan names."""
+"""Executes plans: applies their changes to the rows, runs the model, samples."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
+from quire.kernels.dispatch import supports_triton
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.kernels.transfer import to_device
+from quire.kernels.workspace import reset_shared_workspaces
 from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
@@ -20,25 +22,25 @@ from quire.models.base import LanguageModel
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
-from quire.worker.prompt_scores import PromptScores
+from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 from quire.worker.transfer import Pending
 
-# A prefix that all rows share is attended to once for all of them from this length, and number of rows, on.
+# From this length and number of rows on, a prefix that all rows share is attended to once for all of them.
 MIN_SHARED_PREFIX = 512
 MIN_SHARING_ROWS = 9
-# Sizes of a step beyond these take the same kernels as the last.
+# Larger steps use the same kernels as the largest of these.
 COMPILED_ROWS = [rows for rows in DECODE_ROWS if rows <= 96]
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """Between forward pass and sampling."""
+    """A step between its forward pass and sampling."""
 
     plan: SchedulerOutput
-    rows: torch.Tensor | None = None  # [n or more]: beyond the plan's own, padding
-    logits: torch.Tensor | None = None  # as many
+    rows: torch.Tensor | None = None  # [n or more]: the plan's, then padding
+    logits: torch.Tensor | None = None  # [as many, vocab]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
@@ -54,7 +56,7 @@ class ModelRunner:
         use_graphs: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """`processors` are users' own, for logits."""
+        """`processors` are users' own logits processors."""
         self.model = model
         self.backend = backend
         self.device = device
@@ -66,14 +68,14 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
         self._pending: PendingStep | None = None
-        self._compiling: bool | None = None  # None: not yet
-        self._later: list[Any] = []  # kernels to compile once the engine serves
+        self._compiling: bool | None = None  # whether kernels are being collected; None: not done yet
+        self._deferred_jobs: list[Any] = []  # kernels to compile once the engine serves
 
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
         """Allocate rows and cache; hand every attention layer its part."""
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device)
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
-        self.prompt_scores = PromptScores(self.model.compute_logits, self.logprobs_mode)
+        self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in self.model.attention_layers()}
         # Tensor i backs layer i of every group: all have pages of equal bytes, so one allocation is viewed in each
@@ -90,20 +92,27 @@ class ModelRunner:
                 layers[layer].bind(caches[layer], index, self.backend)
         if self.connector is not None:
             self.connector.bind([caches[i] for i in sorted(caches)])
-        if self.device.type == "cpu":
+        if self.backend.supports_replay:
             self.recorded = RecordedSteps(self.model, self.backend, self.rows.block_tables, self.rows.block_sizes)
+
+    def reset_workspaces(self) -> None:
+        """After a failed step or capture."""
+        reset_shared_workspaces()
+        self.backend.reset_workspace()
 
     @torch.inference_mode()
     def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
         self.compile_kernels(max_tokens)
         if self.use_graphs:
             max_rows = len(self.rows.num_tokens)
-            self.graphs = StepGraphs(self._captured_step, self.backend, max_rows, max_tokens, self.device)
+            self.graphs = StepGraphs(
+                self._captured_step, self.backend, max_rows, max_tokens, self.device, self.reset_workspaces
+            )
             self.graphs.capture_at_start(largest_only)
             if not largest_only:
-                from quire.kernels.triton.precompile import compile_behind
+                from quire.kernels.triton.precompile import compile_in_background
 
-                compile_behind(self._later)
+                compile_in_background(self._deferred_jobs)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
@@ -121,9 +130,9 @@ class ModelRunner:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
-        # Last: news taken before something fails would be lost.
+        # Finished transfers are read last: those read before something fails would be lost.
         if step.logits is None:
-            return Pending(lambda: self._with_news(_nothing_sampled()))
+            return Pending(lambda: self._with_transfers(_nothing_sampled()))
         return self._sample(step, step.logits, grammar)
 
     def _sample(
@@ -132,10 +141,12 @@ class ModelRunner:
         plan, state = step.plan, self.rows
         assert step.rows is not None
         count, row_list = len(plan.rows), plan.rows.tolist()
-        features = self.sampler.graph_features(row_list, grammar) if self.device.type == "cuda" else None
-        if features is not None:
-            self.sampler.sample_in_graph(logits, step.rows, state, features, self.sampled)
-            return Pending(lambda ids: self._with_news(_output(ids, None, step.prompt_logprobs)), self.sampled[:count])
+        draw = self.sampler.choose_draw(row_list, grammar) if supports_triton(self.device) else None
+        if draw is not None:
+            self.sampler.sample_fused(logits, step.rows, state, draw, self.sampled)
+            return Pending(
+                lambda ids: self._with_transfers(_output(ids, None, step.prompt_logprobs)), self.sampled[:count]
+            )
         rows = step.rows[:count].long()
         positions = state.num_tokens[rows]
         batch = SampleBatch(
@@ -147,16 +158,17 @@ class ModelRunner:
         )
         sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
-        found = sampled.logprobs
+        top = sampled.logprobs
 
-        def make(ids: np.ndarray, *scores: np.ndarray) -> ModelRunnerOutput:
-            logprobs = Logprobs(np.asarray(sampled.places), *scores) if scores else None
-            return self._with_news(_output(ids, logprobs, step.prompt_logprobs))
+        def make(ids: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
+            logprobs = Logprobs(np.asarray(sampled.places), *found) if found else None
+            return self._with_transfers(_output(ids, logprobs, step.prompt_logprobs))
 
-        scores = (found.token_ids, found.logprobs, found.ranks) if found is not None else ()
-        return Pending(make, sampled.token_ids.int(), *scores)
+        arrays = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
+        return Pending(make, sampled.token_ids.int(), *arrays)
 
-    def _with_news(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _with_transfers(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Adds the requests whose KV transfers have finished."""
         if self.connector is not None:
             output.finished_sending, output.finished_recving = self.connector.get_finished()
         return output
@@ -164,11 +176,11 @@ class ModelRunner:
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         for row in plan.finished_rows:
             self.sampler.remove_row(row)
-            self.prompt_scores.remove_row(row)
+            self.prompt_logprobs.remove_row(row)
         self.rows.add(plan.new_rows)
         for new in plan.new_rows:
             self.sampler.add_row(new)
-            self.prompt_scores.add_row(new)
+            self.prompt_logprobs.add_row(new)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
             copies = np.array(plan.block_copies)
@@ -179,10 +191,10 @@ class ModelRunner:
 
     def _forward(self, pending: PendingStep) -> None:
         plan = pending.plan
-        one_each = len(plan.rows) == plan.total_tokens
-        prefix_len = self._shared_prefix(plan) if one_each else 0
-        if self.graphs is not None and self.connector is None and not self.prompt_scores.wanted(plan):
-            if one_each:
+        decode_only = len(plan.rows) == plan.total_tokens
+        prefix_len = self._shared_prefix(plan) if decode_only else 0
+        if self.graphs is not None and self.connector is None and not self.prompt_logprobs.needed(plan):
+            if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
             else:
                 replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens)
@@ -203,21 +215,21 @@ class ModelRunner:
         arrays += [blocks] if blocks is not None else []
         rows, query_start_, token_rows_, last, prefix, *rest = to_device(self.device, *arrays)
         pending.rows = rows
-        hidden = self._hidden(
+        hidden = self._compute_hidden(
             rows,
             query_start_,
-            None if one_each else token_rows_,
+            None if decode_only else token_rows_,
             rest[0].view(-1, 2) if rest else None,
             prefix if prefix_len else None,
-            some_single=bool((plan.num_tokens == 1).any()),
+            has_decode_rows=bool((plan.num_tokens == 1).any()),
         )
-        pending.logits = self.model.compute_logits(hidden if one_each else hidden[last])
-        pending.prompt_logprobs = self.prompt_scores.score(plan, hidden)
+        pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
+        pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
 
     @torch.inference_mode()
     def compile_kernels(self, max_tokens: int) -> None:
-        """All that steps of any size will launch: none may wait for a compiler later. What only some requests' sampling
-        needs is noted."""
+        """Compile every kernel that a step of any size launches, so that none waits for the compiler. Those that only
+        some requests' sampling needs are listed, to be compiled while the engine serves."""
         if not self.use_graphs or self._compiling is not None:
             return
         from quire.kernels.triton.precompile import collecting, compile_all
@@ -230,47 +242,47 @@ class ModelRunner:
                     self.run_padding(num_tokens)
             for num_rows in COMPILED_ROWS:
                 if num_rows <= len(self.rows.num_tokens):
-                    logits = self._captured_step(GraphKey(num_rows, num_rows, one_each=True), buffers)
+                    logits = self._captured_step(GraphKey(num_rows, num_rows, decode_only=True), buffers)
             for num_rows in (MIN_SHARING_ROWS, len(self.rows.num_tokens)):
                 if num_rows <= len(self.rows.num_tokens) and len(self.rows.block_sizes) == 1:
-                    self._captured_step(GraphKey(num_rows, num_rows, one_each=True, shared_prefix=True), buffers)
+                    self._captured_step(GraphKey(num_rows, num_rows, decode_only=True, shared_prefix=True), buffers)
             for draw in Draw:
-                self.sampler.sample_in_graph(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
+                self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
-            self.sampler.rehearse(logits[:4], self.rows.num_tokens)
+            self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens)
         self._compiling = False
-        self._later = later
+        self._deferred_jobs = later
         compile_all(jobs)
 
     @torch.inference_mode()
     def run_padding(self, num_tokens: int) -> torch.Tensor:
-        """Logits of a step of nobody's tokens: takes the memory and compiles the kernels of one with as many."""
+        """Logits of a step of padding: allocates the memory and compiles the kernels of a real step of that size."""
         rows = min(num_tokens, len(self.rows.num_tokens))
         query_start = np.minimum(np.arange(rows + 1), rows - 1)
         query_start[-1] = num_tokens
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
-        hidden = self._hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
+        hidden = self._compute_hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
         return self.model.compute_logits(hidden[:rows])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
-        if key.one_each:
+        if key.decode_only:
             prefix = buffers.prefix_len if key.shared_prefix else None
-            return self.model.compute_logits(self._hidden(rows, buffers.query_start, None, None, prefix))
+            return self.model.compute_logits(self._compute_hidden(rows, buffers.query_start, None, None, prefix))
         token_rows = buffers.token_rows[: key.num_tokens]
         blocks = buffers.query_blocks[: self.backend.max_query_blocks(key.num_tokens, key.num_rows)]
-        hidden = self._hidden(rows, buffers.query_start, token_rows, blocks, None)
+        hidden = self._compute_hidden(rows, buffers.query_start, token_rows, blocks, None)
         return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]])
 
-    def _hidden(
+    def _compute_hidden(
         self,
         rows: torch.Tensor,
         query_start: torch.Tensor,
         token_rows: torch.Tensor | None,  # None: one token each
         query_blocks: torch.Tensor | None,
         prefix_len: torch.Tensor | None,
-        some_single: bool = True,
+        has_decode_rows: bool = True,
     ) -> torch.Tensor:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
@@ -280,7 +292,7 @@ class ModelRunner:
             if hidden is not None:
                 return hidden
         if self._compiling:
-            # Nothing was launched that would have filled them, and tables are read at these places.
+            # Nothing was launched that would have filled them, and they index tables.
             inputs.input_ids.zero_()
             inputs.positions.zero_()
         step = StepInputs(
@@ -288,8 +300,8 @@ class ModelRunner:
             num_tokens=len(inputs.input_ids),
             query_start=query_start,
             seq_lens=inputs.seq_lens,
-            one_each=token_rows is None,
-            some_single=some_single,
+            decode_only=token_rows is None,
+            has_decode_rows=has_decode_rows,
             query_blocks=query_blocks,
             prefix_len=prefix_len,
         )
@@ -298,7 +310,7 @@ class ModelRunner:
         return self.model(inputs.input_ids, inputs.positions, ctx)
 
     def _shared_prefix(self, plan: SchedulerOutput) -> int:
-        """Tokens of the prefix that all rows share, if it is worth attending to at once; else 0."""
+        """Length of the prefix that all rows share, if attending to it once for all is faster; else 0."""
         if len(self.rows.block_sizes) != 1 or len(plan.rows) < MIN_SHARING_ROWS or not plan.common_prefix_blocks:
             return 0
         length = plan.common_prefix_blocks[0] * self.rows.block_sizes[0]
@@ -316,7 +328,6 @@ def _output(ids: np.ndarray, logprobs: Logprobs | None, prompt_logprobs: list[Pr
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zero pages, which cost nothing until used; torch would write gigabytes of zeros at
-    # start-up.
+    # numpy maps zero pages, which cost nothing until used; torch would write gigabytes of zeros at start-up.
     flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(flat).view(dtype).view(shape)

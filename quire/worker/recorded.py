@@ -1,4 +1,4 @@
-"""Small steps on a CPU, replayed: the analogue of a GPU's graphs, for the layers of the model."""
+"""CPU steps recorded once and replayed by one C call: the analogue of CUDA graphs, for the layers of the model."""
 
 import logging
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from quire.models.base import LanguageModel
 
 logger = logging.getLogger("quire")
 
-MAX_TOKENS = 256  # with more, Python's share is small
-OTHER_SIZE = 3  # whose calls must be the same
+MAX_TOKENS = 256  # in larger steps Python's share of the time is small
+OTHER_SIZE = 3  # of a second recording, which must consist of the same calls
 
 
 @dataclass
-class Recorded:
-    """Fill the first rows of the inputs, run, and those of `hidden` hold the result."""
+class RecordedStep:
+    """Fill the first rows of the inputs and run: the first rows of `hidden` are the result."""
 
     embeds: torch.Tensor
     ids: torch.Tensor
@@ -30,7 +30,7 @@ class Recorded:
     slots: list[torch.Tensor]
     run: Replay
     hidden: torch.Tensor
-    kept: ForwardContext  # the calls have addresses of what is in there
+    ctx: ForwardContext  # keeps alive what the recorded calls point to
 
 
 class RecordedSteps:
@@ -39,15 +39,16 @@ class RecordedSteps:
     ):
         self.model, self.backend, self.tables, self.sizes = model, backend, tables, sizes
         self.replays = 0
-        self._recorded: Recorded | None = None
-        self._possible = backend.name == "native" and model.embed_tokens is not None
+        self._recorded: RecordedStep | None = None
+        self._replayable = model.embed_tokens is not None
 
     def run(
         self, rows: torch.Tensor, query_start: torch.Tensor, inputs: PreparedInputs, shared: int
     ) -> torch.Tensor | None:
-        """Hidden states of a step, until the next one; or None: run the model. `shared` as StepInputs.prefix_len."""
+        """Hidden states of a step, valid until the next one; None if it cannot be replayed. `shared` as
+        StepInputs.prefix_len."""
         tokens, count = len(inputs.input_ids), len(rows)
-        if not self._possible or tokens > MAX_TOKENS:
+        if not self._replayable or tokens > MAX_TOKENS:
             return None
         assert self.model.embed_tokens is not None
         embeds = self.model.embed_tokens(inputs.input_ids)
@@ -55,7 +56,7 @@ class RecordedSteps:
             try:
                 self._recorded = self._record(embeds)
             except NotReplayableError as reason:
-                self._possible = False
+                self._replayable = False
                 logger.debug("steps are not replayed: %s", reason)
                 return None
         step = self._recorded
@@ -71,21 +72,21 @@ class RecordedSteps:
         self.replays += 1
         return step.hidden[:tokens]
 
-    def _record(self, like: torch.Tensor) -> Recorded:
-        recording, step = self._noted(like.new_zeros(MAX_TOKENS, like.shape[1]))
-        other, _ = self._noted(like.new_zeros(OTHER_SIZE, like.shape[1]))
+    def _record(self, like: torch.Tensor) -> RecordedStep:
+        recording, step = self._record_size(like.new_zeros(MAX_TOKENS, like.shape[1]))
+        other, _ = self._record_size(like.new_zeros(OTHER_SIZE, like.shape[1]))
         if [call.shape for call in recording.calls] != [call.shape for call in other.calls]:
             raise NotReplayableError("the calls depend on the number of tokens")
         return step
 
-    def _noted(self, embeds: torch.Tensor) -> tuple[Recording, Recorded]:
+    def _record_size(self, embeds: torch.Tensor) -> tuple[Recording, RecordedStep]:
         size = len(embeds)
         rows, ids, positions, *slots = torch.zeros(3 + len(self.tables), size, dtype=torch.int64)
         starts, lens = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
-        step = StepInputs(rows=rows, num_tokens=size, query_start=starts, seq_lens=lens, one_each=True)
+        step = StepInputs(rows=rows, num_tokens=size, query_start=starts, seq_lens=lens, decode_only=True)
         metadata = [self.backend.build(step, table, unit) for table, unit in zip(self.tables, self.sizes, strict=True)]
         ctx = ForwardContext(step, metadata, slots, None)
         with Recording(size) as recording:
             hidden = self.model(ids, positions, ctx, inputs_embeds=embeds)
         run = recording.replayed()
-        return recording, Recorded(embeds, ids, rows, starts, lens, positions, slots, run, hidden, ctx)
+        return recording, RecordedStep(embeds, ids, rows, starts, lens, positions, slots, run, hidden, ctx)

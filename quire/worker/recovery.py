@@ -1,26 +1,28 @@
-"""What is done after a failed step, before the next one."""
+"""Recovery from a failed step: reset workspaces, probe the device."""
 
 from collections.abc import Callable
 
 import torch
 
-from quire.kernels.counters import reset_counters
 from quire.messages.plan import DeviceLostError
 
 
 class Recovery:
-    def __init__(self, device: torch.device, probe: Callable[[], None] | None = None) -> None:
-        """`probe` raises if the device computes no more; by default, on a GPU, a tiny operation."""
+    def __init__(
+        self, device: torch.device, reset_workspaces: Callable[[], None], probe: Callable[[], None] | None = None
+    ) -> None:
+        """`probe` raises if the device no longer computes; by default, on a GPU, a tiny operation."""
+        self._reset_workspaces = reset_workspaces
         self._probe = probe or (cuda_probe(device) if device.type == "cuda" else _nothing)
 
     def after(self, error: Exception) -> None:
-        """Makes the device fit for the next step. An error of CUDA that every later call meets again ends the engine:
-        no request could be served."""
+        """Prepare the device for the next step. A sticky CUDA error, which every later call would raise again, ends the
+        engine: no request could be served."""
         try:
             self._probe()
-            reset_counters()
+            self._reset_workspaces()
         except Exception as fault:
-            raise DeviceLostError(f"the device computes no more: {type(error).__name__}: {error}") from fault
+            raise DeviceLostError(f"the device no longer computes: {type(error).__name__}: {error}") from fault
 
 
 def cuda_probe(device: torch.device) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The worker's persistent state: one row per running request, on the device. Plans bring only what changed."""
+"""The worker's persistent batch: one row per running request, on the device. Plans contain only changes."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from quire.kernels.transfer import to_device
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends, NewRow
 
-MOST_ENTRIES = 2**31 - 1  # indices are int32
+MAX_ENTRIES = 2**31 - 1  # indices are int32
 
 
 def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -> int:
@@ -18,9 +18,9 @@ def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -
 class RowState:
     def __init__(self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device) -> None:
         widths = [-(-max_model_len // group.spec.block_size) for group in config.groups]
-        if num_rows * max(max_model_len, sum(widths)) > MOST_ENTRIES:
+        if num_rows * max(max_model_len, sum(widths)) > MAX_ENTRIES:
             raise ValueError(
-                f"max_num_seqs {num_rows} x max_model_len {max_model_len} is more than the {MOST_ENTRIES} tokens that "
+                f"max_num_seqs {num_rows} x max_model_len {max_model_len} is more than the {MAX_ENTRIES} tokens that "
                 "can be indexed; lower one of them (--max-num-seqs, --max-model-len)"
             )
         self.device = device
@@ -28,7 +28,7 @@ class RowState:
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
-        # All tables in one piece of memory, so that blocks of every group are appended by one write.
+        # All tables in one allocation, so that the blocks of every group are appended by one write.
         self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
         parts = self._all_tables.split([num_rows * width for width in widths])
         self.block_tables = [part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)]
@@ -67,7 +67,7 @@ class RowState:
         self._all_tables.index_copy_(0, at_.long(), blocks_)
 
     def append_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor, done: torch.Tensor) -> None:
-        """Rows that are `done` with all they know get their sampled token; the others drop it."""
+        """Append the sampled token to rows that are `done`: all their tokens are computed. Others discard it."""
         known = self.num_tokens[rows]
         at = known.clamp(max=self.token_ids.shape[1] - 1)
         self.token_ids[rows, at] = torch.where(done, token_ids.clamp(min=0).int(), self.token_ids[rows, at])

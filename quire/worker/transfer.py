@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """Something the device is still working on. `make` builds it from tensors on the host once they have arrived."""
+    """A result that the device still computes. `make` builds it from the tensors once they are copied to the host."""
 
     def __init__(self, make: Callable[..., T], *tensors: torch.Tensor) -> None:
         self.on_failure: Callable[[Exception], None] | None = None  # called with what result() raises

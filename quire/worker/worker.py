@@ -41,8 +41,8 @@ class Worker:
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
         for note in self.platform.prepare():
             logger.info(note)
-        on_gpu = self.platform.name == "cuda"
-        self.memory_before = DeviceMemory.measure(self.platform.device) if on_gpu else None
+        own_memory = self.platform.has_own_memory
+        self.memory_before = DeviceMemory.measure(self.platform.device) if own_memory else None
         processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
@@ -61,18 +61,16 @@ class Worker:
             packed_weights_cache=config.load.packed_weights_cache,
         )
         self._check_length()
-        # Only now: threads that this one starts, as loading does, would all get its core.
+        # After loading: the threads that it starts would all inherit this one's core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
         layers = self.model.attention_layers()
         shapes = [AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers]
-        kept = config.cache.kv_cache_dtype
-        self.cache_dtype = cache_dtype(self.platform, self.dtype, kept)
-        asked = config.device.attention_backend
-        backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, asked, kept)
+        kv_cache_dtype, requested = config.cache.kv_cache_dtype, config.device.attention_backend
+        self.cache_dtype = cache_dtype(self.platform, self.dtype, kv_cache_dtype)
+        backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, requested, kv_cache_dtype)
         logger.debug(why)
-        self.recovery = Recovery(self.platform.device)
         self.runner = ModelRunner(
             self.model,
             backend,
@@ -80,17 +78,18 @@ class Worker:
             config.model.vocab_size,
             config.model.logprobs_mode,
             worker_connector(config.transfer.kv_connector),
-            use_graphs=backend.name == "triton" and self.model.capturable and not config.device.enforce_eager,
+            use_graphs=backend.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
         )
+        self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 
     def _check_length(self) -> None:
         model = self.config.model
-        asked, there = model.max_model_len or model.longest, self.model.max_positions
-        if there is not None and asked > there:
+        length, max_positions = model.max_model_len or model.longest, self.model.max_positions
+        if max_positions is not None and length > max_positions:
             raise ValueError(
-                f"sequences may be {asked} tokens long, but the model has positions for {there}; "
-                f"use at most that (--max-model-len {there})"
+                f"sequences may be {length} tokens long, but the model has positions for {max_positions}; "
+                f"use at most that (--max-model-len {max_positions})"
             )
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
@@ -99,10 +98,10 @@ class Worker:
         return {layer.layer_index: layer.kv_cache_spec(size, self.cache_dtype) for layer in layers}
 
     def kv_cache_memory(self) -> int:
-        """Measured after the weights are in place."""
+        """Measured after the weights are loaded."""
         cache = self.config.cache
-        if self.platform.name == "cpu":
-            # A mapped file's pages count as available, but every step needs them.
+        if not self.platform.has_own_memory:
+            # The pages of a mapped file count as available memory, but every step reads them.
             available = max(0, self.platform.available_memory() - getattr(self.model, "mapped_bytes", 0))
             return int(available * cache.cpu_memory_utilization)
         max_tokens = self.config.scheduler.max_num_batched_tokens
@@ -140,9 +139,10 @@ class Worker:
     def describe(self) -> str:
         count = self.model.num_parameters
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-        if self.platform.name == "cpu":
-            place = f"cpu: {native.describe()}, {torch.get_num_threads()} threads{' pinned' if self.pinned else ''}"
+        if self.platform.supports_native:
+            threads = f"{torch.get_num_threads()} threads{' pinned' if self.pinned else ''}"
+            place = f"{self.platform.name}: {native.describe()}, {threads}"
         else:
             place = torch.cuda.get_device_name(self.platform.device)
-        kept = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"
-        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention{kept}"
+        cache = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"
+        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention{cache}"

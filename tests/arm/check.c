@@ -23,7 +23,7 @@ int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
 int quire_argmax(const void *, int64_t *, int64_t, int64_t, int);
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                      const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                     float, float, const float *, const float *, int, int);
+                     float, float, const float *, const float *, float *, int64_t, int, int);
 
 static int failures;
 
@@ -84,38 +84,42 @@ static void check_quantized(int format, int block_bytes, int64_t m, int64_t n, i
     say(name, right);
 }
 
-/* One row of several queries, then one of a single query, over pages in another order. */
-static void check_attention(int type) {
-    enum { HEADS = 6, KV = 2, D = 64, BLOCK = 16, PAGES = 8, FIRST = 37, SECOND = 70, QUERIES = 5, TOKENS = QUERIES + 1 };
-    int64_t cells = (PAGES + 1) * 2 * KV * BLOCK * D, rows[2] = {0, 1};
-    int32_t starts[3] = {0, QUERIES, TOKENS}, lengths[2] = {FIRST, SECOND}, table[2 * PAGES] = {3, 1, 7, 0, 0, 0, 0, 0};
-    int32_t second[5] = {2, 8, 4, 6, 5};
-    memcpy(table + PAGES, second, sizeof second);
+/* One row of several queries, then one of a single query with `second` keys, over pages in another order. */
+static void check_attention(int type, int second) {
+    enum { HEADS = 6, KV = 2, D = 64, BLOCK = 16, PAGES = 256, FIRST = 37, QUERIES = 5, TOKENS = QUERIES + 1, SLOTS = 40 };
+    int64_t cells = (PAGES + 8) * 2 * KV * BLOCK * D, rows[2] = {0, 1};
+    int32_t starts[3] = {0, QUERIES, TOKENS}, lengths[2] = {FIRST, second}, table[2 * PAGES] = {3, 1, 7};
+    for (int i = 0; i < PAGES; i++) table[PAGES + i] = 8 + i * 37 % PAGES;
+    float *slots = malloc(SLOTS * HEADS * (D + 2) * 4);
     float *q = malloc(TOKENS * HEADS * D * 4), *cache = malloc(cells * 4), *out = malloc(TOKENS * HEADS * D * 4);
     bf16 *q16 = malloc(TOKENS * HEADS * D * 2), *cache16 = malloc(cells * 2), *out16 = malloc(TOKENS * HEADS * D * 2);
     for (int64_t i = 0; i < TOKENS * HEADS * D; i++) q[i] = widen(q16[i] = narrow(random_number()));
     for (int64_t i = 0; i < cells; i++) cache[i] = widen(cache16[i] = narrow(random_number()));
     quire_attention(type ? (void *)q16 : q, type ? (void *)out16 : out, type ? (void *)cache16 : cache, rows, starts,
-                    lengths, table, TOKENS, PAGES, 2, HEADS, KV, D, BLOCK, 0, 0, 0.125f, 0, NULL, NULL, type, 0);
+                    lengths, table, TOKENS, PAGES, 2, HEADS, KV, D, BLOCK, 0, 0, 0.125f, 0, NULL, NULL, slots,
+                    SLOTS, type, 0);
     int right = 1;
     for (int64_t token = 0; token < TOKENS; token++)
         for (int64_t h = 0; h < HEADS; h++) {
-            int row = token >= QUERIES, position = row ? SECOND - 1 : FIRST - QUERIES + (int)token;
-            double weights[SECOND], total = 0, sums[D] = {0};
+            int row = token >= QUERIES, position = row ? second - 1 : FIRST - QUERIES + (int)token;
+            double total = 0, sums[D] = {0};
             for (int key = 0; key <= position; key++) {
                 int64_t at = (int64_t)table[row * PAGES + key / BLOCK] * 2 * KV + h / (HEADS / KV);
                 const float *k = cache + (at * BLOCK + key % BLOCK) * D, *v = k + KV * BLOCK * D;
                 double s = 0;
                 for (int e = 0; e < D; e++) s += (double)q[(token * HEADS + h) * D + e] * k[e];
-                total += weights[key] = exp(s * 0.125);
-                for (int e = 0; e < D; e++) sums[e] += weights[key] * v[e];
+                double weight = exp(s * 0.125);
+                total += weight;
+                for (int e = 0; e < D; e++) sums[e] += weight * v[e];
             }
             for (int e = 0; e < D; e++) {
                 int64_t at = (token * HEADS + h) * D + e;
                 right &= near(type ? widen(out16[at]) : out[at], sums[e] / total, type ? 0.02 : 1e-4);
             }
         }
-    say(type ? "attention in bf16" : "attention in float32", right);
+    char name[64];
+    snprintf(name, sizeof name, "attention in %s, %d keys", type ? "bf16" : "float32", second);
+    say(name, right);
 }
 
 static void check_elements(void) {
@@ -149,7 +153,7 @@ int main(void) {
     say("no amx", quire_amx_start() != 0);
     check_linear(1, 100, 67), check_linear(2, 64, 64), check_linear(7, 37, 96), check_linear(13, 96, 33);
     for (int64_t m = 1; m < 8; m += 3) check_quantized(1, 20, m, 50, 96), check_quantized(4, 34, m, 50, 96);
-    check_attention(0), check_attention(1);
+    for (int type = 0; type < 2; type++) check_attention(type, 70), check_attention(type, 4000);
     check_elements();
     return failures ? 1 : 0;
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.attention.base import Scoring
+from quire.attention.base import AttentionFeatures
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -13,7 +13,7 @@ MIXES = {
 
 
 def paged_batch(rows, block_size, heads, kv_heads, head_size, dtype, window=None):
-    """rows: (cached, new) -> q, cache, rows, query_start, seq_lens, table, as attention kernels take them."""
+    """rows: (cached, new) -> q, cache, rows, query_start, seq_lens, table, as attention kernels accept them."""
     torch.manual_seed(0)
     lens = [cached + new for cached, new in rows]
     per_row = [-(-n // block_size) for n in lens]
@@ -38,12 +38,12 @@ FEATURES = {
 }
 
 
-def scoring_with(features, heads, scale, window=None, device="cpu"):
-    """features: a name of FEATURES, or "". Sinks from nothing to more than all keys; slopes as of ALiBi; a cap that
-    bites."""
+def make_features(features, heads, scale, window=None, device="cpu"):
+    """features: a name of FEATURES, or "". Sinks from negligible to larger than all keys; ALiBi slopes; a soft-cap that
+    changes scores."""
     made = {
         "softcap": 1.5,
         "slopes": 2.0 ** -torch.linspace(0.5, 8, heads, device=device),
         "sinks": torch.linspace(-9, 6, heads, device=device),
     }
-    return Scoring(scale, window, **{name: made[name] for name in FEATURES.get(features, ())})
+    return AttentionFeatures(scale, window, **{name: made[name] for name in FEATURES.get(features, ())})

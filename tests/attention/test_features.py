@@ -1,4 +1,4 @@
-"""Soft-cap, ALiBi and sinks in the backends of a CPU, against plain attention."""
+"""Soft-cap, ALiBi and sinks in the CPU backends, against the reference."""
 
 import itertools
 
@@ -10,32 +10,33 @@ from quire.attention.native import NativeBackend
 from quire.attention.torch import TorchBackend
 from quire.kernels import native
 from quire.kernels.native.replay import Recording
-from quire.kernels.paged_attention import paged_attention
-from tests.attention.mixes import FEATURES, MIXES, paged_batch, scoring_with
+from quire.kernels.paged_attention import AttentionShape, paged_attention
+from tests.attention.mixes import FEATURES, MIXES, make_features, paged_batch
 
 SHAPES = [(4, 4, 24), (6, 2, 64), (3, 3, 96), (8, 1, 256), (71, 1, 64)]
-BACKENDS = [TorchBackend()] if native.library() is None else [TorchBackend(), NativeBackend()]
+NATIVE = None if native.library() is None else NativeBackend([AttentionShape(*shape) for shape in SHAPES])
+BACKENDS = [TorchBackend()] if NATIVE is None else [TorchBackend(), NATIVE]
 
 
-def attend(backend, batch, scoring):
+def attend(backend, batch, layer_features):
     q, cache, rows, starts, lens, table = batch
     step = StepInputs(rows, len(q), starts, lens, bool((starts.diff() == 1).all()))
-    return backend.attend(q, cache, backend.build(step, table, cache.shape[3]), scoring)
+    return backend.attend(q, cache, backend.build(step, table, cache.shape[3]), layer_features)
 
 
 @pytest.mark.parametrize("features", ["", *FEATURES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), SHAPES)
-def test_equals_plain_attention(features, dtype, heads, kv_heads, head_size):
+def test_equals_the_reference(features, dtype, heads, kv_heads, head_size):
     limit = {"atol": 2e-5, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     for mix, window in itertools.product(MIXES, (None, 6, 40)):
         if mix == "long" and heads > 8:
-            continue  # seconds, and nothing new
+            continue  # slow, and covered by other cases
         batch = paged_batch(MIXES[mix], 16, heads, kv_heads, head_size, dtype, window)
-        scoring = scoring_with(features, heads, head_size**-0.5, window)
-        wanted = paged_attention(*batch, scoring)
+        layer_features = make_features(features, heads, head_size**-0.5, window)
+        wanted = paged_attention(*batch, layer_features)
         for backend in BACKENDS:
-            ours = attend(backend, batch, scoring)
+            ours = attend(backend, batch, layer_features)
             where = f"{backend.name}, {mix}, window {window}: "
             torch.testing.assert_close(ours.float(), wanted.float(), **limit, msg=lambda m, w=where: w + m)
 
@@ -43,25 +44,25 @@ def test_equals_plain_attention(features, dtype, heads, kv_heads, head_size):
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_a_sink_takes_all_weight_or_none(backend):
     batch = paged_batch(MIXES["mixed"], 16, 4, 2, 32, torch.float32)
-    scoring = scoring_with("sinks", 4, 0.2)
-    scoring.sinks[:] = torch.tensor([100.0, -100, 100, -100])
-    ours = attend(backend, batch, scoring)
+    layer_features = make_features("sinks", 4, 0.2)
+    layer_features.sinks[:] = torch.tensor([100.0, -100, 100, -100])
+    ours = attend(backend, batch, layer_features)
     assert ours[:, ::2].abs().max() < 1e-6
-    torch.testing.assert_close(ours[:, 1::2], paged_attention(*batch, scoring_with("", 4, 0.2))[:, 1::2])
+    torch.testing.assert_close(ours[:, 1::2], paged_attention(*batch, make_features("", 4, 0.2))[:, 1::2])
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 def test_a_replayed_call_has_all_of_it():
     batch = paged_batch(MIXES["decode"], 16, 6, 2, 64, torch.bfloat16)
-    scoring, backend = scoring_with("all", 6, 0.125), NativeBackend()
+    layer_features, backend = make_features("all", 6, 0.125), NATIVE
     q, cache, rows, starts, lens, table = batch
-    metadata = backend.build(StepInputs(rows, len(q), starts, lens, one_each=True), table, 16)
-    wanted = backend.attend(q, cache, metadata, scoring)
+    metadata = backend.build(StepInputs(rows, len(q), starts, lens, decode_only=True), table, 16)
+    wanted = backend.attend(q, cache, metadata, layer_features)
     with Recording(len(q)) as recording:
-        out = backend.attend(q, cache, metadata, scoring)
+        out = backend.attend(q, cache, metadata, layer_features)
     out.zero_()
     recording.replayed()(len(q), len(rows), 0)
     assert torch.equal(out, wanted)
-    scoring.sinks.add_(3)  # as another checkpoint loaded into the same memory would
+    layer_features.sinks.add_(3)  # as another checkpoint loaded into the same memory would
     recording.replayed()(len(q), len(rows), 0)
-    assert torch.equal(out, backend.attend(q, cache, metadata, scoring)) and not torch.equal(out, wanted)
+    assert torch.equal(out, backend.attend(q, cache, metadata, layer_features)) and not torch.equal(out, wanted)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.attention.base import Scoring, StepInputs
+from quire.attention.base import AttentionFeatures, StepInputs
 from quire.attention.pages import similar_lengths
 from quire.attention.torch import TorchBackend
 
@@ -48,12 +48,12 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     pad = [torch.zeros(padding, n, HEAD) for n in (heads, kv_heads, kv_heads)]
     slots.append(torch.zeros(padding, dtype=torch.long))
     starts = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).int()
-    one_each = all(new == 1 for _, new in rows)
-    step = StepInputs(torch.arange(len(rows)), int(starts[-1]), starts, torch.tensor(lens).int(), one_each)
+    decode_only = all(new == 1 for _, new in rows)
+    step = StepInputs(torch.arange(len(rows)), int(starts[-1]), starts, torch.tensor(lens).int(), decode_only)
     metadata = backend.build(step, table, block_size)
     qkv = torch.cat([torch.cat([*part, padded]) for part, padded in zip((q, k, v), pad, strict=True)], dim=1)
     queries = backend.write(qkv.flatten(1), heads, None, None, cache, torch.cat(slots), metadata)
-    return backend.attend(queries, cache, metadata, Scoring(HEAD**-0.5, window)), torch.cat(wanted)
+    return backend.attend(queries, cache, metadata, AttentionFeatures(HEAD**-0.5, window)), torch.cat(wanted)
 
 
 MIXES = {
@@ -73,7 +73,7 @@ def test_equals_dense_attention(mix, block_size, window, heads, kv_heads):
     torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_padding_tokens_stay_finite_and_disturb_nobody():
+def test_padding_tokens_stay_finite_and_change_no_row():
     ours, wanted = run_paged(MIXES["mixed"], 16, 6, 2, None, padding=5)
     torch.testing.assert_close(ours[:-5], wanted, atol=2e-5, rtol=1e-4)
     assert ours[-5:].isfinite().all()

@@ -13,7 +13,7 @@ from quire.entrypoints.cli.main import main
 
 
 class Clock:
-    """Stands still until the fake engine works."""
+    """Advances only when the fake engine works."""
 
     now = 0.0
 
@@ -64,7 +64,7 @@ def test_throughput_of_the_reference_workload(llm: FakeLLM, capsys: pytest.Captu
     assert llm.resets == 3
     output = report["metrics"]["output"]
     assert math.isclose(output["median"], 64 * 128 / 1.37)
-    assert "anchors" not in output  # a ratio to figures of another machine says nothing
+    assert "anchors" not in output  # ratios to another machine's figures are meaningless
     assert {"date", "commit", "torch", "cpu", "cores"} <= set(report["machine"])
 
 
@@ -116,7 +116,7 @@ def test_startup_reports_why_the_process_failed(monkeypatch: pytest.MonkeyPatch)
         startup.start_once({})
 
 
-def test_a_probe_that_dies_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_crashes_keeps_its_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     child = SimpleNamespace(returncode=-4, stdout='{"threads": 2}\n')
     monkeypatch.setattr(machine, "subprocess", SimpleNamespace(run=lambda *args, **kwargs: child))
     assert machine.run_probe() == {"threads": 2, "note": "the probe ended early with exit code -4"}

@@ -16,9 +16,9 @@ from quire.bench.internal import anchors
 from quire.bench.internal.anchors import CPU_BARS, H200_BARS, SERVING_BARS, Bar
 from quire.bench.internal.card import child, models
 from quire.bench.internal.card.child import (
-    Begun,
     Failed,
     Measured,
+    PartStarted,
     Started,
     Task,
     child_main,
@@ -32,6 +32,7 @@ from quire.bench.internal.card.serving import SHOWN, _add, row_names
 from quire.bench.internal.card.workloads import GPU_WORKLOADS, Caller, measure
 from quire.bench.workloads import GPU_SHAPES, MODEL_SHAPES, TINY_SHAPE, gpu_workload
 from quire.entrypoints.cli.main import main
+from quire.messages.protocol import EngineSummary
 
 TIME = Row("time", "ms", lower_is_better=True)
 RATE = Row("rate", "tok/s")
@@ -78,9 +79,9 @@ def test_llama_cpp_has_columns_where_there_are_such_figures() -> None:
 def test_ratios_to_other_engines_are_of_the_machine_they_were_measured_on(
     cpu: str, cores: int, has_amx: bool, same: bool
 ) -> None:
-    assert anchors.taken_on(cpu, cores, has_amx) is same
+    assert anchors.measured_on(cpu, cores, has_amx) is same
     recorder = Recorder(Task("smollm2", {}, 49152, ["throughput"], cpu=True), peers=same)
-    recorder.hear(Measured("throughput", 0, {"throughput": 654.0}, {}, 0.0), 0.0)
+    recorder.on_event(Measured("throughput", 0, {"throughput": 654.0}, {}, 0.0), 0.0)
     head, line = table([recorder.card]).splitlines()
     assert ("llama.cpp" in head, "0.72 x" in line, "2.00 x" in line) == (same, same, same)
     assert "1,200" in line and line.endswith("missed")  # our own goals stay
@@ -129,7 +130,9 @@ class FakeLLM:
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
-    llm_engine = SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(summary=["a device", "a cache"])))
+    llm_engine = SimpleNamespace(
+        client=SimpleNamespace(core=SimpleNamespace(summary=EngineSummary("a device", "a cache")))
+    )
 
 
 @pytest.fixture
@@ -203,7 +206,7 @@ def run_fake_child(workloads: list[str], **changes: Any) -> Pipe:
     return pipe
 
 
-def test_a_failing_workload_leaves_the_others(llm: FakeLLM) -> None:
+def test_a_failing_workload_does_not_stop_the_others(llm: FakeLLM) -> None:
     def fails(llm: FakeLLM, params: list[Any]) -> None:
         if params[0].temperature > 0:
             raise RuntimeError("out of memory")
@@ -214,11 +217,11 @@ def test_a_failing_workload_leaves_the_others(llm: FakeLLM) -> None:
     assert [event for event in pipe.sent if isinstance(event, Failed)] == [
         Failed("nano", "RuntimeError: out of memory")
     ]
-    assert pipe.named(Begun) == ["start-up", "b1", "nano", "nano_greedy", "shut-down"]
+    assert pipe.named(PartStarted) == ["start-up", "b1", "nano", "nano_greedy", "shut-down"]
     assert llm.calls[-1] == "shutdown"
 
 
-def test_an_engine_that_stays_broken_is_left(llm: FakeLLM) -> None:
+def test_an_engine_that_stays_broken_is_abandoned(llm: FakeLLM) -> None:
     broken = []
 
     def fails(llm: FakeLLM, params: list[Any]) -> None:
@@ -228,7 +231,7 @@ def test_an_engine_that_stays_broken_is_left(llm: FakeLLM) -> None:
 
     llm.fails = fails
     pipe = run_fake_child(["b1", "nano", "nano_greedy"])
-    assert pipe.named(Begun) == ["start-up", "b1", "nano"]
+    assert pipe.named(PartStarted) == ["start-up", "b1", "nano"]
 
 
 def test_a_wrong_length_is_an_error(llm: FakeLLM) -> None:
@@ -246,10 +249,10 @@ def test_an_engine_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no such device")
 
     monkeypatch.setitem(vars(quire), "LLM", refuse)
-    assert run_fake_child(["b1"]).sent == [Begun("start-up"), Failed("start-up", "ValueError: no such device")]
+    assert run_fake_child(["b1"]).sent == [PartStarted("start-up"), Failed("start-up", "ValueError: no such device")]
 
 
-def test_triton_cache_is_counted_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_cache_is_counted_in_the_configured_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert triton_cache_files() == 0
     (tmp_path / "abc").mkdir()
@@ -261,29 +264,29 @@ def test_triton_cache_is_counted_where_the_environment_says(tmp_path: Path, monk
 
 
 def misbehaving_child(pipe: Connection, task: Task) -> None:
-    pipe.send(Begun("start-up"))
+    pipe.send(PartStarted("start-up"))
     pipe.send(Started({}, (0, 0), {}))
     for part in task.parts:
-        pipe.send(Begun(part))
+        pipe.send(PartStarted(part))
         if part == "nano":
             os._exit(7)
         if part == "prefill":
             threading.Event().wait()
         pipe.send(Measured(part, 0, {}, {}, 0.0))
-    pipe.send(Begun("shut-down"))
+    pipe.send(PartStarted("shut-down"))
 
 
 def test_workloads_after_a_crash_or_a_hang_run_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "child_main", misbehaving_child)
-    heard: list[Any] = []
+    events: list[Any] = []
     task = tiny_task(["b1", "nano", "prefill", "prefix"], profile_batches=[1])
-    run_task(task, 10, lambda event, started: heard.append(event))
-    assert [event.part for event in heard if isinstance(event, Measured)] == ["b1", "prefix", "profile"]
-    assert [event for event in heard if isinstance(event, Failed)] == [
+    run_task(task, 10, lambda event, started: events.append(event))
+    assert [event.part for event in events if isinstance(event, Measured)] == ["b1", "prefix", "profile"]
+    assert [event for event in events if isinstance(event, Failed)] == [
         Failed("nano", "the process ended with exit code 7"),
-        Failed("prefill", "no news for 10 s, so it was ended (--limit)"),
+        Failed("prefill", "no result for 10 s, so it was killed (--limit)"),
     ]
-    assert len([event for event in heard if isinstance(event, Started)]) == 3
+    assert len([event for event in events if isinstance(event, Started)]) == 3
 
 
 # The whole card, on the tiny model
@@ -433,7 +436,7 @@ def test_kernel_names_are_short() -> None:
     assert len(short("k" * 500)) < 100
 
 
-def test_a_driver_that_refuses_profiling_leaves_the_host_times() -> None:
+def test_without_profiling_support_host_times_remain() -> None:
     times = {"engine_thread": {"schedule": 12.0}, "worker_thread": {"execute": 30.0}}
     profile = {"batch": 1, "prompt_len": 512, "step": 50.0, "steps": 20, **times, "device": {"error": "no CUPTI"}}
     text = profile_text("qwen3-0.6b", profile)

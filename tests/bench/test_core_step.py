@@ -32,7 +32,7 @@ def test_every_measured_step_is_steady(depth: int) -> None:
     measured = list(core_steps(requests, depth, steps))
     assert len(measured) == steps
     assert all(schedule > 0 and update > 0 for schedule, update, _ in measured)
-    # Over two blocks' worth of tokens, each request is handed two blocks and has two registered.
+    # Over two blocks' worth of tokens, each request is allocated two blocks and registers two.
     assert sum(blocks for _, _, blocks in measured) == 4 * requests
 
 

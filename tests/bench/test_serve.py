@@ -1,4 +1,4 @@
-"""`quire bench serve` against a real server around an engine without a model; its figures from hand-made records."""
+"""`quire bench serve` against a real server on a stub engine; its figures from hand-made records."""
 
 import asyncio
 import json
@@ -21,16 +21,16 @@ from quire.bench.serve_rows import ROWS
 from quire.bench.serve_stats import goodput_limits, metrics, peak_concurrency, summarize
 from quire.bench.serve_workloads import arrivals, items
 from quire.entrypoints.cli.main import main
-from tests.entrypoints.openai.running import Running, running, stub_engine
+from tests.entrypoints.stub_server import StubServer, stub_engine, stub_server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(stub_engine()) as one:
+def server() -> Iterator[StubServer]:
+    with stub_server(stub_engine()) as one:
         yield one
 
 
-def bench(server: Running, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> dict[str, Any]:
+def bench(server: StubServer, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> dict[str, Any]:
     assert main(["bench", "serve", "--base-url", server.url, "--json", *flags]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -38,7 +38,7 @@ def bench(server: Running, capsys: pytest.CaptureFixture[str], *flags: str, code
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_counts_every_token(
-    server: Running, capsys: pytest.CaptureFixture[str], endpoint: str, processes: int
+    server: StubServer, capsys: pytest.CaptureFixture[str], endpoint: str, processes: int
 ) -> None:
     report = bench(
         server,
@@ -60,7 +60,7 @@ def test_a_run_counts_every_token(
     assert {"date", "quire", "cpu"} <= set(report["machine"])
 
 
-def test_shared_prefixes_and_files(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_shared_prefixes_and_files(server: StubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ["--dataset-name", "prefix_repetition", "--num-prompts", "6", "--prefix-repetition-num-prefixes", "2"]
     flags += ["--prefix-repetition-prefix-len", "40", "--prefix-repetition-suffix-len", "8", "--max-concurrency", "2"]
     run = bench(server, capsys, *flags, "--prefix-repetition-output-len", "5", "--ignore-eos")["details"]["runs"][0]
@@ -72,7 +72,7 @@ def test_shared_prefixes_and_files(server: Running, capsys: pytest.CaptureFixtur
     assert run["details"]["runs"][0]["output_tokens"] == 10
 
 
-def test_errors_are_counted_by_kind(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_are_counted_by_kind(server: StubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine", "output_tokens": 2}\n{"prompt": [99999999], "output_tokens": 2}\n')
     flags = ("--dataset-name", "custom", "--dataset-path", str(file))
@@ -80,7 +80,7 @@ def test_errors_are_counted_by_kind(server: Running, capsys: pytest.CaptureFixtu
     assert run["completed"] == 1 and run["errors"] == {"HTTP 400 invalid_request_error": 1}
 
 
-def test_result_file_and_plot(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_result_file_and_plot(server: StubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result, picture = tmp_path / "result.json", tmp_path / "run.png"
     flags = ["--num-prompts", "4", "--random-input-len", "5", "--random-output-len", "6"]
@@ -93,12 +93,12 @@ def test_result_file_and_plot(server: Running, capsys: pytest.CaptureFixture[str
     ("flags", "message"),
     [
         (["--base-url", "localhost:1"], "write http://HOST:PORT"),
-        (["--port", "1"], "no server answers at http://127.0.0.1:1"),
+        (["--port", "1"], "no server responds at http://127.0.0.1:1"),
         (["--goodput", "speed:1"], "write ttft:MS"),
         (["--max-concurrency", "0"], "--max-concurrency: 0 is too small"),
         (["--percentile-metrics", "ttft,speed"], "'speed' is not a latency"),
         (["--request-rate", "0"], "must be above 0"),
-        (["--plot", "run.pdf", "--port", "1"], "end its name in .png"),
+        (["--plot", "run.pdf", "--port", "1"], "use a name ending in .png"),
         (["--block-size", "0"], "block_size is 0"),
     ],
 )
@@ -127,7 +127,7 @@ def test_figures_of_known_records() -> None:
     run = Run(
         100.0,
         [
-            record(0, 100.0, [100.1, 100.2, 100.4], 5),  # two of its events brought two tokens
+            record(0, 100.0, [100.1, 100.2, 100.4], 5),  # two of its events have two tokens
             record(1, 100.0, [100.3], 1),
             record(2, 100.1, [], 0, "HTTP 503 overloaded"),
         ],
@@ -164,7 +164,7 @@ def test_events_that_arrive_in_pieces() -> None:
     assert (one.prompt_tokens, one.output_tokens, one.texts) == (4, 3, {0: ["a", "bc"]})
 
 
-def test_arrivals_offer_the_rate_that_was_asked_for() -> None:
+def test_arrivals_have_the_requested_rate() -> None:
     assert arrivals(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
     times = arrivals(1000, 50.0, 1.0, 0)
     assert times == sorted(times) and math.isclose(times[-1], 20.0)
@@ -198,7 +198,7 @@ def test_flags_for_the_server_that_is_started() -> None:
     assert as_flags(options) == flags
 
 
-def test_processes_are_told_apart() -> None:
+def test_processes_have_roles() -> None:
     """This process has torch loaded: by the rule it is an engine."""
     import os
 

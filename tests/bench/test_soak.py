@@ -1,4 +1,4 @@
-"""`quire bench soak` on the real server for a few seconds, and what it would have found."""
+"""`quire bench soak` on the real server for a few seconds, and its checks."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from quire.entrypoints.cli.main import main
 
 
 @pytest.mark.slow
-def test_a_short_soak_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_soak_leaks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--minutes", "0.1", "--disconnects", "0.3", "--max-growth", "1e9", "--sample-seconds", "0.2"]
     code = main(["bench", "soak", *flags, "--num-gpu-blocks-override", "256", "--json"])
     details = json.loads(capsys.readouterr().out)["details"]
@@ -54,7 +54,7 @@ def test_growth_is_that_of_the_peaks_after_the_warm_up() -> None:
     memory = Memory([Growing(1, "engine")])
     for i in range(21):
         memory.sample(30.0 * i)
-    (found,) = memory.judged(0.2)
+    (found,) = memory.growth_report(0.2)
     assert found["growth_mb_per_minute"] == pytest.approx(2.0)
     assert (found["first_mb"], found["last_mb"]) == (100, 318)
 
@@ -69,19 +69,19 @@ def test_a_short_chaos_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None
     assert sum(details["probes"].values()) > 0 and sum(details["outcomes"].values()) > 0
 
 
-def answer(text: str, token_ids: list[int]) -> bytes:
+def response(text: str, token_ids: list[int]) -> bytes:
     return json.dumps({"choices": [{"text": text, "token_ids": token_ids}]}).encode()
 
 
-def test_an_answer_of_another_request_is_seen() -> None:
+def test_a_response_of_another_request_is_detected() -> None:
     probe = Probe(Target("http://127.0.0.1:1"))
     probe.known = [[10 * i + j for j in range(16)] for i in range(len(PROMPTS))]
     mine, other = probe.known[:2]
-    assert probe.judged(0, 200, answer(PROMPTS[0] + " yes", mine)) == "right"
-    assert probe.judged(0, 200, answer(PROMPTS[1] + " yes", mine)) == "mixed up"
-    assert probe.judged(0, 200, answer(PROMPTS[0] + " yes", other)) == "mixed up"
-    assert probe.judged(0, 200, answer(PROMPTS[0] + " yes", [*mine[:15], 99])) == "drifted"
-    assert probe.judged(0, 503, b"") == "ended"
+    assert probe.classify(0, 200, response(PROMPTS[0] + " yes", mine)) == "right"
+    assert probe.classify(0, 200, response(PROMPTS[1] + " yes", mine)) == "mixed up"
+    assert probe.classify(0, 200, response(PROMPTS[0] + " yes", other)) == "mixed up"
+    assert probe.classify(0, 200, response(PROMPTS[0] + " yes", [*mine[:15], 99])) == "drifted"
+    assert probe.classify(0, 503, b"") == "ended"
     probe.sent, probe.outcomes = 3, Counter({"right": 1, "mixed up": 1})
     assert probe.problems() == ["1 probes: mixed up", "3 probes were sent, 2 accounted for"]
 

@@ -10,7 +10,7 @@ def digest(workload: Workload) -> str:
     return hashlib.sha256(json.dumps([workload.prompts, workload.output_lens]).encode()).hexdigest()[:16]
 
 
-# Digests of the prompts that the reference numbers were taken with.
+# Digests of the prompts of the reference numbers.
 @pytest.mark.parametrize(
     ("name", "qwen", "digests"),
     [

@@ -44,7 +44,7 @@ def test_embedded_model():
     assert load_generation_config(ckpt) == {}
 
 
-def test_config_json_is_passed_on_as_it_is(tmp_path):
+def test_config_json_is_passed_on_unchanged(tmp_path):
     config = {"architectures": ["X"], "text_config": {"hidden_size": 8, "eos_token_id": 5}, "eos_token_id": 7}
     ckpt = hf_folder(tmp_path, config, {"eos_token_id": [7, 9], "temperature": 0.6})
     assert load_hf_config(ckpt) == config

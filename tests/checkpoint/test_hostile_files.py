@@ -199,7 +199,7 @@ def test_shards_may_be_links_as_in_the_hubs_cache(tmp_path):
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize("content", [b'{"a": ' + DEEP, b"\xff\xff", b"[]", b"9" * 5000, b""])
-def test_json_that_is_none(tmp_path, file, content):
+def test_invalid_json(tmp_path, file, content):
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_text('{"weight_map": {}}')
     (tmp_path / file).write_bytes(content)
@@ -216,7 +216,7 @@ def test_a_json_file_that_would_never_end(tmp_path, name):
         json_file.read_json(tmp_path / name)
 
 
-def test_a_json_file_is_not_read_if_it_is_a_book(tmp_path, monkeypatch):
+def test_a_json_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(json_file, "MAX_BYTES", 10)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     with pytest.raises(ValueError, match=r"config\.json has 19 bytes; at most 10"):

@@ -131,32 +131,32 @@ def test_things_that_are_no_model(tmp_path):
 
 
 def test_hub_model_is_downloaded(tmp_path, monkeypatch):
-    asked = {}
+    requested = {}
 
     def snapshot_download(repo, **options):
-        asked.update(repo=repo, **options)
+        requested.update(repo=repo, **options)
         return model_folder(tmp_path, "model.safetensors")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     found = resolve_model("org/name", revision="v1", download_dir="/models")
     assert (found.name, found.revision, found.path) == ("org/name", "v1", tmp_path)
-    assert (asked["repo"], asked["revision"], asked["cache_dir"]) == ("org/name", "v1", "/models")
-    assert "*.safetensors" in asked["allow_patterns"] and "*.bin" not in asked["allow_patterns"]
-    assert "*.py" not in asked["allow_patterns"]
+    assert (requested["repo"], requested["revision"], requested["cache_dir"]) == ("org/name", "v1", "/models")
+    assert "*.safetensors" in requested["allow_patterns"] and "*.bin" not in requested["allow_patterns"]
+    assert "*.py" not in requested["allow_patterns"]
     resolve_model("org/name", remote_code=True)
-    assert "*.py" in asked["allow_patterns"]
+    assert "*.py" in requested["allow_patterns"]
 
 
-def test_hub_model_without_safetensors_is_asked_for_its_bin(tmp_path, monkeypatch):
-    asked = []
+def test_hub_model_without_safetensors_falls_back_to_bin(tmp_path, monkeypatch):
+    requested = []
 
     def snapshot_download(repo, **options):
-        asked.append(options["allow_patterns"])
-        return model_folder(tmp_path, *(["pytorch_model.bin"] if "pytorch_model*.bin" in asked[-1] else []))
+        requested.append(options["allow_patterns"])
+        return model_folder(tmp_path, *(["pytorch_model.bin"] if "pytorch_model*.bin" in requested[-1] else []))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve_model("org/name").format == "pt"
-    assert len(asked) == 2
+    assert len(requested) == 2
 
 
 class MovingHub:
@@ -165,13 +165,13 @@ class MovingHub:
     def __init__(self, cache: Path, *files: str) -> None:
         self.cache = cache
         self.files = files
-        self.asked: list[str | None] = []
+        self.requested: list[str | None] = []
 
     def snapshot_download(
         self, repo: str, *, revision: str | None, allow_patterns: list[str], **options: object
     ) -> str:
-        self.asked.append(revision)
-        commit = revision if revision and len(revision) == 40 else f"{len(self.asked):040x}"
+        self.requested.append(revision)
+        commit = revision if revision and len(revision) == 40 else f"{len(self.requested):040x}"
         folder = self.cache / "snapshots" / commit
         folder.mkdir(parents=True, exist_ok=True)
         for name in self.files:
@@ -184,7 +184,7 @@ def test_both_downloads_of_a_fallback_are_of_one_commit(tmp_path, monkeypatch):
     hub = MovingHub(tmp_path, "config.json", "pytorch_model.bin")
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     found = resolve_model("org/name", revision="main")
-    assert hub.asked == ["main", f"{1:040x}"]
+    assert hub.requested == ["main", f"{1:040x}"]
     assert found.revision == found.path.name == f"{1:040x}"
     assert found.files == (found.path / "pytorch_model.bin",)
 
@@ -200,7 +200,7 @@ def test_later_processes_load_the_commit_that_was_configured(tmp_path, monkeypat
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     config, checkpoint = resolve_config(EngineConfig.from_kwargs(model="org/name"))
     assert resolve_config(config)[1].path == checkpoint.path
-    assert hub.asked == [None, f"{1:040x}"]
+    assert hub.requested == [None, f"{1:040x}"]
 
 
 def test_one_gguf_of_a_hub_repository(tmp_path, monkeypatch):

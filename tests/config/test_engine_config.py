@@ -12,7 +12,7 @@ def test_flat_arguments_reach_their_part() -> None:
     assert config.device.device == "cpu"
 
 
-def test_defaults_stay_where_nothing_is_given() -> None:
+def test_defaults_apply_where_nothing_is_given() -> None:
     assert EngineConfig.from_kwargs() == EngineConfig()
 
 
@@ -42,8 +42,8 @@ def test_fields_that_quire_fills_in_cannot_be_given() -> None:
         ("dtype", "int8", "dtype is 'int8'; allowed: auto, float32, bfloat16, float16"),
         ("scheduling_policy", None, "allowed: fcfs, priority"),
         ("model_impl", "torch", "model_impl is 'torch'; allowed: auto, quire, transformers, vllm"),
-        ("hf_overrides", "{}", "hf_overrides is '{}'; it must be a dict with texts as keys"),
-        ("override_generation_config", {1: 2}, r"it must be a dict .* \(--override-generation-config takes a JSON"),
+        ("hf_overrides", "{}", "hf_overrides is '{}'; it must be a dict with strings as keys"),
+        ("override_generation_config", {1: 2}, r"it must be a dict .* \(--override-generation-config accepts a JSON"),
     ],
 )
 def test_a_wrong_value_says_what_is_allowed(option: str, value: object, message: str) -> None:
@@ -51,7 +51,7 @@ def test_a_wrong_value_says_what_is_allowed(option: str, value: object, message:
         EngineConfig.from_kwargs(**{option: value})
 
 
-def test_optional_fields_take_none() -> None:
+def test_optional_fields_accept_none() -> None:
     assert EngineConfig.from_kwargs(max_model_len=None, kv_cache_memory_bytes=None) == EngineConfig()
 
 

@@ -59,12 +59,12 @@ def test_booleans_come_in_pairs() -> None:
     ("text", "size"),
     [("1000", 1000), ("4G", 4 << 30), ("512m", 512 << 20), ("1.5K", 1536), ("1T", 1 << 40)],
 )
-def test_sizes_take_a_unit(text: str, size: int) -> None:
+def test_sizes_accept_a_unit(text: str, size: int) -> None:
     assert parse("--kv-cache-memory-bytes", text) == {"kv_cache_memory_bytes": size}
 
 
 @pytest.mark.parametrize("argv", [["tiny", "--seed", "1"], ["--seed", "1", "tiny"], ["--seed", "1", "--model", "tiny"]])
-def test_the_model_may_stand_anywhere(argv: list[str]) -> None:
+def test_the_model_argument_may_be_anywhere(argv: list[str]) -> None:
     assert parse(*argv) == {"seed": 1, "model": "tiny"}
 
 

@@ -11,6 +11,7 @@ from collections import deque
 import numpy as np
 
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
@@ -37,6 +38,11 @@ def expected_tokens(prompt, max_tokens, seed=0, stop_ids=(), max_model_len=10**9
 
 def spec(block_size=4, window=None) -> KVCacheSpec:
     return KVCacheSpec(block_size, num_kv_heads=1, head_size=1, dtype_bytes=4, sliding_window=window)
+
+
+def request(name, key=(0, 0), prompt=range(4), num_groups=1) -> Request:
+    core = EngineCoreRequest(name, 0, np.asarray(prompt, np.int32), SamplingParams(), (), 0, 0.0)
+    return Request(core, key, num_groups)
 
 
 class FakeWorker:
@@ -108,7 +114,7 @@ class FakeWorker:
                 self.cache[slots] = np.stack([np.asarray(row["tokens"])[positions], positions], 1)
 
     def _check_context(self, row: dict) -> None:
-        """What attention would read is what the row has been told, in every group."""
+        """What attention would read is what the row was given, in every group."""
         length = row["computed"]
         for group, layout in enumerate(self.groups):
             window = layout.spec.sliding_window
@@ -173,7 +179,7 @@ class FakeEngine:
         return plan
 
     def land(self) -> None:
-        """Take in the oldest results."""
+        """Apply the oldest results."""
         plan, output = self.in_flight.popleft()
         outputs = self.scheduler.update_from_output(plan, output)
         for i, index in enumerate(outputs.index):
@@ -198,7 +204,7 @@ class FakeEngine:
     def check_books(self) -> None:
         """Reference counts equal owners; free and held blocks are all blocks; only confirmed content can be found."""
         owners: dict[int, int] = {}
-        holders = [*self.scheduler.requests.values(), *self.scheduler.sending.values()]
+        holders = [*self.scheduler.requests.values(), *self.scheduler.transfers.sending.values()]
         for request in holders:
             for blocks in request.blocks:
                 for block in blocks:

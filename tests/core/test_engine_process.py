@@ -13,8 +13,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.core import engine_process
 from quire.core.engine_process import EngineProcess
-from quire.engine.engine_connection import EngineWire, engine_address
-from quire.messages.protocol import AddRequests, Call, Heartbeat, Outputs, Result, Shutdown, Watch
+from quire.engine.engine_connection import EngineChannel, engine_address
+from quire.messages.protocol import AddRequests, Call, EngineSummary, Heartbeat, Outputs, Result, Shutdown, Watch
 from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -42,7 +42,7 @@ class Core:
     max_model_len, num_blocks, max_num_seqs = 16, 1, 4
 
     def __init__(self) -> None:
-        self.summary = ["device", "cache"]
+        self.summary = EngineSummary("device", "cache")
         self.requests: dict[str, Any] = {}
         self.scheduler = Scheduler({})
         self.may_step = threading.Event()
@@ -80,7 +80,7 @@ class Engine:
         self.codes: list[int] = []
         self.thread = threading.Thread(target=lambda: self.codes.append(self.process.run()), daemon=True)
         self.thread.start()
-        self.wire = EngineWire(folder, 0)
+        self.wire = EngineChannel(folder, 0)
         self.wire.wait_ready()
 
     def add(self, name: str, index: int, n: int = 1) -> None:
@@ -173,8 +173,8 @@ def test_what_arrives_after_a_goodbye_is_ignored(engine: Engine) -> None:
 
 
 def test_steps_go_on_beside_a_flood_of_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.core.engine_process.TAKE_IN_SECONDS", 0.0)
-    monkeypatch.setattr(engine.process, "_take_in_seconds", 0.0)
+    monkeypatch.setattr("quire.core.engine_process.MESSAGE_SECONDS", 0.0)
+    monkeypatch.setattr(engine.process, "_message_seconds", 0.0)
     engine.core.may_step.set()
     handled_at: list[int] = []
     add = engine.core.add_request

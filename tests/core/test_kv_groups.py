@@ -3,10 +3,8 @@
 import numpy as np
 
 from quire.core.kv_cache_manager import KVCacheManager
-from quire.core.request import Request
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
-from quire.messages.requests import EngineCoreRequest
-from quire.messages.sampling_params import SamplingParams
+from tests.core import fake_engine
 from tests.core.fake_engine import spec
 
 
@@ -15,9 +13,7 @@ def manager(*specs, num_blocks=64):
 
 
 def request(name, num_tokens, groups, start=0):
-    ids = np.arange(start, start + num_tokens, dtype=np.int32)
-    core = EngineCoreRequest(name, 0, ids, SamplingParams(), (), 0, 0.0)
-    return Request(core, 0, (0, 0), groups)
+    return fake_engine.request(name, prompt=range(start, start + num_tokens), num_groups=groups)
 
 
 def computed(kv, name, num_tokens):
@@ -38,7 +34,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute():
 def test_a_window_hits_its_last_blocks_and_the_rest_is_null():
     kv = manager(spec(4), spec(4, window=6))
     a = computed(kv, "a", 32)
-    kv.release_out_of_window(a, 32)  # the window keeps blocks 6 and 7 (positions 27 and later)
+    kv.free_out_of_window(a, 32)  # the window keeps blocks 6 and 7 (positions 27 and later)
     assert [block.id > 0 for block in a.blocks[1]] == [False] * 6 + [True] * 2
     hit = kv.find_hit(request("b", 40, 2))
     assert hit.num_tokens == 32
@@ -69,9 +65,9 @@ def test_sliding_windows_free_the_blocks_outside():
     kv = manager(spec(16), spec(16, window=32), num_blocks=200)
     r = request("a", 1000, 2)
     for done in range(0, 1000, 100):
-        kv.release_out_of_window(r, done)
+        kv.free_out_of_window(r, done)
         assert kv.allocate(r, done + 100)
-    kv.release_out_of_window(r, 999)
+    kv.free_out_of_window(r, 999)
     held = [sum(block.id > 0 for block in blocks) for blocks in r.blocks]
     assert held == [63, 3]  # positions 968..999 lie in blocks 60, 61 and 62
     assert kv.pool.num_free == 200 - 66

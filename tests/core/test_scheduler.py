@@ -99,11 +99,11 @@ def test_a_preempted_request_waits_for_its_plans_in_flight():
         engine.step()
         assert engine.scheduler.has_unfinished()
     new = engine.scheduler.requests["new"]
-    assert new.frames_to_discard > 0 and new.request_id in engine.scheduler.blocked
+    assert new.frames_to_discard > 0 and new in engine.scheduler.queue.blocked
     while new.frames_to_discard:
         assert new.row < 0
         engine.land()
-    assert new.request_id not in engine.scheduler.blocked
+    assert new not in engine.scheduler.queue.blocked
     engine.run()
     assert_expected(engine, {"old": range(8)}, 16)
     assert_expected(engine, {"new": range(20, 30)}, 12)
@@ -129,7 +129,7 @@ def test_a_step_does_not_go_through_waiting_requests():
     assert len(engine.scheduler.running) == 1
     for i in range(200):
         engine.abort(str(i))
-    assert len(engine.scheduler.waiting._heap) <= 64  # those that have left go too
+    assert len(engine.scheduler.queue._heap) <= 64  # those that have left go too
     while "running" in engine.scheduler.requests:
         engine.step()
 
@@ -212,7 +212,7 @@ def test_blocked_requests_are_passed_over():
     for _ in range(20):
         engine.step()
     assert engine.order == ["free"]
-    engine.scheduler.unblock("grammar")
+    engine.scheduler.grammar_ready("grammar")
     engine.run()
     assert engine.order == ["free", "grammar"]
 
@@ -398,7 +398,7 @@ def test_loaded_requests_that_wait_do_not_block_one_another_for_ever():
     engine.add("low", range(39), priority=1)
     engine.plan()
     loaded(engine, "low")
-    engine.scheduler.connector.num_tokens = 0
+    engine.scheduler.transfers.connector.num_tokens = 0
     engine.add("high", range(50, 70), priority=0)  # needs 5 blocks, and 3 are free
     plan = engine.plan()
     assert [new.request_id for new in plan.new_rows] == ["high"]
@@ -413,4 +413,4 @@ def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks - 4
     loaded(engine, "a")
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
-    assert engine.scheduler.connector.finished == [("a", 16)]
+    assert engine.scheduler.transfers.connector.finished == [("a", 16)]

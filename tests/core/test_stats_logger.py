@@ -15,7 +15,7 @@ class Clock:
 def test_lines_while_something_happens_and_one_after():
     engine, clock = FakeEngine(), Clock()
     stats = StatsLogger(engine.scheduler, clock=clock)
-    assert stats.line() is None
+    assert stats.report() is None
 
     engine.add("a", range(20), max_tokens=30)
     for _ in range(5):
@@ -23,26 +23,26 @@ def test_lines_while_something_happens_and_one_after():
     engine.add("b", range(20), max_tokens=30)
     engine.step()
     clock.now += 10
-    line = stats.line()
-    assert line is not None
-    assert "Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 0.7 tokens/s" in line
-    assert "Running: 2 reqs, Waiting: 0 reqs" in line
-    assert "Prefix cache hit rate: 40.0%" in line  # b found 16 of its 20 tokens, a none
+    report = stats.report()
+    assert report is not None
+    assert "Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 0.7 tokens/s" in report
+    assert "Running: 2 reqs, Waiting: 0 reqs" in report
+    assert "Prefix cache hit rate: 40.0%" in report  # b found 16 of its 20 tokens, a none
 
     engine.run()
     clock.now += 10
-    assert "generation throughput: 5.3 tokens/s, Running: 0 reqs" in (stats.line() or "")
+    assert "generation throughput: 5.3 tokens/s, Running: 0 reqs" in (stats.report() or "")
     clock.now += 10
-    assert "generation throughput: 0.0 tokens/s, Running: 0 reqs" in (stats.line() or "")
+    assert "generation throughput: 0.0 tokens/s, Running: 0 reqs" in (stats.report() or "")
     clock.now += 10
-    assert stats.line() is None
+    assert stats.report() is None
 
 
 def test_waiting_is_something():
     engine = FakeEngine()
     stats = StatsLogger(engine.scheduler, clock=Clock())
     engine.add("a", range(20))
-    assert "Running: 0 reqs, Waiting: 1 reqs" in (stats.line() or "")
+    assert "Running: 0 reqs, Waiting: 1 reqs" in (stats.report() or "")
 
 
 def test_the_thread_logs():

@@ -1,4 +1,4 @@
-"""The engine in a process of its own."""
+"""The engine in its own process."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.engine_connection import EngineConnection, EngineWire
+from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.setup import resolve_config
 from quire.messages.protocol import AddRequests
@@ -36,7 +36,7 @@ def expected():
 
 
 def run(scenario, **arguments):
-    """A scenario with an engine of its own, in a loop of its own."""
+    """A scenario with its own engine and event loop."""
 
     async def main():
         engine = start(**arguments)
@@ -61,7 +61,7 @@ async def text_of(engine, prompt, request_id, params=GREEDY, begun=None):
 
 
 async def reading(engine, prompt, request_id, params):
-    """A task that reads a stream and has had its first output."""
+    """A task that reads a stream, after its first output."""
     begun = asyncio.Event()
     task = asyncio.create_task(text_of(engine, prompt, request_id, params, begun))
     await begun.wait()
@@ -69,7 +69,7 @@ async def reading(engine, prompt, request_id, params):
 
 
 async def whole(engine):
-    """No request is left and all blocks came back, seen through the engine's own numbers."""
+    """No request is left and all blocks are free, by the engine's own counts."""
     while engine.stats.num_running or engine.stats.kv_cache_usage:
         await text_of(engine, "x", f"probe {time.monotonic()}", GREEDY.replace(max_tokens=1))
         await asyncio.sleep(0.01)
@@ -129,8 +129,8 @@ def test_a_killed_engine_is_noticed_and_every_stream_hears_of_it():
     run(scenario)
 
 
-def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch):
-    """Eight such once filled the admission limit for ever."""
+def test_a_request_that_cannot_be_sent_leaks_nothing(monkeypatch):
+    """Eight of these once filled the admission limit permanently."""
 
     async def scenario(engine):
         class Interrupted(BaseException):
@@ -178,12 +178,12 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch):
     run(scenario)
 
 
-def test_what_the_engine_cannot_read_is_answered(monkeypatch):
-    """However it came to be sent: nobody waits for ever."""
+def test_an_undecodable_message_fails_its_requests(monkeypatch):
+    """Whatever its source: no caller waits forever."""
 
     async def scenario(engine):
-        wrong = GREEDY.with_known(top_p=2.0, temperature=1.0, n=3)
-        (output,) = [o async for o in engine.generate("x", wrong.with_known(output_kind=2), "unreadable")]
+        wrong = GREEDY.replace_unchecked(top_p=2.0, temperature=1.0, n=3)
+        (output,) = [o async for o in engine.generate("x", wrong.replace_unchecked(output_kind=2), "unreadable")]
         assert output.error_kind == ErrorKind.INVALID and "top_p is 2.0" in output.error
         assert [choice.finish_reason for choice in output.outputs] == ["error"] * 3
         with pytest.raises(RuntimeError, match="not a message"):
@@ -196,7 +196,7 @@ def test_what_the_engine_cannot_read_is_answered(monkeypatch):
     run(scenario)
 
 
-def test_a_stopped_engine_is_noticed_and_may_go_on(expected):
+def test_a_stopped_engine_is_detected_and_may_recover(expected):
     async def scenario(engine):
         pid = engine._connection.host.process.pid
         stream = await reading(engine, PROMPTS[0], "held up", GREEDY.replace(max_tokens=200))
@@ -210,7 +210,7 @@ def test_a_stopped_engine_is_noticed_and_may_go_on(expected):
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert not engine._calls
-            with pytest.raises(EngineStalledError, match=r"no sign of life .* 0\.8 seconds .*heartbeat"):
+            with pytest.raises(EngineStalledError, match=r"no heartbeat .* 0\.8 seconds .*heartbeat"):
                 while True:
                     await engine.check_health()
                     await asyncio.sleep(0.01)
@@ -227,23 +227,23 @@ def test_a_stopped_engine_is_noticed_and_may_go_on(expected):
             except EngineStalledError:
                 await asyncio.sleep(0.01)
         assert await text_of(engine, PROMPTS[1], "after") == expected[1]
-        assert (await engine.get_state())["front_end"]["calls"] == 0  # those given up are gone
+        assert (await engine.get_state())["front_end"]["calls"] == 0  # timed-out calls are removed
 
     run(scenario, engine_heartbeat_timeout=0.8, engine_call_timeout=0.5)
 
 
 def test_several_front_ends_share_an_engine(expected):
-    """Each has its own requests, also under equal ids; one that leaves takes its requests along."""
+    """Each has its own requests, also under equal ids; one that disconnects aborts its own."""
 
     async def scenario():
         config = EngineConfig.from_kwargs(**ARGUMENTS)
         host = EngineConnection(resolve_config(config)[0], client=None)
         try:
             folder = host.host.folder
-            first, second = (AsyncLLM(config, EngineWire(folder, client)) for client in (0, 1))
+            first, second = (AsyncLLM(config, EngineChannel(folder, client)) for client in (0, 1))
             host.wait_ready()
             host.host.all_connected()
-            assert not folder.exists()  # nothing that a kill could leave behind
+            assert not folder.exists()  # nothing that a kill could leak
             texts = await asyncio.gather(
                 *(text_of(front, p, str(i)) for front in (first, second) for i, p in enumerate(PROMPTS))
             )
@@ -277,7 +277,7 @@ def test_an_engine_process_for_synchronous_use(expected):
         client = llm.llm_engine.client
         with pytest.raises(RuntimeError, match="unknown call 'nothing'"):
             client._call("nothing")
-        unsent = GREEDY.with_known(seed=2**70)
+        unsent = GREEDY.replace_unchecked(seed=2**70)
         for _ in range(2):
             with pytest.raises(OverflowError):
                 llm.llm_engine.add_request("unsent", PROMPTS[0], unsent)
@@ -297,14 +297,14 @@ def test_an_engine_process_for_synchronous_use(expected):
         LLM(multiprocess=True, num_gpu_blocks_override=2, max_model_len=100)
 
 
-def test_an_engine_that_cannot_start_says_why():
+def test_an_engine_that_cannot_start_reports_the_cause():
     with pytest.raises(EngineDeadError, match="longest that fits"):
         start(num_gpu_blocks_override=2, max_model_len=100, kv_cache_memory_bytes=None)
     with pytest.raises(ValueError, match="no/such/model"):
         start(model="no/such/model")
 
 
-def test_a_program_that_forgets_to_shut_down_ends(tmp_path):
+def test_a_program_that_does_not_shut_down_exits(tmp_path):
     program = tmp_path / "forgetful.py"
     program.write_text(
         "from quire import LLM\n"
@@ -334,5 +334,5 @@ def test_the_engine_dies_with_its_front_end(tmp_path):
     pid = int(done.stdout.split()[-1])
     deadline = time.monotonic() + 60
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.02)  # the kernel's own signal is on its way
+        time.sleep(0.02)  # the kernel's signal is in transit
     assert not os.path.exists(f"/proc/{pid}")

@@ -1,4 +1,4 @@
-"""A device that computes no more ends the engine; a step that fails does not."""
+"""A lost device ends the engine; a failed step does not."""
 
 import pytest
 
@@ -26,5 +26,5 @@ def test_a_lost_device_ends_the_engine_with_the_cause(tmp_path, monkeypatch, asy
         (failed,) = llm.generate([prompt], params, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         monkeypatch.setattr(worker.recovery, "_probe", dead)
-        with pytest.raises(DeviceLostError, match="computes no more: RuntimeError: launch failed"):
+        with pytest.raises(DeviceLostError, match="no longer computes: RuntimeError: launch failed"):
             llm.generate([prompt], params, use_tqdm=False)

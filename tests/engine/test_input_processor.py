@@ -1,4 +1,4 @@
-"""Prompts become requests; what the caller holds stays as it is."""
+"""Prompts become requests; the caller's objects are not modified."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def processor() -> InputProcessor:
     return InputProcessor(config, max_model_len=16, tokenizer=None)
 
 
-def test_a_prompt_that_is_truncated_stays_whole_for_its_caller(processor: InputProcessor) -> None:
+def test_truncation_does_not_change_the_callers_prompt(processor: InputProcessor) -> None:
     prompt = ParsedPrompt(None, [1, 2, 3, 4, 5], cache_salt="s")
     parsed, request = processor.process("a", prompt, SamplingParams(truncate_prompt_tokens=2))
     assert parsed == ParsedPrompt(None, [4, 5], "s") and request.prompt_token_ids.tolist() == [4, 5]
@@ -34,7 +34,7 @@ def test_a_prompt_leaves_room_for_one_token(processor: InputProcessor, length: i
     assert len(longest.token_ids) == 15
 
 
-def test_completions_of_one_request_have_numbers_of_their_own(processor: InputProcessor) -> None:
+def test_completions_of_one_request_have_distinct_indices(processor: InputProcessor) -> None:
     _, first = processor.process("a", [1], SamplingParams(n=3))
     _, second = processor.process("b", [1], SamplingParams())
     assert second.index == first.index + 3

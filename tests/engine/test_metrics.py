@@ -21,7 +21,7 @@ LABELS = {"model_name": "m"}
 
 
 class Clock:
-    """Stands in for the module `time`: what passes is what the test says."""
+    """Replaces the module `time`: the test advances the clock."""
 
     def __init__(self):
         self.now = 1000.0
@@ -164,7 +164,7 @@ def test_what_ends_without_a_token_has_no_phases(clock):
     assert all(got[f"{name}_seconds",].count == 0 for name in empty)
 
 
-def test_an_aborted_request_says_how_far_it_came(clock):
+def test_an_aborted_request_reports_its_progress(clock):
     processor = OutputProcessor(None)
     add(processor, clock, "a", [1], output_kind=RequestOutputKind.DELTA)
     clock.now += 1

@@ -1,4 +1,4 @@
-"""A request whose logits are no numbers ends with an error, alone."""
+"""A request with NaN logits fails, alone."""
 
 import pytest
 import torch

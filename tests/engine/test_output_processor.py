@@ -1,4 +1,4 @@
-"""Requests of many completions, and requests whose output cannot be made."""
+"""Requests of many completions, and requests whose output fails."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ class Panic(BaseException):
 
 
 class Faulty:
-    """A tokenizer that cannot write token 13."""
+    """A tokenizer that cannot decode token 13."""
 
     drops_first_space = False
 
@@ -53,7 +53,7 @@ def step(tokens: dict[int, int], finish: FinishReason = FinishReason.NONE) -> En
 
 
 class Counting(dict):
-    """Notes how many entries were looked at."""
+    """Counts the entries read."""
 
     looks = 0
 
@@ -103,14 +103,14 @@ def test_a_token_that_cannot_be_written_fails_its_request_alone(
     assert not processor.num_sequences and not len(processor)
 
 
-def test_an_interrupt_is_nobodys_failure() -> None:
+def test_an_interrupt_fails_no_request() -> None:
     processor = OutputProcessor(Faulty(KeyboardInterrupt()))  # type: ignore[arg-type]
     add(processor, "a", 0, stop=["zzz"])
     with pytest.raises(KeyboardInterrupt):
         processor.process(step({0: 13}))
 
 
-def test_scores_that_nobody_asked_for_fail_the_request() -> None:
+def test_logprobs_that_were_not_requested_fail_the_request() -> None:
     processor = OutputProcessor(None)
     add(processor, "a", 0)
     add(processor, "b", 1, prompt_logprobs=0)

@@ -89,7 +89,7 @@ def test_equal_prompts_in_one_plan_share_blocks(reference):
 
 
 def test_requests_that_come_and_go(reference):
-    """Staggered arrivals and aborts around requests that must not notice."""
+    """Staggered arrivals and aborts must not affect other requests."""
     with engine(reference, max_num_batched_tokens=32) as llm:
         core, got = llm.llm_engine, {}
         for i, prompt in enumerate(reference.prompts):

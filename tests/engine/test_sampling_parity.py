@@ -87,7 +87,7 @@ def reference(model, prompt, params: SamplingParams):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_parameters_equal_the_reference_beside_requests_that_use_none(model, setting):
+def test_parameters_match_the_reference_in_a_mixed_batch(model, setting):
     cases = []
     for i, extra in enumerate([*ASKING.values(), *([{}] * len(ASKING))]):
         params = SamplingParams(temperature=0, max_tokens=COUNT, logprobs=2, ignore_eos=not extra, **extra)
@@ -192,7 +192,7 @@ def test_truncated_prompts(model):
 
 
 def resident_bytes() -> int:
-    """Now, not at the highest point so far: an earlier test may have been larger."""
+    """Current, not peak: an earlier test may have been larger."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

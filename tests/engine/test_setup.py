@@ -1,4 +1,4 @@
-"""What the model's files and the user say together: overrides of the config, defaults for sampling."""
+"""The model's files combined with the user's options: config overrides, sampling defaults."""
 
 import json
 import logging
@@ -103,7 +103,7 @@ def test_sampling_defaults_come_from_the_model(tmp_path: Path, caplog: pytest.Lo
     ]
     for setting in ("quire", "vllm"):
         model = resolved(str(tmp_path), generation_config=setting)
-        assert model.default_sampling == {} and model.eos_token_ids == (3, 4)  # where to stop is no matter of taste
+        assert model.default_sampling == {} and model.eos_token_ids == (3, 4)  # EOS is not a sampling default
 
 
 def test_another_folder_and_single_values(tmp_path: Path) -> None:

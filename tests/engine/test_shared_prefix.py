@@ -1,4 +1,4 @@
-"""Requests that share a long prefix: on a CPU its keys are read once for all of them, with the same answers."""
+"""Requests that share a long prefix: on a CPU its keys are read once for all of them, with the same outputs."""
 
 import random
 
@@ -24,7 +24,7 @@ def answers(model, prompts, **arguments):
     return [o.outputs[0].token_ids for o in outputs], chosen
 
 
-def test_the_same_answers_as_row_by_row(tmp_path, monkeypatch):
+def test_the_same_outputs_as_row_by_row(tmp_path, monkeypatch):
     save_tiny("llama", tmp_path, max_position_embeddings=1024)
     rng = random.Random(0)
     ids = lambda n: [rng.randrange(5, 200) for _ in range(n)]  # noqa: E731

@@ -46,7 +46,7 @@ def test_chat_prompts_equal_transformers(llm, reference_model):
         assert completion.cumulative_logprob == pytest.approx(sum(logprobs), abs=1e-2)
 
 
-def test_it_answers_and_stops_at_the_end_of_its_turn(llm):
+def test_it_responds_and_stops_at_the_end_of_its_turn(llm):
     (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     completion = output.outputs[0]
     assert completion.text == "The capital of Italy is Rome."

@@ -1,4 +1,4 @@
-"""No start leaves its sockets behind for longer than until the next start."""
+"""Abandoned socket folders are removed at the next start."""
 
 import socket
 import subprocess

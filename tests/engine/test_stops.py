@@ -1,4 +1,4 @@
-"""Stop strings end the text at the same character, however tokens cut it, and nothing of them is ever shown."""
+"""Stop strings end the text at the same character, however tokens split it, and no part of them is ever sent."""
 
 import itertools
 
@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.completion import Completion
-from quire.engine.stops import repeats
+from quire.engine.stops import has_repetition
 from quire.messages.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 from tests.properties import SEARCH
 
@@ -101,4 +101,4 @@ def test_repetition_equals_a_plain_search(tokens, low, span, count):
         len(tokens) >= size * count and tokens[-size * count :] == tokens[-size:] * count
         for size in range(low, low + span + 1)
     )
-    assert repeats(tokens, detection) == plain
+    assert has_repetition(tokens, detection) == plain

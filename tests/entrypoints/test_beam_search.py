@@ -11,7 +11,7 @@ from quire.config import EngineConfig
 from quire.config.server import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.sampling_params import BeamSearchParams
-from tests.entrypoints.openai.running import running, stub_engine
+from tests.entrypoints.stub_server import stub_engine, stub_server
 from tests.tiny_models import prompts, save_tiny
 
 ENDS = list(range(3, 211, 8))
@@ -102,7 +102,7 @@ def test_early_stopping_and_length_penalty_matter(llm):
 
 
 def test_beams_share_blocks(llm, monkeypatch):
-    """Of each beam's request everything is found but the last block, unless that is full."""
+    """Every beam's request hits the prefix cache for all full blocks."""
     steps: list = []
     step = llm.llm_engine.step
     monkeypatch.setattr(llm.llm_engine, "step", lambda: [steps.append(one) or one for one in step()])
@@ -151,7 +151,7 @@ def test_widths(tiny, llm, width):
     same(llm.beam_search(PROMPTS[1], params)[0], tiny.search(PROMPTS[1], params))
 
 
-def test_ends_are_left_out_or_ignored(llm):
+def test_eos_is_dropped_or_ignored(llm):
     params = BeamSearchParams(4, 24, include_stop_str_in_output=True)
     with_ends = llm.beam_search(PROMPTS, params)
     without = llm.beam_search(PROMPTS, BeamSearchParams(4, 24))
@@ -194,21 +194,21 @@ def test_whatever_the_schedule(tiny, llm, arguments):
 
 
 def test_online_equals_offline(tiny, llm):
-    """The real engine in its process; prompts and answers as token ids."""
+    """The real engine in its process; prompts and outputs as token ids."""
     params = BeamSearchParams(4, 12, length_penalty=0.5, early_stopping="never", include_stop_str_in_output=True)
     expected = llm.beam_search(PROMPTS, params)
     engine = AsyncLLM(EngineConfig.from_kwargs(model=tiny.path, **ARGUMENTS))
     beams = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never", "max_tokens": 12}
     body = {"prompt": PROMPTS, "n": 4, "logprobs": 1, "return_token_ids": True, **beams}
     try:
-        with running(engine) as server:
-            answer = server.post("/v1/completions", body)
-            assert answer.status_code == 200, answer.text
+        with stub_server(engine) as server:
+            response = server.post("/v1/completions", body)
+            assert response.status_code == 200, response.text
             best = server.post("/v1/completions", body | {"n": 2, "best_of": 4, "prompt": PROMPTS[0]}).json()
             wrong = server.post("/v1/completions", body | {"prompt": [[1], [999]]})
     finally:
         engine.shutdown()
-    choices, usage = answer.json()["choices"], answer.json()["usage"]
+    choices, usage = response.json()["choices"], response.json()["usage"]
     made = [
         (one.tokens[len(prompt) :], one)
         for prompt, output in zip(PROMPTS, expected, strict=True)
@@ -229,7 +229,7 @@ def test_online_equals_offline(tiny, llm):
 def test_online_texts_and_refusals():
     engine = stub_engine()
     body = {"model": "stub", "prompt": "one", "use_beam_search": True, "n": 2, "max_tokens": 3}
-    with running(engine) as server:
+    with stub_server(engine) as server:
         plain = server.post("/v1/completions", body | {"use_beam_search": False, "n": 1}).json()
         beams = server.post("/v1/completions", body | {"length_penalty": 0.0}).json()
         assert beams["choices"][0]["text"] == plain["choices"][0]["text"]
@@ -238,10 +238,10 @@ def test_online_texts_and_refusals():
         echoed = server.post("/v1/completions", body | {"echo": True}).json()
         assert echoed["choices"][0]["text"] == "one" + plain["choices"][0]["text"]
         chat = {"messages": [{"role": "user", "content": "hi"}], "use_beam_search": True, "n": 3, "max_tokens": 4}
-        answer = server.client().chat.completions.create(
+        response = server.client().chat.completions.create(
             model="stub", messages=chat["messages"], n=3, max_tokens=4, extra_body={"use_beam_search": True}
         )
-        assert len(answer.choices) == 3 and all(choice.message.content for choice in answer.choices)
+        assert len(response.choices) == 3 and all(choice.message.content for choice in response.choices)
         for more, field in [
             ({"stream": True}, "stream"),
             ({"n": 0}, "n"),
@@ -267,17 +267,17 @@ def test_online_texts_and_refusals():
         assert wide.status_code == 400 and "max-logprobs" in wide.text
 
 
-def test_whoever_ends_the_request_ends_all_its_beams():
+def test_aborting_the_request_aborts_all_its_beams():
     engine = stub_engine(step_seconds=0.02)
     body = {"prompt": "one", "use_beam_search": True, "n": 4, "max_tokens": 1000, "ignore_eos": True}
-    with running(engine, ServerConfig(enable_admin=True)) as server, ThreadPoolExecutor() as pool:
+    with stub_server(engine, ServerConfig(enable_admin=True)) as server, ThreadPoolExecutor() as pool:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + "/v1/completions", json=body, timeout=2)
         server.wait_until(lambda: not server.server.context.jobs)
         assert not engine.running and not engine.streams
         assert engine.aborted and all(" beam " in one for one in engine.aborted)
-        answer = pool.submit(server.post, "/v1/completions", body | {"request_id": "mine"})
+        response = pool.submit(server.post, "/v1/completions", body | {"request_id": "mine"})
         server.wait_until(lambda: len(engine.running) == 4)
         assert server.post("/abort_requests", {"request_ids": ["cmpl-mine"]}).json() == {"aborted": ["cmpl-mine"]}
-        assert answer.result(20).status_code == 503
+        assert response.result(20).status_code == 503
         assert not engine.running and not engine.streams and engine.get_num_unfinished_requests() == 0

@@ -53,7 +53,7 @@ WRONG_MESSAGES = {
     ],
     r"messages\[0\] needs a role": [{"content": "x"}],
     r"messages\[1\] needs content": [{"role": "user", "content": "x"}, {"role": "user"}],
-    r"messages\[0\].content must be a text": [{"role": "user", "content": 5}],
+    r"messages\[0\].content must be a string": [{"role": "user", "content": 5}],
     r"messages\[0\] must be an object": ["hello"],
     "must be a list": "hello",
     r"content\[1\] is of type 'image_url'; only text": [
@@ -117,7 +117,7 @@ def test_a_model_without_a_template(llm, monkeypatch):
     assert llm.chat(user("x"), GREEDY, use_tqdm=False, chat_template=PLAIN)
 
 
-def test_inline_templates_are_told_from_files(tmp_path):
+def test_inline_templates_and_files(tmp_path):
     assert read_template("a\n") == "a\n" and read_template("{{ x }}") == "{{ x }}"
 
 
@@ -167,7 +167,7 @@ never read
 
 
 class Screen:
-    """A program in a terminal of its own."""
+    """A program in its own terminal."""
 
     def __init__(self, *argv, **environment):
         self.pid, self.fd = pty.fork()
@@ -178,7 +178,7 @@ class Screen:
         self.read_to = 0
 
     def wait_for(self, text, seconds=60):
-        """What appeared up to and with `text`."""
+        """The output up to and including `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.seen[self.read_to :]:
             ready = select.select([self.fd], [], [], max(0, deadline - time.monotonic()))[0]
@@ -283,7 +283,7 @@ def test_generate_shows_progress_on_a_terminal():
     assert child.stdout == " Rome.\n" and "tok/s" in shown and "Generating: 100%" in shown
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     flags = ["--prompt", "a", "--prompt", "b", "--max-tokens", "1", *CHAT[3:]]
     child = subprocess.Popen(
         [sys.executable, "-m", "quire", "generate", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -41,7 +41,7 @@ class Output:
 
 
 class EchoEngine:
-    """Answers each prompt in capitals, the last one first, and remembers how it was called."""
+    """Upper-cases each prompt, the last one first, and records its calls."""
 
     last: "EchoEngine"
     config = EngineConfig()
@@ -222,7 +222,7 @@ BAD_LINES = {
     "line 2: temperature is -1": {"prompt": "x", "temperature": -1},
     "line 2: temperature must be a finite number": {"prompt": "x", "temperature": "hot"},
     "line 2: stop": {"prompt": "x", "stop": 5},
-    "line 2: prompt must be a text": {"prompt": [1]},
+    "line 2: prompt must be a string": {"prompt": [1]},
     "line 2: no such token": {"prompt": "wrong"},
     "line 2: the prompt has 99 tokens": {"prompt": "long"},
 }

@@ -1,4 +1,4 @@
-"""`quire run-batch`: with an engine of its own, against a server, and what becomes of lines that are wrong."""
+"""`quire run-batch`: with its own engine, against a server, and with invalid lines."""
 
 import json
 import math
@@ -19,8 +19,8 @@ from quire.entrypoints.cli import batch_runner, run_batch
 from quire.entrypoints.cli.batch_input import BadLine, check_file, parse_line, read_requests
 from quire.entrypoints.cli.batch_output import BatchOutput
 from quire.entrypoints.cli.main import main
-from tests.entrypoints.openai.processes import serving
-from tests.entrypoints.openai.running import Running, running, stub_engine
+from tests.entrypoints.server_process import server_process
+from tests.entrypoints.stub_server import StubServer, stub_engine, stub_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 6}
@@ -41,7 +41,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same answer: ids and times differ, and logprobs in their last digits, with what ran at the same time."""
+    """The same response: ids and times differ, and logprobs in their last digits, depending on the batch."""
     if isinstance(one, dict) and isinstance(other, dict):
         names = one.keys() - {"id", "created"}
         return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in names)
@@ -53,8 +53,8 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(stub_engine()) as one:
+def server() -> Iterator[StubServer]:
+    with stub_server(stub_engine()) as one:
         yield one
 
 
@@ -73,11 +73,11 @@ BAD = [
 ]
 
 
-def test_answers_are_those_of_the_server(tmp_path: Path) -> None:
+def test_results_equal_the_servers(tmp_path: Path) -> None:
     source = write(tmp_path, *GOOD[:3], "", *BAD, *GOOD[3:])
     engine = ["--max-model-len", "256", "--num-gpu-blocks-override", "128", "--dtype", "float32"]
-    engine += ["--quantization", "dequantized"]  # exact: the answer that is expected is a near tie
-    engine.append("--no-enable-prefix-caching")  # usage says what came from the cache
+    engine += ["--quantization", "dequantized"]  # exact: the expected response is a near tie
+    engine.append("--no-enable-prefix-caching")  # usage reports cached tokens
     files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--served-model-name", "tiny"]
     child = subprocess.run(
         [sys.executable, "-m", "quire", "run-batch", *files, *engine], capture_output=True, text=True, timeout=120
@@ -90,7 +90,7 @@ def test_answers_are_those_of_the_server(tmp_path: Path) -> None:
 
     folder = tmp_path / "server"
     folder.mkdir()
-    with serving(folder, "--served-model-name", "tiny", *engine[2:]) as one:
+    with server_process(folder, "--served-model-name", "tiny", *engine[2:]) as one:
         url = one.url
         remote = subprocess.run(
             [sys.executable, "-m", "quire", "run-batch", *files[:2], "-o", str(tmp_path / "out2.jsonl"), "--url", url],
@@ -106,10 +106,10 @@ def test_answers_are_those_of_the_server(tmp_path: Path) -> None:
         assert [line["custom_id"] for line in found] == order
         assert len({line["id"] for line in found}) == len(found)
         by_id = {line["custom_id"]: line for line in found}
-        for name, answer in served.items():
+        for name, expected in served.items():
             response = by_id[name]["response"]
-            assert response["status_code"] == answer.status_code and by_id[name]["error"] is None
-            assert alike(response["body"], answer.json()), (response["body"], answer.json())
+            assert response["status_code"] == expected.status_code and by_id[name]["error"] is None
+            assert alike(response["body"], expected.json()), (response["body"], expected.json())
             assert response["request_id"] == by_id[name]["id"]
         assert by_id[None]["error"]["message"].startswith("line 5: not valid JSON")
         assert by_id["embedding"]["error"]["message"].startswith("line 6: url is '/v1/embeddings'; allowed: ")
@@ -119,8 +119,8 @@ def test_answers_are_those_of_the_server(tmp_path: Path) -> None:
     assert served["unknown model"].status_code == 404 and served["bad value"].status_code == 400
 
 
-def test_many_requests_come_back_in_order(server: Running, tmp_path: Path) -> None:
-    """Long answers first, few at a time: results come in another order than the one they are written in."""
+def test_many_requests_come_back_in_order(server: StubServer, tmp_path: Path) -> None:
+    """Long responses first, few at a time: completion order differs from output order."""
     lengths = [40, 30, 1, 20, 2] * 20
     source = write(tmp_path, *(request(f"r{i}", prompt="one", max_tokens=n) for i, n in enumerate(lengths)))
     out = tmp_path / "out.jsonl"
@@ -132,12 +132,12 @@ def test_many_requests_come_back_in_order(server: Running, tmp_path: Path) -> No
     assert os.listdir(tmp_path) in (["in.jsonl", "out.jsonl"], ["out.jsonl", "in.jsonl"])
 
 
-def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "LONGEST_PAUSE", 0.02)
+def test_requests_to_a_busy_server_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runner, "MAX_BACKOFF", 0.02)
     source = write(tmp_path, *(request(f"r{i}", prompt="one", max_tokens=2) for i in range(12)))
     engine = stub_engine(0.005)
     engine.max_num_seqs = 1  # and none may wait, so most requests are sent several times
-    with running(engine, ServerConfig(max_waiting_requests=0)) as server:
+    with stub_server(engine, ServerConfig(max_waiting_requests=0)) as server:
         argv = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--url", server.url]
         monkeypatch.setattr(batch_runner, "ATTEMPTS", 1000)
         assert main(argv) == 0
@@ -145,7 +145,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_mistakes_are_found_before_anything_runs(
-    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = write(tmp_path, request("a", prompt="x"))
     twice = tmp_path / "twice"
@@ -157,14 +157,14 @@ def test_mistakes_are_found_before_anything_runs(
     def refuse(*args: Any) -> None:
         raise AssertionError("it ran")
 
-    monkeypatch.setattr(run_batch, "_answer", refuse)
+    monkeypatch.setattr(run_batch, "_run_batch", refuse)
     url = ["--url", f"{server.url}/v1"]
     for argv, message in (
-        (["-i", str(twice), "-o", out, *url], "twice line 5: custom_id 'a' is that of line 1"),
+        (["-i", str(twice), "-o", out, *url], "twice line 5: custom_id 'a' repeats that of line 1"),
         (["-i", str(empty), "-o", out, *url], "holds no request"),
         (["-i", "no-such-file", "-o", out, *url], "no-such-file is not a file (--input-file)"),
         (["-i", str(good), "-o", str(good), *url], "the output would replace the input"),
-        (["-i", str(good), "-o", str(tmp_path), *url], "is no plain file"),
+        (["-i", str(good), "-o", str(tmp_path), *url], "is not a regular file"),
         (["-i", str(good), "-o", "/no/such/folder/out", *url], "/no/such/folder/out"),
         (["-i", str(good), "-o", out, *url, "--block-size", "16"], "--block-size with --url"),
         (["-i", str(good), "-o", out, *url, "--max-n", "3"], "--max-n with --url"),
@@ -246,18 +246,18 @@ def test_a_dead_engine_ends_the_batch_and_keeps_its_results(
     argv = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--max-concurrency", "2"]
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert "the engine has died: out of memory" in error and "results, in the order in which they came" in error
+    assert "the engine has died: out of memory" in error and "results, in order of completion" in error
     kept = read(tmp_path / "out.partial")
     assert 5 <= len(kept) < 50 and all(line["response"]["status_code"] == 200 for line in kept)
     assert not (tmp_path / "out").exists()
 
 
-def num_long(server: Running) -> int:
+def num_long(server: StubServer) -> int:
     return sum(one.params.max_tokens != 1 for one, _ in server.engine.running.values())
 
 
-def test_ctrl_c_leaves_what_was_answered(tmp_path: Path) -> None:
-    with running(stub_engine(0.005)) as server:
+def test_ctrl_c_keeps_finished_results(tmp_path: Path) -> None:
+    with stub_server(stub_engine(0.005)) as server:
         lines = [request(f"r{i}", prompt="one", max_tokens=1 if i < 4 else 100_000) for i in range(20)]
         source, out = write(tmp_path, *lines), tmp_path / "out"
         command = ["run-batch", "-i", str(source), "-o", str(out), "--url", server.url, "--max-concurrency", "6"]

@@ -19,13 +19,13 @@ import pytest
 from quire.config.server import ServerConfig
 from quire.entrypoints.cli.api_client import ApiClient, key_from
 from quire.entrypoints.cli.main import main
-from tests.entrypoints.openai.running import Running, running, stub_engine
+from tests.entrypoints.stub_server import StubServer, stub_engine, stub_server
 from tests.entrypoints.test_chat import Screen
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(stub_engine()) as one:
+def server() -> Iterator[StubServer]:
+    with stub_server(stub_engine()) as one:
         yield one
 
 
@@ -39,12 +39,12 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
 
 
-def expected(server: Running, path: str, **body: Any) -> str:
+def expected(server: StubServer, path: str, **body: Any) -> str:
     [choice] = server.post(path, body).json()["choices"]
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-def test_complete_streams_what_the_server_says(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_streams_the_servers_text(server: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     text = expected(server, "/v1/completions", prompt="one two", max_tokens=5)
     for words in (["one two"], ["-q", "one two"]):
         assert main(["complete", *words, "--url", f"{server.url}/v1", "--max-tokens", "5"]) == 0
@@ -54,7 +54,7 @@ def test_complete_streams_what_the_server_says(server: Running, capsys: pytest.C
 
 
 def test_complete_reads_lines_and_one_bad_line_fails_alone(
-    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     too_long = "word " * 10_000
     type_lines(monkeypatch, "one", "", too_long, "one two")
@@ -62,11 +62,11 @@ def test_complete_reads_lines_and_one_bad_line_fails_alone(
     printed = capsys.readouterr()
     texts = [expected(server, "/v1/completions", prompt=p, max_tokens=3, stop=["seven"]) for p in ("one", "one two")]
     assert printed.out == f"{texts[0]}\n\n\n{texts[1]}\n"
-    assert printed.err.count("quire: error: ") == 1 and "tokens; the model takes at most" in printed.err
+    assert printed.err.count("quire: error: ") == 1 and "tokens; at most" in printed.err
 
 
 def test_chat_keeps_its_history_on_a_server(
-    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    server: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved.json"
     type_lines(monkeypatch, "Hi", "/set max_tokens 2", "Again", "/set n 2", "/show", f"/save {saved}", "/quit", "never")
@@ -82,7 +82,7 @@ def test_chat_keeps_its_history_on_a_server(
     assert "model: stub\nsystem: Be brief.\nmessages: 4\ntemperature: 1.0\nmax_tokens: 2\n" in printed.out
 
 
-def test_quick_chat_and_a_named_model(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_chat_and_a_named_model(server: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     question = [{"role": "user", "content": "/Hi"}]
     text = expected(server, "/v1/chat/completions", messages=question, max_tokens=4)
     for model in (["--model-name", "stub"], ["--model", "stub"], ["stub"]):
@@ -94,7 +94,7 @@ def test_quick_chat_and_a_named_model(server: Running, capsys: pytest.CaptureFix
 def test_keys_come_from_the_flag_or_the_environment(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with running(stub_engine(), api_keys=("right",)) as server:
+    with stub_server(stub_engine(), api_keys=("right",)) as server:
         argv = [command, "-q", "one", "--url", f"{server.url}/v1", "--max-tokens", "2"]
         assert main(argv) == 2
         assert "give it with --api-key or in QUIRE_API_KEY or OPENAI_API_KEY" in capsys.readouterr().err
@@ -139,7 +139,7 @@ def free_port() -> int:
     ],
 )
 def test_mistakes_are_explained(
-    argv: list[str], message: str, server: Running, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, server: StubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def filled(word: str) -> str:
         address = server.url.removeprefix("http://") if word.startswith("https") else server.url
@@ -152,7 +152,7 @@ def test_mistakes_are_explained(
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers every POST with the server's `script`: a status, a content type and a body."""
+    """Responds to every POST with the server's `script`: status, content type, body."""
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
@@ -192,7 +192,7 @@ def test_streams_of_other_servers(end: bytes, capsys: pytest.CaptureFixture[str]
     with scripted(200, "text/event-stream; charset=utf-8", EVENTS + end) as (url, asked):
         assert main(["complete", "x", "--url", url, "--model-name", "m", "--temperature", "1", "--seed", "3"]) == 0
     assert capsys.readouterr().out == "é!\n"
-    assert asked == [{"model": "m", "prompt": "x", "stream": True, "temperature": 1.0, "seed": 3}]  # nothing unasked
+    assert asked == [{"model": "m", "prompt": "x", "stream": True, "temperature": 1.0, "seed": 3}]  # nothing else
 
 
 def test_a_server_that_does_not_stream(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,17 +206,17 @@ def test_a_server_that_does_not_stream(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("status", "kind", "body", "message"),
     [
-        (200, "text/html", b"<html>\nx", "does not answer as an OpenAI-compatible server: 200 '<html>'"),
-        (502, "text/html", b"", "502 and nothing else; does --url end in /v1?"),
-        (200, "text/event-stream", b'data: {"choices":[{"text":"a"}]}\n\n', "ended the answer in its middle"),
+        (200, "text/html", b"<html>\nx", "does not respond as an OpenAI-compatible server: 200 '<html>'"),
+        (502, "text/html", b"", "502 and an empty body; does --url end in /v1?"),
+        (200, "text/event-stream", b'data: {"choices":[{"text":"a"}]}\n\n', "ended the stream early"),
         (200, "text/event-stream", b'data: {"error":{"message":"no room"}}\n\n', "no room"),
-        (200, "text/event-stream", b"data: oops\n\n", "does not answer as an OpenAI-compatible server"),
+        (200, "text/event-stream", b"data: oops\n\n", "does not respond as an OpenAI-compatible server"),
         (400, "application/json", b'{"object":"error","message":"old shape"}', "old shape"),
         (404, "application/json", b'{"detail":"Not Found"}', "Not Found; does --url end in /v1?"),
         (429, "application/json", b'{"error":{"message":"slow down"}}', "slow down; try again later"),
     ],
 )
-def test_answers_that_are_wrong(
+def test_invalid_responses(
     status: int, kind: str, body: bytes, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with scripted(status, kind, body) as (url, _):
@@ -228,7 +228,7 @@ def test_a_silent_server(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         assert main(["complete", "x", "--url", url, "--timeout", "0.1"]) == 2
-    assert "said nothing for 0.1 seconds (--timeout)" in capsys.readouterr().err
+    assert "sent nothing for 0.1 seconds (--timeout)" in capsys.readouterr().err
 
 
 def test_closing_ends_what_other_threads_wait_for() -> None:
@@ -253,8 +253,8 @@ def test_closing_ends_what_other_threads_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("command", "code"), [("complete", 130), ("chat", 0)])
-def test_ctrl_c_ends_the_answer_in_the_server(command: str, code: int) -> None:
-    with running(stub_engine(step_seconds=0.01), ServerConfig()) as server:
+def test_ctrl_c_aborts_the_request_on_the_server(command: str, code: int) -> None:
+    with stub_server(stub_engine(step_seconds=0.01), ServerConfig()) as server:
         child = subprocess.Popen(
             [sys.executable, "-m", "quire", command, "-q", "one", "--url", f"{server.url}/v1", "--max-tokens", "5000"],
             stdout=subprocess.PIPE,
@@ -269,7 +269,7 @@ def test_ctrl_c_ends_the_answer_in_the_server(command: str, code: int) -> None:
 
 
 def test_complete_in_a_terminal() -> None:
-    with running(stub_engine(step_seconds=0.01)) as server:
+    with stub_server(stub_engine(step_seconds=0.01)) as server:
         screen = Screen("-m", "quire", "complete", "--url", server.url, "--max-tokens", "5000", NO_COLOR="1")
         screen.wait_for("Ctrl-C stops an answer")
         screen.wait_for(">>> ")

@@ -10,7 +10,7 @@ from quire.entrypoints.cli import collect_env
 from quire.entrypoints.cli.main import main
 
 
-def test_json_and_text_in_a_process_of_their_own() -> None:
+def test_json_and_text_in_a_subprocess() -> None:
     environment = {"PATH": "", "QUIRE_API_KEY": "hidden-1", "HF_TOKEN": "hidden-2", "OMP_NUM_THREADS": "3"}
     child = subprocess.run(
         [sys.executable, "-m", "quire", "collect-env", "--json"], capture_output=True, text=True, env=environment
@@ -65,7 +65,7 @@ def test_a_gpu_list(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_program_that_fails_says_why() -> None:
+def test_a_failing_program_reports_its_error() -> None:
     with pytest.raises(RuntimeError, match="ended with exit code 3: gone"):
         collect_env.output_of(sys.executable, "-c", "import sys; print('gone', file=sys.stderr); sys.exit(3)")
 

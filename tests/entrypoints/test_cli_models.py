@@ -39,7 +39,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_the_page_says_what_the_registry_says() -> None:
+def test_the_page_matches_the_registry() -> None:
     _, rest = DOCS.read_text(encoding="utf-8").split("<!-- native: begin -->\n")
     table, _ = rest.split("\n<!-- native: end -->")
     assert table == models.markdown(), "run: python benchmarks/native_table.py"
@@ -73,7 +73,7 @@ def test_no_such_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No model at '/nowhere'" in capsys.readouterr().err
 
 
-def test_it_answers_without_torch_and_lists_what_plugins_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_without_torch_and_lists_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(out_of_tree.install(tmp_path)))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("QUIRE_PLUGINS", out_of_tree.PLUGIN)

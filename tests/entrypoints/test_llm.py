@@ -68,7 +68,7 @@ def test_metrics_and_cached_tokens(llm):
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_the_engine_streams_as_asked(llm, kind):
+def test_the_engine_streams_by_output_kind(llm, kind):
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, output_kind=kind)
     engine, got = llm.llm_engine, []
     engine.add_request("stream", "Rain is", params)
@@ -108,12 +108,12 @@ WRONG_PROMPTS = {
     "token id -1": {"prompt_token_ids": [-1]},
     "unknown keys": {"promt": "x"},
     "lacks prompt": {"cache_salt": "x"},
-    "a prompt is a text": 3.5,
+    "a prompt is a string": 3.5,
 }
 
 
 @pytest.mark.parametrize("message", WRONG_PROMPTS)
-def test_a_wrong_prompt_is_named_and_disturbs_nobody(llm, message):
+def test_an_invalid_prompt_is_named_and_affects_no_other(llm, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(["fine", WRONG_PROMPTS[message]], GREEDY, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
@@ -197,7 +197,7 @@ def test_a_smaller_cache_lowers_the_default_length(caplog):
     assert "lowered from 8192 to 160" in caplog.text
 
 
-def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(llm, monkeypatch):
+def test_a_failing_step_ends_its_requests_and_the_engine_keeps_running(llm, monkeypatch):
     runner = llm.llm_engine.client.core.executor.worker.runner
 
     def broken(*_):
@@ -258,7 +258,7 @@ def test_bad_words(llm):
     assert "Rome" not in output.outputs[0].text
 
 
-def test_an_id_like_a_siblings_and_a_refused_request_leave_nothing_behind(llm):
+def test_an_id_like_a_siblings_and_a_refused_request_leak_nothing(llm):
     engine = llm.llm_engine
     engine.add_request("a", "one", SamplingParams(n=2, max_tokens=3))
     engine.add_request("a#1", "one", SamplingParams(max_tokens=3))
@@ -268,7 +268,7 @@ def test_an_id_like_a_siblings_and_a_refused_request_leave_nothing_behind(llm):
         engine.step()
 
 
-def test_a_script_that_just_ends_leaves_quietly(tmp_path):
+def test_a_script_without_shutdown_exits_cleanly(tmp_path):
     """A plan is still in flight after a stop string, and nobody calls shutdown()."""
     import subprocess
     import sys
@@ -283,7 +283,7 @@ def test_a_script_that_just_ends_leaves_quietly(tmp_path):
     assert done.returncode == 0 and "terminate" not in done.stderr
 
 
-def test_an_engine_that_nobody_holds_goes():
+def test_an_unreferenced_engine_is_collected():
     import gc
     import threading
     import weakref

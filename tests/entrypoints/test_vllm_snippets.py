@@ -65,12 +65,12 @@ def test_a_long_prefix_is_computed_once():
         {"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}},
     ],
 )
-def test_what_comes_later_says_so(arguments):
+def test_unavailable_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match="not available yet"):
         LLM(model="TinyLlama/TinyLlama-1.1B-Chat-v1.0", **arguments)
 
 
-def test_arguments_that_ask_for_nothing_are_fine():
+def test_neutral_arguments_are_accepted():
     LLM(model=NAMES[0], tensor_parallel_size=1, quantization=None, trust_remote_code=False, max_model_len="auto")
 
 

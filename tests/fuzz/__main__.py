@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: every target for its share of the time; an input that breaks one is kept in the corpus."""
+"""`python -m tests.fuzz`: runs every target for its share of the time; failing inputs are saved in the corpus."""
 
 import argparse
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.fuzz.target import CORPUS, TARGETS, Target, load_target
 
-MAX_FAILURES = 20  # of a target; more say nothing new
+MAX_FAILURES = 20  # per target; more add little
 PROGRESS_SECONDS = 10.0
 
 
@@ -77,10 +77,10 @@ def fuzz(target: Target, seconds: float, rng: random.Random) -> Outcome:
                 try:
                     target.check(data)
                 except Exception as error:
-                    keep(outcome, error, getattr(error, "data", data))
-    except Exception as error:  # on entering, or of all inputs together
+                    save_failure(outcome, error, getattr(error, "data", data))
+    except Exception as error:  # on entering, or from the final checks
         if hasattr(error, "data"):
-            keep(outcome, error, error.data)
+            save_failure(outcome, error, error.data)
         else:
             outcome.failures.append(describe(error))
             print(f"{target.name}: {describe(error)}", flush=True)
@@ -90,7 +90,7 @@ def fuzz(target: Target, seconds: float, rng: random.Random) -> Outcome:
     return outcome
 
 
-def keep(outcome: Outcome, error: Exception, data: bytes) -> None:
+def save_failure(outcome: Outcome, error: Exception, data: bytes) -> None:
     file = CORPUS / outcome.name / hashlib.sha256(data).hexdigest()[:8]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(data)
@@ -100,7 +100,7 @@ def keep(outcome: Outcome, error: Exception, data: bytes) -> None:
 
 def describe(error: Exception) -> str:
     if isinstance(error, AssertionError):
-        return str(error)[:2000] or "an assertion without words"
+        return str(error)[:2000] or "an assertion without a message"
     return "".join(traceback.format_exception(error))[-2000:]
 
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: whatever they hold, they load, or a ValueError says what is wrong, soon, in little memory."""
+"""Mutated checkpoint files: each loads or raises a ValueError, within limits on time and memory."""
 
 import itertools
 import json
@@ -8,37 +8,24 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from tests.fuzz.child import Child
+from tests.fuzz.child import ChildTarget
 from tests.fuzz.mutate import NASTY, dumps, mutated_bytes, mutated_value
 
 SECONDS, MEGABYTES = 20.0, 512
-MAX_PARAMETERS = 300_000  # of a model that is built; a larger one says nothing more
+MAX_PARAMETERS = 300_000  # larger models are not built
 NASTY_NUMBERS = (0, 1, 3, 7, 8, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 SIZES = (0, -1, 1, 2, 3, 5, 7, 8, 17, 33, 64, 257, 1024, 4000, 2**31, 0.5, 0.3, 1.5, 8.0, 1e-9, 1e30, True, "8", None)
 SEPARATOR = b"\n\x00\x00\n"  # between tokenizer.json and tokenizer_config.json
 
 
-class InChild:
-    """A target whose inputs are checked in a process of limited time and memory."""
-
-    name: str
-    function: str
-
-    def __enter__(self) -> Self:
-        self.child = Child(f"tests.fuzz.checkpoints:{self.function}", seconds=SECONDS, megabytes=MEGABYTES)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.child.stop()
-
-    def check(self, data: bytes) -> None:
-        self.child.check(data)
+class CheckpointTarget(ChildTarget):
+    seconds, megabytes = SECONDS, MEGABYTES
 
 
-class SafetensorsTarget(InChild):
-    name, function = "safetensors", "check_safetensors"
+class SafetensorsTarget(CheckpointTarget):
+    name, function = "safetensors", "tests.fuzz.checkpoints:check_safetensors"
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         tensors = {
@@ -73,8 +60,8 @@ def check_safetensors(data: bytes) -> str:
     return ""
 
 
-class GgufTarget(InChild):
-    name, function = "gguf", "check_gguf"
+class GgufTarget(CheckpointTarget):
+    name, function = "gguf", "tests.fuzz.checkpoints:check_gguf"
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         seeds = [gguf_seed(kind) for kind in ("gpt2", "llama")]
@@ -162,8 +149,8 @@ def check_gguf(data: bytes) -> str:
         return check_family(config)
 
 
-class ConfigTarget(InChild):
-    name, function = "config", "check_config"
+class ConfigTarget(CheckpointTarget):
+    name, function = "config", "tests.fuzz.checkpoints:check_config"
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         seeds = config_seeds()
@@ -236,6 +223,7 @@ def run_family(hf: dict[str, Any]) -> None:
     from quire.checkpoint.resolve import Checkpoint
     from quire.config.values import whole_number
     from quire.kernels import native
+    from quire.kernels.paged_attention import AttentionShape
     from quire.models.config_checks import count_parameters
     from quire.models.loading.loader import load_model
     from quire.models.registry import ModelRegistry, model_class
@@ -253,7 +241,8 @@ def run_family(hf: dict[str, Any]) -> None:
         model = load_model(Checkpoint("x", "dummy", Path("x"), ()), hf, dtype, "cpu", model_impl="quire")
         runner = TinyRunner(model, 1)
         if dtype is torch.bfloat16 and native.attention_fits(read.num_heads, read.num_kv_heads, read.head_dim):
-            runner.backend = NativeBackend()
+            shape = AttentionShape(read.num_heads, read.num_kv_heads, read.head_dim)
+            runner.backend = NativeBackend([shape])
             for layer in model.attention_layers():
                 layer.backend = runner.backend
         tokens = [1 % read.vocab_size] * 5
@@ -263,8 +252,8 @@ def run_family(hf: dict[str, Any]) -> None:
             runner.step([(0, tokens[:1])])
 
 
-class TokenizerTarget(InChild):
-    name, function = "tokenizer", "check_tokenizer"
+class TokenizerTarget(CheckpointTarget):
+    name, function = "tokenizer", "tests.fuzz.checkpoints:check_tokenizer"
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         seeds = tokenizer_seeds()

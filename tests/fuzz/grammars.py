@@ -1,5 +1,5 @@
-"""Forms of output mutated from valid ones: compiled, then walked a few tokens far. An input is the JSON of the fields
-of StructuredOutputsParams; bytes that are no JSON are a grammar."""
+"""Mutated structured-output constraints: compiled, then advanced a few tokens. An input is the JSON of
+StructuredOutputsParams' fields; bytes that are not JSON are a grammar."""
 
 import functools
 import json
@@ -7,17 +7,17 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.fuzz.child import Child
+from tests.fuzz.child import ChildTarget
 from tests.fuzz.mutate import Raw, dumps, mutated_text, mutated_value, nested
 
 if TYPE_CHECKING:
     from quire.structured_output.backends.registry import BackendRegistry
 
-SECONDS = 30.0  # a compile in an engine is given up before; none may go on for much longer
+SECONDS = 30.0  # above the engine's compile timeout
 MEGABYTES = 1024
 STEPS = 24
 KEYWORDS: tuple[Any, ...] = (
@@ -50,26 +50,14 @@ def seeds() -> list[dict[str, Any]]:
     return found
 
 
-class GrammarTarget:
+class GrammarTarget(ChildTarget):
     name = "grammar"
-
-    def __init__(self) -> None:
-        self.child = Child("tests.fuzz.grammars:compile_and_walk", seconds=SECONDS, megabytes=MEGABYTES)
-
-    def __enter__(self) -> Self:
-        self.child.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.child.stop()
+    function, seconds, megabytes = "tests.fuzz.grammars:compile_and_walk", SECONDS, MEGABYTES
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         forms = seeds()
         while True:
             yield mutated_form(rng, rng.choice(forms)).encode("utf-8", "replace")
-
-    def check(self, data: bytes) -> None:
-        self.child.check(data)
 
 
 def mutated_form(rng: random.Random, form: dict[str, Any]) -> str:
@@ -99,7 +87,7 @@ def registry() -> "BackendRegistry":
 
 
 def compile_and_walk(data: bytes) -> str:
-    """In the child. Success or a ValueError, of which GrammarError is one, is what may come of it."""
+    """Runs in the child. Must succeed or raise a ValueError, such as GrammarError."""
     from quire.messages.structured import as_structured
     from tests.structured_output.walk import allowed_tokens
 
@@ -116,11 +104,11 @@ def compile_and_walk(data: bytes) -> str:
         accepted = 0
         for _ in range(STEPS):
             allowed = allowed_tokens(matcher, vocabulary)
-            token = rng.choice(allowed) if allowed else vocabulary.end_id  # an engine ends such a request with an error
+            token = rng.choice(allowed) if allowed else vocabulary.end_id  # an engine fails such a request
             if token == vocabulary.end_id:
                 break
             if not matcher.accept(token):
-                break  # of a grammar without an end, for example; an engine ends such a request with an error
+                break  # e.g. a grammar without an end; an engine fails such a request
             accepted += 1
         matcher.rollback(rng.randrange(accepted + 1))
         matcher.fill(np.zeros(vocabulary.num_words, np.int32))

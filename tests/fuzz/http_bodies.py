@@ -1,4 +1,4 @@
-"""Bodies on all routes of a real server: valid fields with something broken among them.
+"""Bodies on all routes of a real server: valid fields, some of them mutated.
 
 An input is a line "METHOD PATH" (with " -" behind it: without an API key), then the body.
 """
@@ -9,10 +9,10 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 from tests.fuzz.mutate import NASTY, Raw, dumps, mutated_bytes, mutated_text, mutated_value
-from tests.fuzz.server import MODEL, FuzzedServer
+from tests.fuzz.server import MODEL, ServerTarget
 from tests.structured_output.cases import SCHEMAS
 
 USER = {"role": "user", "content": "say ab"}
@@ -28,7 +28,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ],
 ]
-# What the schema alone does not say. Fields without an entry get a value of their type.
+# Useful values by field. Fields without an entry get a value of their schema's type.
 VALUES: dict[str, list[Any]] = {
     "model": [MODEL],
     "prompt": ["ab", ["ab", "true"], [5, 6, 7], [[5, 6], [7]]],
@@ -72,25 +72,24 @@ VALUES: dict[str, list[Any]] = {
 }
 ALWAYS = ("prompt", "messages", "tokens", "request_ids", "max_tokens")
 PATHS = ["/", "/v1", "/v1/", "/v1/models/%00", "/v1/models/../..", "/v1/completions/", "/v1/models/" + "x" * 3000]
-# Names of Python's exceptions, and places in files of ours.
+# Python's exception names and source files.
 INTERNAL = re.compile(
     r"Traceback|\b(Type|Value|Key|Attribute|Index|Runtime|Overflow|Recursion|Assertion)Error\b|\.py\b"
 )
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "QUERY"]
 
 
-class HttpTarget:
+class HttpTarget(ServerTarget):
     name = "http"
 
     def __init__(self) -> None:
-        self.server = FuzzedServer()
+        super().__init__()
         self.schemas: dict[str, dict[str, Any]] = {}
         self.bodies: dict[str, dict[str, Any]] = {}  # fields by path
         self.routes: list[tuple[str, str]] = []
 
-    def __enter__(self) -> Self:
-        self.server.start()
-        document = json.loads(self.server.ask("GET", "/openapi.json")[2])
+    def prepare(self) -> None:
+        document = json.loads(self.server.request("GET", "/openapi.json")[2])
         self.schemas = document["components"]["schemas"]
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
@@ -98,20 +97,9 @@ class HttpTarget:
                 if "requestBody" in operation:
                     schema = self._schema(operation["requestBody"]["content"]["application/json"]["schema"])
                     self.bodies[path] = schema["properties"]
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        try:
-            if exc[0] is None:
-                self.server.ensure()
-                self.server.assert_at_rest()
-                self.server.assert_was_healthy()
-        finally:
-            self.server.stop()
-
-    @property
-    def note(self) -> str:
-        return self.server.note
+    def finish(self) -> None:
+        self.server.ensure()
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         while True:
@@ -148,7 +136,7 @@ class HttpTarget:
         return self.schemas[reference.rpartition("/")[2]] if reference else schema
 
     def _sample(self, rng: random.Random, schema: dict[str, Any]) -> Any:
-        """Some value of a schema's type, nearly always one that it allows."""
+        """A value of a schema's type, usually a valid one."""
         schema = self._schema(schema)
         if "anyOf" in schema:
             return self._sample(rng, rng.choice(schema["anyOf"]))
@@ -178,40 +166,40 @@ class HttpTarget:
         if without_key:
             headers["Authorization"] = ""
         try:
-            status, answered, answer = self.server.ask(method, path, body, headers)
+            status, response_headers, response = self.server.request(method, path, body, headers)
         except TimeoutError:
-            raise AssertionError("no answer in time") from None
+            raise AssertionError("no response in time") from None
         except (OSError, http.client.HTTPException) as error:
             self.server.assert_alive()
-            raise AssertionError(f"no answer: {error!r}") from None
-        if status >= 500 and status != 504 and not (status == 503 and "retry-after" in answered):
-            raise AssertionError(f"{status}: {answer!r}\n{self.server.log()[-1500:]}")
-        assert b"root:x:0" not in answer, "the answer holds a file of the server"
+            raise AssertionError(f"no response: {error!r}") from None
+        if status >= 500 and status != 504 and not (status == 503 and "retry-after" in response_headers):
+            raise AssertionError(f"{status}: {response!r}\n{self.server.log()[-1500:]}")
+        assert b"root:x:0" not in response, "the response contains a file of the server"
         if status >= 400 and method != "HEAD":
-            _assert_error(answer)
-        elif answered.get("content-type", "").startswith("text/event-stream"):
-            _assert_events(answer)
+            _assert_error(response)
+        elif response_headers.get("content-type", "").startswith("text/event-stream"):
+            _assert_events(response)
         if without_key and path not in ("/health", "/ready", "/ping") and method != "OPTIONS":
-            assert status >= 400, f"answered without a key: {status}"
+            assert status >= 400, f"served without a key: {status}"
         if status >= 500:
             self.server.assert_alive()
 
 
-def _assert_error(answer: bytes) -> None:
+def _assert_error(response: bytes) -> None:
     """OpenAI's shape."""
     try:
-        error = json.loads(answer)["error"]
+        error = json.loads(response)["error"]
         assert isinstance(error["message"], str) and isinstance(error["type"], str)
         assert error.keys() == {"message", "type", "param", "code"}
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise AssertionError(f"not an error of OpenAI's shape: {answer[:300]!r}") from None
-    assert len(answer) < 10_000, f"an error of {len(answer)} bytes"
-    assert not INTERNAL.search(error["message"]), f"an error that shows the inside: {error['message']}"
+        raise AssertionError(f"not an error of OpenAI's shape: {response[:300]!r}") from None
+    assert len(response) < 10_000, f"an error of {len(response)} bytes"
+    assert not INTERNAL.search(error["message"]), f"an error that exposes internals: {error['message']}"
 
 
-def _assert_events(answer: bytes) -> None:
-    assert answer.endswith(b"data: [DONE]\n\n"), f"a stream without an end: {answer[-300:]!r}"
-    for event in answer.split(b"\n\n"):
+def _assert_events(response: bytes) -> None:
+    assert response.endswith(b"data: [DONE]\n\n"), f"a stream without an end: {response[-300:]!r}"
+    for event in response.split(b"\n\n"):
         if event.startswith(b'data: {"error"'):
             _assert_error(event.removeprefix(b"data: "))
             assert json.loads(event.removeprefix(b"data: "))["error"]["code"] is not None, event

@@ -225,7 +225,7 @@ def check_attention(rng: random.Random) -> None:
 
     from quire.kernels import native
     from quire.kernels.paged_attention import paged_attention
-    from tests.attention.mixes import FEATURES, paged_batch, scoring_with
+    from tests.attention.mixes import FEATURES, make_features, paged_batch
 
     dtype, head_dim = some_dtype(rng), rng.choice((1, 8, 17, 32, 64, 96, 128, 256))
     kv_heads = rng.choice((1, 1, 2, 3))
@@ -235,9 +235,9 @@ def check_attention(rng: random.Random) -> None:
     window = rng.choice((None, None, 1, 5, 64, 1000))
     batch = paged_batch(rows, rng.choice((1, 4, 16, 31)), heads, kv_heads, head_dim, dtype, window)
     q, cache, numbers, starts, lengths, table = batch
-    scoring = scoring_with(rng.choice(("", *FEATURES)), heads, head_dim**-0.5, window)
-    found = native.attention(q, cache, numbers, starts, lengths, table, scoring)
-    expected = paged_attention(q, cache, numbers, starts, lengths, table, scoring)
+    layer_features = make_features(rng.choice(("", *FEATURES)), heads, head_dim**-0.5, window)
+    found = native.attention(q, cache, numbers, starts, lengths, table, layer_features)
+    expected = paged_attention(q, cache, numbers, starts, lengths, table, layer_features)
     near(found, expected, 1e-3 if dtype is torch.float32 else 8e-2)
 
 

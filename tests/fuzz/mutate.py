@@ -1,4 +1,4 @@
-"""Inputs near to valid ones: values of JSON, texts and bytes, each with a few things changed."""
+"""Mutations of valid inputs: JSON values, text and bytes."""
 
 import json
 import random
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Raw(str):
-    """Written into JSON as it is."""
+    """Written into JSON verbatim."""
 
 
 class Pairs(list[tuple[str, Any]]):
-    """An object, possibly with keys that occur twice."""
+    """An object that may have duplicate keys."""
 
 
 def nested(levels: int, opening: str = "[", closing: str = "]") -> Raw:
@@ -31,7 +31,7 @@ NASTY: tuple[Any, ...] = (
 
 
 def dumps(value: Any) -> str:
-    """JSON, also of what JSON does not allow."""
+    """JSON, including invalid JSON."""
     if isinstance(value, Raw):
         return str(value)
     if isinstance(value, Pairs):
@@ -44,7 +44,7 @@ def dumps(value: Any) -> str:
 
 
 def mutated_value(rng: random.Random, value: Any, words: Sequence[Any] = NASTY) -> Any:
-    """A copy with one place changed: replaced, left out, doubled, repeated, or wrapped."""
+    """A copy with one mutation: replaced, removed, duplicated, repeated, or wrapped."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         items = dict(value)
         key = rng.choice(list(items))
@@ -85,7 +85,7 @@ def mutated_value(rng: random.Random, value: Any, words: Sequence[Any] = NASTY) 
 
 
 def mutated_text(rng: random.Random, text: str, words: Sequence[str]) -> str:
-    """A few spans cut, doubled, exchanged, or replaced by one of the words."""
+    """A few spans removed, repeated, moved, or replaced by one of the words."""
     for _ in range(rng.choice([1, 1, 2, 4])):
         begin, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         end = min(end, begin + rng.choice([1, 4, 20, 200]))
@@ -105,7 +105,7 @@ def mutated_text(rng: random.Random, text: str, words: Sequence[str]) -> str:
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes changed, cut or repeated."""
+    """A few bytes changed, removed or repeated."""
     for _ in range(rng.choice([1, 1, 3])):
         at = rng.randrange(len(data) + 1)
         length = rng.choice([1, 2, 8, 64])

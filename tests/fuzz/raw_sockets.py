@@ -1,4 +1,4 @@
-"""Bytes that are hardly HTTP on a real server's socket.
+"""Malformed HTTP on a real server's socket.
 
 An input is a word for how it is sent, a newline, and the bytes: "whole", "slow" (a few bytes at a time), "drop" (the
 client resets the connection) or "hold" (the client sends no more and waits for the server to close).
@@ -9,10 +9,9 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from typing import Self
 
 from tests.fuzz.mutate import mutated_bytes
-from tests.fuzz.server import ANSWER_SECONDS, KEY, MODEL, FuzzedServer
+from tests.fuzz.server import KEY, MODEL, RESPONSE_SECONDS, ServerTarget
 
 HOST = b"Host: 127.0.0.1\r\n"
 AUTH = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
@@ -64,40 +63,30 @@ SEEDS = [
 ]
 WAYS = ["whole", "whole", "whole", "drop", "slow", "hold"]
 SLOW_PIECES = 20
-# Beyond the limits that the server was started with; a busy machine needs some room.
+# Above the server's timeouts, with a margin for a busy machine.
 CLOSE_SECONDS = 15.0
 
 
-class SocketTarget:
+class SocketTarget(ServerTarget):
     name = "socket"
 
     def __init__(self) -> None:
-        self.server = FuzzedServer()
+        super().__init__()
         self.descriptors = 0
         self.held: list[tuple[socket.socket, bytes, float]] = []
 
-    def __enter__(self) -> Self:
-        self.server.start()
-        self._ordinary_request()
+    def prepare(self) -> None:
+        self._valid_request()
         self.descriptors = self.server.descriptors()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        try:
-            if exc[0] is None:
-                self._let_go(all=True)
-                self._ordinary_request()
-                self._assert_descriptors()
-                self.server.assert_at_rest()
-                self.server.assert_was_healthy()
-        finally:
-            for sock, *_ in self.held:
-                sock.close()
-            self.server.stop()
+    def finish(self) -> None:
+        self._close_held(all=True)
+        self._valid_request()
+        self._assert_descriptors()
 
-    @property
-    def note(self) -> str:
-        return self.server.note
+    def release(self) -> None:
+        for sock, *_ in self.held:
+            sock.close()
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         while True:
@@ -110,9 +99,9 @@ class SocketTarget:
 
     def check(self, data: bytes) -> None:
         self.server.ensure()
-        self._let_go()
+        self._close_held()
         way, _, payload = data.partition(b"\n")
-        sock = socket.create_connection(("127.0.0.1", self.server.port), ANSWER_SECONDS)
+        sock = socket.create_connection(("127.0.0.1", self.server.port), RESPONSE_SECONDS)
         try:
             self._send(sock, way, payload)
             if way == b"hold":
@@ -123,7 +112,7 @@ class SocketTarget:
                 sock.shutdown(socket.SHUT_WR)
                 _read_all(sock)
         except TimeoutError:
-            raise AssertionError(f"the connection is neither answered nor closed after {ANSWER_SECONDS:g} s") from None
+            raise AssertionError(f"neither a response nor a close within {RESPONSE_SECONDS:g} s") from None
         except OSError:
             pass  # the server has closed it
         finally:
@@ -139,10 +128,10 @@ class SocketTarget:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for begin in range(0, len(payload), step):
             sock.sendall(payload[begin : begin + step])
-            time.sleep(0.002)  # to be slow is what this client is for
+            time.sleep(0.002)  # deliberately slow
 
-    def _let_go(self, all: bool = False) -> None:
-        """The server must have closed what has been held for long enough."""
+    def _close_held(self, all: bool = False) -> None:
+        """Check that the server has closed connections held for CLOSE_SECONDS."""
         waiting, self.held = self.held, []
         for sock, data, since in waiting:
             left = since + CLOSE_SECONDS - time.monotonic()
@@ -153,27 +142,27 @@ class SocketTarget:
             try:
                 _read_all(sock)
             except TimeoutError:
-                error = AssertionError(f"a connection on which nothing happens is open after {CLOSE_SECONDS:g} s")
-                error.data = data  # type: ignore[attr-defined]  # an earlier input than the one that is checked
+                error = AssertionError(f"an idle connection is still open after {CLOSE_SECONDS:g} s")
+                error.data = data  # type: ignore[attr-defined]  # an earlier input than the current one
                 raise error from None
             except OSError:
                 pass
             finally:
                 sock.close()
 
-    def _ordinary_request(self) -> None:
-        status, _, answer = self.server.ask("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
-        assert status == 200 and MODEL in answer.decode(), answer
+    def _valid_request(self) -> None:
+        status, _, response = self.server.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
+        assert status == 200 and MODEL in response.decode(), response
 
     def _assert_descriptors(self) -> None:
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + RESPONSE_SECONDS
         while (now := self.server.descriptors()) > self.descriptors + 4:
             assert time.monotonic() < deadline, f"{self.descriptors} descriptors became {now}"
             time.sleep(0.05)
 
 
 def _read_all(sock: socket.socket) -> None:
-    deadline = time.monotonic() + (sock.gettimeout() or ANSWER_SECONDS)
+    deadline = time.monotonic() + (sock.gettimeout() or RESPONSE_SECONDS)
     while sock.recv(1 << 16):
         if time.monotonic() > deadline:
             raise TimeoutError

@@ -1,4 +1,4 @@
-"""`quire serve` on a tiny random model, for targets that attack it."""
+"""`quire serve` on a tiny random model, and the base of the targets that attack it."""
 
 import contextlib
 import dataclasses
@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 from quire.bench.internal.soak.command import leftovers
 from quire.config.fields import flag
@@ -21,25 +22,25 @@ from tests.structured_output.model import save_model
 KEY = "fuzz-key"
 MODEL = "tiny"
 START_SECONDS = 120.0
-ANSWER_SECONDS = 10.0
+RESPONSE_SECONDS = 10.0
 HEALTH_SECONDS = 1.0  # at the 99th percentile
-REST_SECONDS = 10.0
+IDLE_SECONDS = 10.0
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# Short limits, so that what waits for one is not waited for long.
+# Short timeouts, so that cases that run into one are quick.
 LIMITS = {"timeout_keep_alive": 1, "timeout_request_headers": 2, "timeout_request_body": 2, "request_timeout": 8}
 
 
 class FuzzedServer:
-    """A server process that is started again when it has died, and a thread that watches its health."""
+    """A server process, restarted after a crash, and a thread that polls its health."""
 
     def __init__(self, *flags: str) -> None:
         self.flags = flags
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
-        self.health: list[float] = []  # seconds of each answer
+        self.health: list[float] = []  # seconds of each response
         self._folder = tempfile.TemporaryDirectory(prefix="quire-fuzz-")
         self._log = Path(self._folder.name) / "log"
         self._done = threading.Event()
@@ -89,36 +90,36 @@ class FuzzedServer:
     def log(self) -> str:
         return self._log.read_text("utf-8", "replace")
 
-    def ask(
+    def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers with lower-case names, and body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=RESPONSE_SECONDS)
         try:
             connection.request(method, path, body, {"Authorization": f"Bearer {KEY}"} | (headers or {}))
-            answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
         finally:
             connection.close()
 
     def assert_alive(self) -> None:
         assert self.process is not None
-        # A server whose engine has died needs a moment to end.
-        status, _, body = self.ask("GET", "/health")
+        # A server whose engine has died needs a moment to exit.
+        status, _, body = self.request("GET", "/health")
         code = self.process.poll()
         assert code is None and status == 200, f"the server is gone: {code} {status} {body!r}:\n{self.log()[-2000:]}"
 
     def state(self) -> dict[str, dict[str, int]]:
-        status, _, body = self.ask("GET", "/server_info")
+        status, _, body = self.request("GET", "/server_info")
         assert status == 200, body
         state: dict[str, dict[str, int]] = json.loads(body)["state"]
         return state
 
-    def assert_at_rest(self) -> None:
-        """No request is left behind, and no traceback without the request that caused it."""
-        deadline = time.monotonic() + REST_SECONDS
+    def assert_idle(self) -> None:
+        """No request is left, and every logged traceback names its request."""
+        deadline = time.monotonic() + IDLE_SECONDS
         while held := leftovers(self.state()):
-            assert time.monotonic() < deadline, f"the server is not at rest: {held}"
+            assert time.monotonic() < deadline, f"the server is not idle: {held}"
             time.sleep(0.05)
         lines = self.log().splitlines()
         for i, line in enumerate(lines):
@@ -129,7 +130,7 @@ class FuzzedServer:
     def assert_was_healthy(self) -> None:
         if len(self.health) >= 100:
             assert self.percentile(0.99) <= HEALTH_SECONDS, f"/health took {self.percentile(0.99):.2f} s at p99"
-        assert max(self.health, default=0.0) < ANSWER_SECONDS, "/health did not answer"
+        assert max(self.health, default=0.0) < RESPONSE_SECONDS, "/health did not respond"
 
     def percentile(self, part: float) -> float:
         ordered = sorted(self.health) or [0.0]
@@ -147,9 +148,44 @@ class FuzzedServer:
         while not self._done.wait(0.05):
             began = time.monotonic()
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.ask("GET", "/health")[0] == 200:
+                if self.request("GET", "/health")[0] == 200:
                     self.health.append(time.monotonic() - began)
                     continue
             process = self.process
-            if process is not None and process.poll() is None and time.monotonic() - began >= ANSWER_SECONDS:
-                self.health.append(ANSWER_SECONDS)
+            if process is not None and process.poll() is None and time.monotonic() - began >= RESPONSE_SECONDS:
+                self.health.append(RESPONSE_SECONDS)
+
+
+class ServerTarget:
+    """Base of the targets that send their inputs to a server."""
+
+    def __init__(self) -> None:
+        self.server = FuzzedServer()
+
+    def __enter__(self) -> Self:
+        self.server.start()
+        self.prepare()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if exc[0] is None:
+                self.finish()
+                self.server.assert_idle()
+                self.server.assert_was_healthy()
+        finally:
+            self.release()
+            self.server.stop()
+
+    @property
+    def note(self) -> str:
+        return self.server.note
+
+    def prepare(self) -> None:
+        """Called once the server is ready."""
+
+    def finish(self) -> None:
+        """Called after the last input, before the final checks."""
+
+    def release(self) -> None:
+        """Called before the server is stopped, also after a failure."""

@@ -1,4 +1,4 @@
-"""What can be fuzzed: a target makes inputs and says which of them break it."""
+"""Fuzz targets: each generates inputs and checks them."""
 
 import importlib
 import random
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
-CORPUS = Path(__file__).parent / "corpus"  # inputs that once broke something, in a folder for each target
+CORPUS = Path(__file__).parent / "corpus"  # inputs that once failed, in a folder per target
 
 TARGETS = {
     "http": "tests.fuzz.http_bodies:HttpTarget",
@@ -22,7 +22,7 @@ TARGETS = {
 
 
 class Target(Protocol):
-    """Entered once for many inputs. Leaving it may raise, too: for what all inputs together have left behind."""
+    """Entered once for many inputs. Exiting may raise too, for leaks caused by all inputs together."""
 
     name: str
 
@@ -40,7 +40,7 @@ class Target(Protocol):
 
 
 def load_target(name: str) -> Target:
-    """ImportError or AttributeError if its module or class is not there."""
+    """Raises ImportError or AttributeError if its module or class does not exist."""
     module, _, cls = TARGETS[name].partition(":")
     target: Target = getattr(importlib.import_module(module), cls)()
     return target

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
-from tests.fuzz.child import SECRET, Child
+from tests.fuzz.child import SECRET, ChildTarget
 from tests.fuzz.mutate import mutated_text
 
 SECONDS = 10.0  # for two renderings
@@ -95,18 +95,9 @@ def seeds() -> list[str]:
     return texts + ([own] if isinstance(own, str) else [])
 
 
-class TemplateTarget:
+class TemplateTarget(ChildTarget):
     name = "template"
-
-    def __init__(self) -> None:
-        self.child = Child("tests.fuzz.templates:render", seconds=SECONDS, megabytes=MEGABYTES)
-
-    def __enter__(self) -> Self:
-        self.child.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.child.stop()
+    function, seconds, megabytes = "tests.fuzz.templates:render", SECONDS, MEGABYTES
 
     def cases(self, rng: random.Random) -> Iterator[bytes]:
         templates = seeds()
@@ -116,21 +107,18 @@ class TemplateTarget:
                 text = rng.choice(SNIPPETS) + rng.choice([*SNIPPETS, ""])
             yield mutated_text(rng, text, SNIPPETS).encode("utf-8", "replace")
 
-    def check(self, data: bytes) -> None:
-        self.child.check(data)
-
 
 def render(data: bytes) -> str:
-    """In the child. Text or a ValueError is what may come of it."""
+    """Runs in the child. Must return text or raise a ValueError."""
     from quire.tokenizer.chat_template import render_chat
 
     template = data.decode("utf-8", "replace")
-    for going_on in (False, True):
-        options: Any = {"add_generation_prompt": not going_on, "continue_final_message": going_on}
+    for continues in (False, True):
+        options: Any = {"add_generation_prompt": not continues, "continue_final_message": continues}
         try:
             text = render_chat(MESSAGES, template, tools=TOOLS, special_tokens={"bos_token": "<s>"}, **options)
         except ValueError as error:
             text = str(error)
         if SECRET in text or "root:x:0" in text:
-            return "the template reads what it must not"
+            return "the template read a secret"
     return ""

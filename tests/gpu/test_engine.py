@@ -1,4 +1,4 @@
-"""The engine on a GPU: equal to the CPU's in float32 whatever the schedule, close in bf16, the same twice."""
+"""The engine on a GPU: equal to the CPU's in float32 for any schedule, close in bf16, reproducible."""
 
 import random
 
@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHARED = 640  # tokens of a prefix that is worth attending to for all rows at once
+SHARED = 640  # tokens of a prefix long enough to be attended to once for all rows
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_ten_thousand_steps_allocate_nothing_more(model):
 
 
 def test_memory_stays_within_its_share(tmp_path):
-    """With long rows, a vocabulary, penalties and logprobs: whatever comes on top of weights and cache."""
+    """With long rows, a vocabulary, penalties and logprobs: everything beside weights and cache."""
     from quire import LLM
 
     save_tiny(
@@ -159,7 +159,7 @@ def test_block_copies_do_not_wait_for_the_device(model):
         for tensor in runner.kv_tensors:
             tensor[3].fill_(7)
         plan = SimpleNamespace(finished_rows=[], new_rows=[], appended=BlockAppends(), block_copies=[(3, 5), (3, 6)])
-        runner._apply_changes(plan)  # whatever is set up at first is there now
+        runner._apply_changes(plan)  # one-time allocations are done now
         torch.cuda.set_sync_debug_mode("error")
         try:
             runner._apply_changes(plan)

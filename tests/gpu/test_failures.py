@@ -1,4 +1,4 @@
-"""What fails on a GPU: one step, a capture, or the device itself."""
+"""Failures on a GPU: of one step, of a capture, or of the device itself."""
 
 import itertools
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHARED = 640  # tokens of a prefix that is worth attending to for all rows at once
+SHARED = 640  # tokens of a prefix long enough to be attended to once for all rows
 
 LOSE_DEVICE = """
 import sys, torch
@@ -43,7 +43,7 @@ def model(tmp_path_factory):
 
 def test_a_lost_device_ends_the_engine(model):
     done = subprocess.run([sys.executable, "-c", LOSE_DEVICE, model], capture_output=True, text=True, timeout=300)
-    assert "lost: the device computes no more" in done.stdout, done.stderr[-3000:]
+    assert "lost: the device no longer computes" in done.stdout, done.stderr[-3000:]
 
 
 def test_a_failed_capture_leaves_its_steps_eager_and_right(model, monkeypatch, caplog):
@@ -68,17 +68,17 @@ def test_a_failed_capture_leaves_its_steps_eager_and_right(model, monkeypatch, c
 
 
 def test_a_step_that_fails_between_experts_kernels_leaves_no_counts():
-    from quire.kernels.counters import reset_counters
     from quire.kernels.moe import ExpertWeights, moe_triton
     from quire.kernels.triton.moe_route import route
+    from quire.kernels.workspace import reset_shared_workspaces
 
     device = torch.device("cuda", 0)
     x, logits = torch.randn(200, 64, device=device).bfloat16(), torch.randn(200, 8, device=device)
     gate_up, down = (torch.randn(8, *shape, device=device).bfloat16() * 0.1 for shape in ((64, 64), (64, 32)))
     w, kind = ExpertWeights(gate_up, down), {"renormalize": True, "scoring": "softmax"}
     wanted = moe_triton(x, logits, w, 2, **kind)
-    route(logits, 2, True, count=True)  # and nothing that takes the counts back
-    reset_counters()
+    route(logits, 2, True, count=True)  # and no kernel that resets the counts
+    reset_shared_workspaces()
     assert torch.equal(moe_triton(x, logits, w, 2, **kind), wanted)
 
 

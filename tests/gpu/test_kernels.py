@@ -94,6 +94,6 @@ def test_elementwise(dtype):
         cases.check_rope_and_write("cuda", dtype, 37, 71, 1, 64, 64, normed)
 
 
-@pytest.mark.parametrize("one_each", [True, False])
-def test_prepare_inputs(one_each):
-    cases.check_prepare_inputs("cuda", one_each)
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_prepare_inputs(decode_only):
+    cases.check_prepare_inputs("cuda", decode_only)

@@ -109,7 +109,7 @@ def test_quantize(width):
         assert torch.equal(got[1], wanted[1]) and torch.equal(got[0].float(), wanted[0].float())
 
 
-def test_quantizing_behind_another_operation_changes_nothing():
+def test_fused_quantization_equals_separate_kernels():
     x, gain = tensor(9, 4096), tensor(4096)
     for got, wanted in (
         (rms_norm_quant(x, None, gain, 1e-6)[:2], quantize_fp8(rms_norm(x, gain, 1e-6))),

@@ -114,7 +114,7 @@ def test_many_rows(block_m, rows, bias):
     for config in grouped(block_m):
         got = moe_triton(x, logits, w, TOP_K, config=config, **KIND)
         assert off(got, wanted) < 7e-3, config
-        # Rows of an expert lie in another order each time, but that must not show.
+        # The order of an expert's rows differs each time, but the result must not.
         for _ in range(3):
             assert torch.equal(got, moe_triton(x, logits, w, TOP_K, config=config, **KIND)), config
 
@@ -135,8 +135,8 @@ def test_distributions(block_m):
         assert off(moe_triton(x, logits, w, TOP_K, config=grouped(block_m)[0], **KIND), wanted) < 7e-3
 
 
-def test_garbage_harms_nobody():
-    """Padding rows may hold anything; the others' results are as without them."""
+def test_padding_rows_change_no_other_row():
+    """Padding rows may hold anything; the others' results do not depend on them."""
     w = expert_weights()
     for rows in (4, 300):
         x, logits = tensor(rows, H), tensor(rows, E)

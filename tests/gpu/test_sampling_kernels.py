@@ -55,7 +55,7 @@ def test_thresholds(cases, dtype, spread):
 
 
 @pytest.mark.parametrize("draw", Draw)
-def test_tokens_equal_the_twins_nearly_always(cases, draw):
+def test_tokens_equal_the_reference_nearly_always(cases, draw):
     """A number close to a boundary may fall on its other side."""
     n = 256
     logits = cases.random_logits(n, VOCAB, "cuda", torch.bfloat16, spread=4.0)
@@ -116,11 +116,11 @@ def test_replayed_in_a_graph_with_other_rows(cases, draw):
     rows = torch.full((bucket,), -1, dtype=torch.int32, device="cuda")
     out = torch.full((bucket,), -7, dtype=torch.int32, device="cuda")
     state = cases.some_rows([5] * num_rows, [5] * num_rows, max_len, "cuda")
-    sampler.sample_in_graph(logits, rows, state, draw, out)  # compiles; padding alone changes nothing
+    sampler.sample_fused(logits, rows, state, draw, out)  # compiles; padding alone changes nothing
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sampler.sample_in_graph(logits, rows, state, draw, out)
+        sampler.sample_fused(logits, rows, state, draw, out)
     assert state.num_tokens.tolist() == [5] * num_rows and out.tolist() == [-7] * bucket
 
     for replay in range(6):
@@ -131,7 +131,7 @@ def test_replayed_in_a_graph_with_other_rows(cases, draw):
             new = new_row(row, params)
             new.seed = 100 * replay + row
             sampler.add_row(new)
-        features = sampler.graph_features(used)
+        features = sampler.choose_draw(used)
         assert features is not None and features <= draw
         logits.copy_(cases.random_logits(bucket, VOCAB, "cuda", torch.bfloat16, seed=replay))
         logits[1, 77] = float("nan")

@@ -21,7 +21,7 @@ from tests.kernels.kernel_cases import (
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """A GPU's hundreds, of which most find nothing to do, take the interpreter ten seconds."""
+    """Hundreds of programs, as on a GPU, most without work, would take the interpreter ten seconds."""
     monkeypatch.setattr(paged_decode, "FLOAT32", Tuning(tile=32, stages=2, programs=64))
     monkeypatch.setattr(Tuning, "programs", 64)
 
@@ -111,6 +111,6 @@ def test_rope_and_write(normed, head_dim, rotary):
     check_rope_and_write("cpu", torch.float32, 7, 6, 2, head_dim, rotary, normed)
 
 
-@pytest.mark.parametrize("one_each", [True, False])
-def test_prepare_inputs(one_each):
-    check_prepare_inputs("cpu", one_each)
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_prepare_inputs(decode_only):
+    check_prepare_inputs("cpu", decode_only)

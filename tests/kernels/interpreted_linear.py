@@ -1,4 +1,4 @@
-"""Triton kernels of the linears against their twins, in Triton's interpreter: run by test_interpreter.py."""
+"""Triton kernels of the linears against their torch references, in Triton's interpreter: run by test_interpreter.py."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from quire.kernels.quantize_fp8 import (
 )
 from quire.kernels.skinny_linear import skinny_linear, skinny_linear_torch
 from quire.kernels.skinny_table import SkinnyConfig
-from quire.kernels.triton.skinny_linear import SplitSums
+from quire.kernels.triton.skinny_linear import SplitWorkspace
 
 K = 192  # no multiple of every block
 CONFIGS = {
@@ -57,7 +57,7 @@ def test_skinny_linear(rows, name, fused):
     wanted = skinny_linear_torch(x, weight, **arguments)
     got = skinny_linear(x, weight, config=config, **arguments)
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
-    assert not SplitSums.of(x.device).arrived.any()
+    assert not SplitWorkspace.of(x.device).arrived.any()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,4 +1,4 @@
-"""Triton kernels of a mixture of experts against their twins, in Triton's interpreter: run by test_interpreter.py."""
+"""Triton MoE kernels against their torch references, in Triton's interpreter: run by test_interpreter.py."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from quire.kernels.moe import (
 )
 from quire.kernels.moe_table import FLOAT32, FewConfig, GroupedConfig, MoeConfig, SlabConfig, TileConfig
 from quire.kernels.triton.moe_grouped import max_tiles
-from quire.kernels.triton.moe_route import Counters
+from quire.kernels.triton.moe_route import RouteWorkspace
 
 torch.set_num_threads(1)  # tensors are tiny
 E, TOP_K, H, WIDTH = 6, 3, 80, 40  # no multiples of any tile
@@ -44,7 +44,7 @@ def check(x, logits, w, config, **kind):
     routes = route_torch(logits, TOP_K, **kind)
     got = moe_triton(x, logits, w, TOP_K, residual=residual, config=config, **kind)
     torch.testing.assert_close(got, experts_torch(x, *routes, w, residual), atol=2e-2, rtol=2e-2)
-    assert not Counters.of(x.device).counts.any()
+    assert not RouteWorkspace.of(x.device).counts.any()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_route(num_experts, top_k, renormalize, scoring):
     torch.testing.assert_close(got[0], wanted[0])
 
 
-def test_rows_of_garbage_get_experts_that_exist():
+def test_rows_of_nan_or_inf_get_valid_experts():
     logits = torch.full((3, E), float("nan"))
     logits[1, 2], logits[2] = float("inf"), float("-inf")
     _, experts = route(logits, TOP_K, **ONE_KIND)
@@ -123,7 +123,7 @@ def test_a_whole_layer(name, bias):
     wanted = fused_layer_torch(x, *layer, residual=x, **ONE_KIND)
     got = fused_layer(x, *layer, residual=x, config=CONFIGS[name], **ONE_KIND)
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
-    assert not Counters.of(x.device).arrived.any()
+    assert not RouteWorkspace.of(x.device).arrived.any()
 
 
 def test_there_are_tiles_for_every_distribution():

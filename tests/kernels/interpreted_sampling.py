@@ -87,20 +87,20 @@ def test_draws_follow_the_distribution():
     assert ((seen - draws * shares) ** 2 / (draws * shares).clamp(min=1e-9)).sum() < 28
 
 
-def test_the_sampler_draws_alike_with_and_without_a_graph():
-    """And rows beside one that needs the host's help draw as they do alone."""
+def test_fused_and_eager_sampling_agree():
+    """Rows beside one that cannot be fused sample what they sample alone."""
     wants = [SamplingParams(temperature=0.7, seed=3), SamplingParams(temperature=0), SamplingParams(top_p=0.8, seed=4)]
     sampler = Sampler(8, 600, torch.device("cpu"))
     for row, params in enumerate(wants):
         sampler.add_row(new_row(row, params))
     sampler.add_row(new_row(3, SamplingParams(logit_bias={5: 60.0}, seed=2)))
-    assert sampler.graph_features([1]) == Draw.GREEDY and sampler.graph_features([1, 0]) == Draw.RANDOM
-    assert sampler.graph_features([2, 1]) == Draw.WARPED and sampler.graph_features([1, 3]) is None
+    assert sampler.choose_draw([1]) == Draw.GREEDY and sampler.choose_draw([1, 0]) == Draw.RANDOM
+    assert sampler.choose_draw([2, 1]) == Draw.WARPED and sampler.choose_draw([1, 3]) is None
     for position in range(3):
         logits = cases.random_logits(4, 600, "cpu", seed=position)
         state = cases.some_rows([position] * 8, [position] * 8, 16, "cpu")
         out = torch.empty(3, dtype=torch.int32)
-        sampler.sample_in_graph(logits[:3], torch.arange(3), state, Draw.WARPED, out)
+        sampler.sample_fused(logits[:3], torch.arange(3), state, Draw.WARPED, out)
         eager = sampler.sample(logits, batch([0, 1, 2, 3], position)).token_ids
         assert eager.tolist() == [*out.tolist(), 5]
         assert state.token_ids[:3, position].tolist() == out.tolist()
@@ -125,9 +125,9 @@ def test_logprobs(vocab, dtype):
 
 @pytest.mark.parametrize("as_logits", [False, True])
 def test_token_logprobs(as_logits):
-    scores, chosen = cases.random_logits(4, 300, "cpu"), torch.tensor([0, 5, 299, 17])
-    got = token_logprobs(scores, chosen, 6, as_logits)
-    values = scores if as_logits else scores.log_softmax(1)
+    logits, chosen = cases.random_logits(4, 300, "cpu"), torch.tensor([0, 5, 299, 17])
+    got = token_logprobs(logits, chosen, 6, as_logits)
+    values = logits if as_logits else logits.log_softmax(1)
     assert torch.equal(got.token_ids, torch.cat([chosen[:, None], values.topk(6).indices], 1))
     torch.testing.assert_close(got.logprobs, values.gather(1, got.token_ids))
     assert got.ranks.tolist() == ((values > values.gather(1, chosen[:, None])).sum(1) + 1).tolist()

@@ -1,4 +1,4 @@
-"""Kernels against their twins, on whichever device: in Triton's interpreter here, on a GPU in tests/gpu."""
+"""Kernels against their torch references, on whichever device: in Triton's interpreter here, on a GPU in tests/gpu."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from quire.kernels.triton import rms_norm as norm_kernel
 from quire.kernels.triton import rope_and_write as rope_kernel
 from quire.kernels.triton import silu_mul as silu_kernel
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
-from tests.attention.mixes import scoring_with
+from tests.attention.mixes import make_features
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -90,11 +90,11 @@ def check_attention(
     starts, table = starts.to(device), table.to(device)
     length = torch.tensor([prefix], dtype=torch.int32, device=device) if prefix else None
     step = StepInputs(in_step, len(q), starts, seq_lens, bool((counts == 1).all()), blocks, length)
-    scoring = scoring_with(features, heads, head_size**-0.5, window, device)
-    wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, scoring)
+    layer_features = make_features(features, heads, head_size**-0.5, window, device)
+    wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, layer_features)
     real = len(q) - padding
     for _ in range(2):  # the second time finds the counters that the first left
-        ours = backend.attend(q, cache, backend.build(step, table, block_size), scoring)
+        ours = backend.attend(q, cache, backend.build(step, table, block_size), layer_features)
         check_close(ours[:real], wanted[:real], dtype)
         assert ours.isfinite().all()
 
@@ -148,7 +148,7 @@ def check_rope_and_write(
     norms = (weights[0], weights[1], 1e-6) if normed else None
     shape = (blocks, 2, kv_heads, block_size, head_dim)
     caches = [torch.zeros(shape, dtype=t, device=device) for t in (torch.float32, dtype)]
-    # The kernel rounds once, at the end; so the twin must not round between norm and rotation.
+    # The kernel rounds once, at the end; so the torch reference must not round between norm and rotation.
     exact = (weights[0].float(), weights[1].float(), 1e-6) if normed else None
     full = table.float() if table is not None else None
     wanted = rope_and_write_torch(qkv.float(), heads, exact, full, positions, caches[0], slots)
@@ -157,11 +157,11 @@ def check_rope_and_write(
     check_close(caches[1], caches[0], dtype)
 
 
-def check_prepare_inputs(device: str, one_each: bool) -> None:
+def check_prepare_inputs(device: str, decode_only: bool) -> None:
     rng = np.random.default_rng(0)
-    counts = np.ones(5, np.int32) if one_each else np.array([3, 1, 40, 1, 7], np.int32)
+    counts = np.ones(5, np.int32) if decode_only else np.array([3, 1, 40, 1, 7], np.int32)
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
-    token_rows = None if one_each else torch.from_numpy(np.repeat(np.arange(5, dtype=np.int32), counts)).to(device)
+    token_rows = None if decode_only else torch.from_numpy(np.repeat(np.arange(5, dtype=np.int32), counts)).to(device)
     rows = torch.tensor([4, 0, 7, 2, 5], dtype=torch.int32, device=device)
     token_ids = torch.from_numpy(rng.integers(0, 1000, (9, 96), dtype=np.int32)).to(device)
     tables = [torch.from_numpy(rng.integers(1, 99, (9, 96 // size), dtype=np.int32)).to(device) for size in (16, 32)]
@@ -174,7 +174,7 @@ def check_prepare_inputs(device: str, one_each: bool) -> None:
     assert torch.equal(ids.long(), wanted.input_ids) and torch.equal(positions.long(), wanted.positions)
     assert torch.equal(seq_lens, wanted.seq_lens) and torch.equal(states[0], states[1])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(slots, wanted.slot_mapping, strict=True))
-    if one_each:
+    if decode_only:
         padded = torch.cat([rows, torch.full((3,), -1, dtype=torch.int32, device=device)])
         before = states[1].clone()
         ids, positions, slots, seq_lens = prepare_kernel.prepare_inputs(
@@ -198,7 +198,7 @@ def check_split_decode(device: str, dtype: torch.dtype, tuning: Tuning, features
     q = torch.randn(len(lens), 4, 16).to(device, dtype)
     out, space = torch.empty_like(q), DecodeWorkspace(len(lens), [AttentionShape(4, 2, 16)], torch.device(device))
     rows, starts, lens, table = (x.to(device) for x in (rows, starts, lens, table))
-    scoring = scoring_with(features, 4, 0.25, device=device)
+    layer_features = make_features(features, 4, 0.25, device=device)
     for _ in range(2):
-        paged_decode(q, out, cache, rows, None, lens, table, space, scoring, tuning=tuning)
-        check_close(out, paged_attention(q, cache, rows, starts, lens, table, scoring), dtype)
+        paged_decode(q, out, cache, rows, None, lens, table, space, layer_features, tuning=tuning)
+        check_close(out, paged_attention(q, cache, rows, starts, lens, table, layer_features), dtype)

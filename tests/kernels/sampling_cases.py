@@ -1,4 +1,4 @@
-"""Sampling kernels against float64 and against their twins, on any device: in the interpreter and on a GPU."""
+"""Sampling kernels against float64 and their torch references, on any device: in the interpreter and on a GPU."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ WARPS = [
 
 
 def parameters(params: list[SamplingParams], device: str) -> DrawParameters:
-    """Row r asks for params[r] and has the seed 1000 + r."""
+    """Row r has params[r] and the seed 1000 + r."""
     return DrawParameters(
         seeds=torch.arange(1000, 1000 + len(params), device=device),
         temperature=torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device),
@@ -71,7 +71,7 @@ def threshold(x: torch.Tensor, params: SamplingParams, lean: float) -> float:
 
 
 def check_thresholds(logits: torch.Tensor, params: list[SamplingParams]) -> None:
-    """Row i of the logits asks for params[i]."""
+    """Row i of the logits has params[i]."""
     n, vocab = logits.shape
     device = str(logits.device)
     by_row = parameters(params, device)
@@ -135,7 +135,7 @@ def some_rows(num_tokens: list[int], num_computed: list[int], max_len: int, devi
 
 
 def check_appended(device: str, draw: Draw, dtype: torch.dtype, vocab: int) -> None:
-    """A full table, a row in the middle of its prompt, NaN, nothing possible, and padding that touches nothing."""
+    """A full table, a row in the middle of its prompt, NaN, no possible token, and padding that changes nothing."""
     params = [SamplingParams(temperature=0.8, top_p=0.9) if draw >= Draw.WARPED else SamplingParams()] * 6
     if draw == Draw.GREEDY:
         params = [SamplingParams(temperature=0)] * 6
@@ -187,9 +187,9 @@ def check_bitmask(device: str, vocab: int, dtype: torch.dtype) -> None:
 
 
 def check_logprobs(device: str, n: int, vocab: int, dtype: torch.dtype) -> None:
-    scores = random_logits(n, vocab, device, dtype)
-    scores[0, : vocab // 2] = -INF
+    logits = random_logits(n, vocab, device, dtype)
+    logits[0, : vocab // 2] = -INF
     chosen = torch.arange(n, device=device) * (vocab - 1) // max(1, n - 1)
-    got, expected = gather_logprobs(scores, chosen), gather_logprobs_torch(scores, chosen)
+    got, expected = gather_logprobs(logits, chosen), gather_logprobs_torch(logits, chosen)
     assert torch.equal(got.chosen, expected.chosen) and torch.equal(got.ranks, expected.ranks)
     torch.testing.assert_close(got.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6)

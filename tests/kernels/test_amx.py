@@ -14,7 +14,7 @@ from quire.kernels import native
 from quire.kernels.native.build import FOLDER, SECOND_TRY, library
 from quire.kernels.paged_attention import paged_attention
 from quire.platforms.cpu_facts import cpu_flags
-from tests.attention.mixes import MIXES, paged_batch, scoring_with
+from tests.attention.mixes import MIXES, make_features, paged_batch
 from tests.kernels.test_native import check_shared_prefix
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -158,8 +158,8 @@ def use_for_attention(monkeypatch, made):
 
 def check_attention(mix, window, heads, kv_heads, head_size, features=""):
     batch = paged_batch(MIXES[mix], 16, heads, kv_heads, head_size, torch.bfloat16, window)
-    scoring = scoring_with(features, heads, head_size**-0.5, window)
-    ours, wanted = native.attention(*batch, scoring), paged_attention(*batch, scoring)
+    layer_features = make_features(features, heads, head_size**-0.5, window)
+    ours, wanted = native.attention(*batch, layer_features), paged_attention(*batch, layer_features)
     torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 

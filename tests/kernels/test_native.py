@@ -9,17 +9,17 @@ import torch
 from quire.kernels import native
 from quire.kernels.activation import ACTIVATIONS, activate, activate_mul, activate_mul_torch, activate_torch
 from quire.kernels.layer_norm import layer_norm_torch
-from quire.kernels.paged_attention import Scoring, paged_attention
+from quire.kernels.paged_attention import AttentionFeatures, paged_attention
 from quire.kernels.rms_norm import fused_add_rms_norm_torch, rms_norm_torch
 from quire.kernels.rope_and_write import rope_and_write_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.platforms.cpu_facts import cpu_flags
-from tests.attention.mixes import FEATURES, MIXES, paged_batch, scoring_with
+from tests.attention.mixes import FEATURES, MIXES, make_features, paged_batch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
-PLAIN = Scoring(0.125)
+PLAIN = AttentionFeatures(0.125)
 
 # What quire_linear is compiled as, and the flags that make this machine one without more. Those it has less than, it
 # cannot run.
@@ -161,8 +161,8 @@ def test_linear_keeps_what_is_not_a_number(linear_of):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(9, 3, 64), (4, 4, 24), (6, 2, 128), (32, 1, 32)])
 def test_attention(dtype, mix, window, heads, kv_heads, head_size):
     batch = paged_batch(MIXES[mix], 16, heads, kv_heads, head_size, dtype, window)
-    scoring = Scoring(head_size**-0.5, window)
-    check_close(native.attention(*batch, scoring), paged_attention(*batch, scoring), dtype)
+    layer_features = AttentionFeatures(head_size**-0.5, window)
+    check_close(native.attention(*batch, layer_features), paged_attention(*batch, layer_features), dtype)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 32])
@@ -183,8 +183,8 @@ def check_shared_prefix(dtype, rows, shared, features=""):
     q, cache, places, starts, lens, table = paged_batch(lengths, 16, 9, 3, 64, dtype)
     table[:, : shared // 16] = table[places[0], : shared // 16].clone()
     batch = (q, cache, places, starts, lens, table)
-    scoring = scoring_with(features, 9, 0.125)
-    check_close(native.attention(*batch, scoring, shared), paged_attention(*batch, scoring), dtype)
+    layer_features = make_features(features, 9, 0.125)
+    check_close(native.attention(*batch, layer_features, shared=shared), paged_attention(*batch, layer_features), dtype)
 
 
 def test_one_thread_gives_the_same():
@@ -213,5 +213,5 @@ def test_a_query_of_nan_stays_nan_and_alone(heads):
     cache = torch.randn(25, 2, 1, 16, 64).bfloat16()
     rows, starts = torch.arange(3), torch.arange(4).int()
     table = torch.arange(1, 25).view(3, 8).int()
-    out = native.attention(q, cache, rows, starts, torch.full((3,), 100).int(), table, Scoring(0.125))
+    out = native.attention(q, cache, rows, starts, torch.full((3,), 100).int(), table, AttentionFeatures(0.125))
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()

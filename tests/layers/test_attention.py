@@ -3,7 +3,7 @@ from torch import nn
 
 from quire.attention.base import ForwardContext, StepInputs
 from quire.attention.torch import TorchBackend
-from quire.kernels.paged_attention import Scoring, paged_attention
+from quire.kernels.paged_attention import AttentionFeatures, paged_attention
 from quire.layers.attention import Attention
 
 HEADS, KV, D, BLOCK = 4, 2, 8, 4
@@ -21,7 +21,7 @@ def context(attention, tokens):
     at = torch.arange(tokens)
     slots = table[0][at // BLOCK].long() * BLOCK + at % BLOCK
     starts = torch.tensor([0, tokens], dtype=torch.int32)
-    step = StepInputs(torch.tensor([0]), tokens, starts, starts[1:], one_each=False)
+    step = StepInputs(torch.tensor([0]), tokens, starts, starts[1:], decode_only=False)
     return ForwardContext(step, [attention.backend.build(step, table, BLOCK)], [slots])
 
 
@@ -37,7 +37,7 @@ def test_it_sees_sinks_that_are_loaded_later():
         ours = attention.forward_heads(q, k, v, ctx)
         wanted = paged_attention(
             q, attention.kv_cache, ctx.step.rows, ctx.step.query_start, ctx.step.seq_lens, ctx.metadata[0].block_table,
-            Scoring(0.3, None, 2.0, slopes, torch.full((HEADS,), value)),
+            AttentionFeatures(0.3, None, 2.0, slopes, torch.full((HEADS,), value)),
         )  # fmt: skip
         torch.testing.assert_close(ours, wanted.flatten(1))
 

@@ -1,4 +1,4 @@
-"""A layer of experts: against plain sums over them, transformers' own formulas, and itself split among workers."""
+"""The MoE layer: against a float64 reference, transformers' own formulas, and itself split among workers."""
 
 import ctypes
 
@@ -34,7 +34,7 @@ needs_c = pytest.mark.skipif(native.library() is None, reason="needs a C compile
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """So small are these that threads cost more than they gain."""
+    """Tensors are so small that threads cost more than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -92,7 +92,7 @@ def whole(tensors, num_experts):
 @pytest.mark.parametrize("activation", ["silu", "swigluoai"])
 @pytest.mark.parametrize(("checkpoint", "bias"), [("per_expert", False), ("fused", False), ("fused", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_against_plain_sums(dtype, checkpoint, bias, activation):
+def test_equals_the_float64_reference(dtype, checkpoint, bias, activation):
     layer, tensors = make(dtype=dtype, activation=activation, checkpoint=checkpoint, bias=bias)
     x, logits = torch.randn(9, 48).to(dtype), torch.randn(9, 6).to(dtype)
     wanted = brute_force(x, logits, *whole(tensors, 6), 3, activation)
@@ -233,7 +233,7 @@ def test_other_processors(flag, monkeypatch):
 
 
 @needs_c
-def test_weights_are_packed_and_dropped():
+def test_weights_are_packed_and_the_originals_freed():
     layer, _ = make(dtype=torch.bfloat16)
     assert layer.backend.name == "native" and not list(layer.parameters())
 
@@ -285,8 +285,8 @@ def test_random_weights_fill_whole_tensors():
     }
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="takes 5 of 4 experts"):
+def test_invalid_arguments_are_refused():
+    with pytest.raises(ValueError, match="top_k is 5, but there are 4 experts"):
         FusedMoE(4, 5, 8, 6, torch.float32, CPU)
     with pytest.raises(ValueError, match="biases"):
         FusedMoE(4, 2, 8, 6, torch.float32, CPU, bias=True)
@@ -299,7 +299,7 @@ def test_backends():
     assert choose_moe_backend("cuda", torch.float32, 2000).name == "torch"
     slow = choose_moe_backend("cpu", torch.float32, 8)
     assert slow.name == "torch" and "bfloat16, not float32" in slow.why
-    assert choose_moe_backend("cpu", torch.bfloat16, 8, "torch").why == "it was asked for"
+    assert choose_moe_backend("cpu", torch.bfloat16, 8, "torch").why == "it was requested"
     with pytest.raises(ValueError, match="triton cannot be used: Triton needs a GPU"):
         choose_moe_backend("cpu", torch.bfloat16, 8, "triton")
     with pytest.raises(ValueError, match="must be one of auto, triton, native, torch"):

@@ -1,11 +1,11 @@
-"""What is too large is refused by its count, before anything is built of it."""
+"""Oversized values are refused by their count, before anything is copied."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from quire.messages.checks import MAX_PLAIN_VALUES, SHOWN_KEYS, check_plain, outsize, shown
+from quire.messages.checks import MAX_PLAIN_VALUES, SHOWN_KEYS, check_plain, oversize_reason, shown
 from quire.messages.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -18,7 +18,7 @@ from quire.messages.structured import MAX_CHOICES, MAX_TEXT, StructuredOutputsPa
 
 
 class Reading:
-    """Counts what is read of a value, and refuses to give more than `most`."""
+    """Counts the elements read, and fails beyond `most`."""
 
     def __init__(self, size: int, most: int = 0) -> None:
         self.size = size
@@ -98,7 +98,7 @@ def test_a_few_of_many_unknown_keys_are_named() -> None:
         as_structured({"b": 1, "a": 2, "regex": "x"})
 
 
-def test_what_is_large_within_is_not_written_out_to_be_shown() -> None:
+def test_large_values_are_not_printed_in_errors() -> None:
     assert shown([HugeList(10**6)]) == "a list of 1 entries"
     assert shown({"a": {"b": HugeDict(10**6)}}) == "a dict of 1 entries"
     assert shown([[1, 2], {"a": "b"}]) == "[[1, 2], {'a': 'b'}]"
@@ -106,7 +106,7 @@ def test_what_is_large_within_is_not_written_out_to_be_shown() -> None:
 
 def test_no_json_that_fits_is_refused_by_its_count() -> None:
     fits: list[Any] = [[1] * 49, ["ab"] * 19, {"a" * 8: "b" * 80}, [[], [], []]]
-    assert [outsize(value, 100, 2) for value in fits] == [None] * 4
-    assert outsize([1] * 51, 100, 2) == "has at least 102 bytes; at most 100 are allowed"
-    assert outsize({"a" * 101: 1}, 100, 2) == "has at least 103 bytes; at most 100 are allowed"
-    assert outsize([[[[]]]], 100, 2) == "is nested more than 2 levels deep"
+    assert [oversize_reason(value, 100, 2) for value in fits] == [None] * 4
+    assert oversize_reason([1] * 51, 100, 2) == "has at least 102 bytes; at most 100 are allowed"
+    assert oversize_reason({"a" * 101: 1}, 100, 2) == "has at least 103 bytes; at most 100 are allowed"
+    assert oversize_reason([[[[]]]], 100, 2) == "is nested more than 2 levels deep"

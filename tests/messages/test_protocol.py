@@ -47,7 +47,7 @@ def test_a_request_for_many_completions_is_sent_once_and_shared():
     assert others[0].params.allowed_token_ids is first.params.allowed_token_ids
 
 
-def test_who_waits_for_what_cannot_be_read_is_found():
+def test_requests_and_calls_of_an_undecodable_message_are_found():
     message = msgspec.msgpack.decode(Codec(FromEngine).encode(AddRequests([request(3, n=3)]))[0])
     message["requests"][0]["params"]["top_p"] = 2
     frames = [msgspec.msgpack.encode(message)]

@@ -1,4 +1,4 @@
-"""Whatever a user sends is refused with its field's name, or survives the way to the engine."""
+"""Any user input is refused with its field's name, or survives encoding to the engine."""
 
 import contextlib
 import math
@@ -38,7 +38,7 @@ for _ in range(MAX_PLAIN_DEPTH + 1):
         ("logprobs", {"logprobs": HUGE}),
         ("prompt_logprobs", {"prompt_logprobs": HUGE}),
         ("n", {"n": HUGE}),
-        ("n", {"n": 10**5000}),  # more digits than Python writes
+        ("n", {"n": 10**5000}),  # more digits than Python prints
         ("seed", {"seed": HUGE}),
         ("top_k", {"top_k": HUGE}),
         ("temperature", {"temperature": 10**400}),  # no float
@@ -75,7 +75,7 @@ for _ in range(MAX_PLAIN_DEPTH + 1):
 def test_what_cannot_be_sent_is_refused_by_name(field: str, given_as: dict) -> None:
     with pytest.raises(ValueError, match=f"^{field}\\b") as error:
         SamplingParams(**given_as)
-    assert len(str(error.value)) < 1000  # and not all of it is said back
+    assert len(str(error.value)) < 1000  # the message is truncated
 
 
 def test_reasoning_tokens_are_bounded() -> None:
@@ -86,7 +86,7 @@ def test_reasoning_tokens_are_bounded() -> None:
         ReasoningTokens(start=[1], end=[2], open=1)  # type: ignore[arg-type]
 
 
-def test_values_are_shown_shortly() -> None:
+def test_values_in_errors_are_truncated() -> None:
     for value in (HUGE, 10**5000, [10**5000], "x" * 10**6, [1] * 10**6, {"a": {"b": "x" * 10**6}}):
         assert len(shown(value)) < 250
 
@@ -131,7 +131,7 @@ def given_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def as_sent(value: Any) -> Any:
-    """Tuples become lists on the way, and NaN equals itself."""
+    """Tuples become lists when encoded, and NaN equals itself."""
     if isinstance(value, (list, tuple)):
         return [as_sent(one) for one in value]
     if isinstance(value, dict):

@@ -8,7 +8,8 @@ import torch
 from quire.attention.base import ForwardContext, StepInputs
 from quire.attention.torch import TorchBackend
 from quire.models.decoder import DecoderModel
-from quire.models.loading.fill import fill_from
+from quire.models.loading.weight_loader import load_weights
+from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 
 CPU = torch.device("cpu")
@@ -35,8 +36,8 @@ def ours_from(reference: Any, dtype: torch.dtype = torch.float32) -> DecoderMode
     """Our model with the weights of a transformers model."""
     hf = reference.config.to_dict()
     hf["architectures"] = [type(reference).__name__]
-    model = model_class(hf)(hf, dtype, CPU)
-    fill_from(model, tensors_of(reference))
+    model = model_class(hf)(hf, ModelOptions(dtype, CPU))
+    load_weights(model, tensors_of(reference))
     model.process_after_loading()
     return model.eval()
 
@@ -75,7 +76,7 @@ class TinyRunner:
         seq_lens = [self.lens[row] for row in rows]
         query_start = torch.tensor([0, *counts]).cumsum(0).int()
         step = StepInputs(
-            torch.tensor(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), one_each=max(counts) == 1
+            torch.tensor(rows), sum(counts), query_start, torch.tensor(seq_lens).int(), decode_only=max(counts) == 1
         )
         slots, metadata = [], []
         row_of_token = torch.tensor(rows).repeat_interleave(torch.tensor(counts))

@@ -5,7 +5,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.setup import longest_sequence
-from quire.models.loading.fill import fill_from
+from quire.models.loading.weight_loader import load_weights
+from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, ours_from, tensors_of
@@ -19,7 +20,7 @@ def configured(architecture, **keys):
     return model_class(hf).configure(hf)
 
 
-def test_gemma_says_gelu_and_means_tanh():
+def test_gemmas_gelu_is_the_tanh_approximation():
     assert configured("Gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
     assert configured("Gemma").tie_word_embeddings and configured("Gemma").head_dim == 256
 
@@ -42,7 +43,7 @@ def test_gemma3_reads_the_older_rope_keys():
     assert longest_sequence(COMMON | keys | {"model_type": "gemma3_text"}) == 512
 
 
-def test_phi3_windows_that_never_close_are_none():
+def test_phi3_windows_wider_than_the_context_are_none():
     assert set(configured("Phi3", sliding_window=262144).windows) == {None}
     assert set(configured("Phi3", sliding_window=24).windows) == {24}
 
@@ -115,8 +116,8 @@ def test_phi3_in_fp8_has_one_tensor_of_scales_for_several_parts(tmp_path, per_ch
     }
     hf = model.config.to_dict() | {"architectures": ["Phi3ForCausalLM"], "quantization_config": stored}
     quantization = choose_quantization(None, hf, torch.float32, CPU)
-    ours = model_class(hf)(hf, torch.float32, CPU, quantization=quantization)
-    fill_from(ours, tensors, quantization.ignored)
+    ours = model_class(hf)(hf, ModelOptions(torch.float32, CPU, quantization=quantization))
+    load_weights(ours, tensors, quantization.ignored)
     ours.process_after_loading()
     torch.testing.assert_close(TinyRunner(ours.eval(), 1).step([(0, prompt)])[0], wanted, atol=1e-3, rtol=0)
 
@@ -156,8 +157,8 @@ def test_glm_from_a_checkpoint_with_q_k_and_v_in_one_tensor(tmp_path):
         parts = [tensors.pop(name.replace(".q_proj.", f".{x}_proj.")) for x in "qkv"]
         tensors[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
     hf = reference.config.to_dict() | {"architectures": ["GlmForCausalLM"]}
-    fused = model_class(hf)(hf, torch.float32, CPU)
-    fill_from(fused, [MemoryTensor(name, data) for name, data in tensors.items()])
+    fused = model_class(hf)(hf, ModelOptions(torch.float32, CPU))
+    load_weights(fused, [MemoryTensor(name, data) for name, data in tensors.items()])
     fused.process_after_loading()
     (prompt,) = prompts((30,))
     both = [TinyRunner(model, 1).step([(0, prompt)])[0] for model in (fused, ours_from(reference))]
@@ -169,12 +170,17 @@ def test_a_head_that_is_no_copy_of_the_embedding_is_not_dropped(tmp_path):
     tensors = [tensor for tensor in tensors_of(reference) if tensor.name != "lm_head.weight"]
     hf = reference.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     embedding = next(tensor.data for tensor in tensors if "embed_tokens" in tensor.name)
-    fill_from(model_class(hf)(hf, torch.float32, CPU), [*tensors, MemoryTensor("lm_head.weight", embedding)])
+    load_weights(
+        model_class(hf)(hf, ModelOptions(torch.float32, CPU)), [*tensors, MemoryTensor("lm_head.weight", embedding)]
+    )
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding.*tie_word_embeddings"):
-        fill_from(model_class(hf)(hf, torch.float32, CPU), [*tensors, MemoryTensor("lm_head.weight", embedding + 1)])
+        load_weights(
+            model_class(hf)(hf, ModelOptions(torch.float32, CPU)),
+            [*tensors, MemoryTensor("lm_head.weight", embedding + 1)],
+        )
 
 
-def test_positions_that_are_not_there_are_refused(tmp_path):
+def test_positions_beyond_the_embedding_are_refused(tmp_path):
     save_tiny("gpt2", tmp_path)
     with pytest.raises(ValueError, match=r"4096 tokens long, but the model has positions for 512.*--max-model-len 512"):
         LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, hf_overrides={"max_position_embeddings": 4096})
@@ -187,7 +193,7 @@ def test_windows_of_qwen_with_experts():
 
 
 @pytest.mark.parametrize("architecture", ["Mixtral", "Olmoe", "GptOss", "Cohere", "Cohere2", "Qwen3Moe", "GraniteMoe"])
-def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
+def test_config_defaults_equal_those_of_transformers(architecture):
     import transformers
 
     theirs = getattr(transformers, f"{architecture}Config")()
@@ -200,6 +206,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
 def test_a_missing_key_is_named():
     hf = {key: value for key, value in COMMON.items() if key != "num_hidden_layers"}
     with pytest.raises(ValueError, match="the model's config lacks num_hidden_layers"):
-        model_class({"architectures": ["MistralForCausalLM"]})(hf, torch.float32, CPU)
+        model_class({"architectures": ["MistralForCausalLM"]})(hf, ModelOptions(torch.float32, CPU))
     with pytest.raises(ValueError, match="num_hidden_layers is '4'; it must be a whole number"):
-        model_class({"architectures": ["LlamaForCausalLM"]})(COMMON | {"num_hidden_layers": "4"}, torch.float32, CPU)
+        model_class({"architectures": ["LlamaForCausalLM"]})(
+            COMMON | {"num_hidden_layers": "4"}, ModelOptions(torch.float32, CPU)
+        )

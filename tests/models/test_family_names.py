@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quire.models.loading.fill import fill_from
+from quire.models.loading.weight_loader import load_weights
+from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from tests.models.helpers import CPU, MemoryTensor, tensors_of
 from tests.tiny_models import save_tiny
@@ -40,8 +41,8 @@ def test_older_names(family, today, older, tmp_path):
     hf = config_of(reference)
     models = []
     for name in (today, older):
-        model = model_class(hf)(hf, torch.float32, CPU)
-        fill_from(model, [MemoryTensor(t.name.replace(today, name, 1), t.data) for t in tensors_of(reference)])
+        model = model_class(hf)(hf, ModelOptions(torch.float32, CPU))
+        load_weights(model, [MemoryTensor(t.name.replace(today, name, 1), t.data) for t in tensors_of(reference)])
         models.append(model)
     for (key, wanted), (_, found) in zip(*(model.named_parameters() for model in models), strict=True):
         assert torch.equal(wanted, found), key

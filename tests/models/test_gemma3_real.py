@@ -10,7 +10,7 @@ from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.native import quantized
 from quire.models.loading.loader import load_model
-from quire.quantization.packed import packed_weights
+from quire.quantization.block_quantized import block_quantized_weights
 from quire.tokenizer.load import load_tokenizer
 from tests.models.gemma3_weights import gemma3_file
 
@@ -90,7 +90,7 @@ def test_greedy_text_is_that_of_transformers(path, prompts, reference):
 def test_blocks_stay_quantized(path):
     checkpoint = resolve_model(path)
     model = load_model(checkpoint, load_hf_config(checkpoint), torch.bfloat16, "cpu", quantization="gguf")
-    parts = [part for weight in packed_weights(model) for part in weight.parts]
+    parts = [part for weight in block_quantized_weights(model) for part in weight.parts]
     assert all(isinstance(part, quantized.Packed) for part in parts)
     names = {index: name for name, kind in quantized.FORMATS.items() for index in (kind.index,)}
     assert {names[part.format.index] for part in parts} == {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}

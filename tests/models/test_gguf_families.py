@@ -11,7 +11,7 @@ from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.native import quantized
 from quire.models.loading.loader import load_model
-from quire.quantization.packed import packed_weights
+from quire.quantization.block_quantized import block_quantized_weights
 from tests.gguf_models import write_gguf_of
 from tests.models.helpers import CPU, TinyRunner, ours_from
 from tests.tiny_models import LONGROPE, prompts, save_tiny
@@ -121,7 +121,7 @@ def test_moved_and_fused_rows_stay_quantized(family, tmp_path):
     kind = gguf.GGMLQuantizationType.Q8_0
     path = write_gguf_of(reference, tmp_path / "model.gguf", architecture, metadata, change, kind)
     kept, plain = load(path, "gguf"), load(path, "dequantized")
-    for weight in packed_weights(kept):
+    for weight in block_quantized_weights(kept):
         assert all(isinstance(part, quantized.Packed) for part in weight.parts)
     difference = (logits(kept) - logits(plain)).abs().mean()
     assert difference < 0.05 * logits(plain).abs().mean()

@@ -14,7 +14,7 @@ from quire.kernels.native import quantized
 from quire.layers.attention import Attention
 from quire.models.loading.loader import load_model
 from quire.models.registry import model_class
-from quire.models.transformers import class_import
+from quire.models.transformers import library
 from quire.quantization.fp8_config import parse_fp8_config
 from tests.models.references import LLAMA3_ROPE, LONGROPE, SMALL, YARN_ROPE
 
@@ -69,7 +69,7 @@ def test_sizes_are_positive_whole_numbers_within_bounds(key, value):
         ({"vocab_size": 2**24, "hidden_size": 2**21, "head_dim": 8}, "parameters; at most"),
     ],
 )  # fmt: skip
-def test_what_is_derived_from_them_is_checked(changes, message):
+def test_derived_sizes_are_checked(changes, message):
     with pytest.raises(ValueError, match=message):
         read(**changes)
 
@@ -94,7 +94,7 @@ def test_what_is_derived_from_them_is_checked(changes, message):
         ("GlmForCausalLM", {"partial_rotary_factor": 2}, "partial_rotary_factor is 2"),
     ],
 )
-def test_families_check_what_they_have_beyond(architecture, changes, message):
+def test_families_check_their_own_keys(architecture, changes, message):
     with pytest.raises(ValueError, match=message):
         read(architecture, **changes)
 
@@ -158,7 +158,7 @@ def test_kernels_refuse_sizes_that_would_read_or_write_elsewhere():
 
 
 @needs_c
-def test_a_row_that_a_quantized_weight_has_not_is_refused():
+def test_a_row_beyond_a_quantized_weight_is_refused():
     weight = quantized.quantize("Q8_0", torch.randn(40, 32))
     assert quantized.lookup(torch.tensor([0, 39]), weight, torch.float32).shape == (2, 32)
     for wrong in (40, -1, 2**40):
@@ -167,7 +167,7 @@ def test_a_row_that_a_quantized_weight_has_not_is_refused():
 
 
 @needs_c
-def test_blocks_are_packed_only_if_they_hold_what_is_asked_for():
+def test_blocks_are_packed_only_if_their_size_fits():
     blocks = torch.zeros(4, 34, dtype=torch.uint8)
     assert quantized.pack("Q8_0", blocks, 32).outputs == 4
     for inputs, rows, half in ((64, None, 0), (33, None, 0), (0, None, 0), (32, range(2, 6), 0), (32, None, 3)):
@@ -182,7 +182,7 @@ def test_the_bytes_of_a_panel_are_64_bits():
 
 
 @needs_c
-def test_memory_that_is_not_there_is_a_memory_error():
+def test_a_failed_allocation_is_a_memory_error():
     """In a process of its own, whose memory is limited before a product asks for more."""
     code = """
 import resource, torch
@@ -239,6 +239,6 @@ def test_code_of_models_is_not_imported_from_a_folder_that_others_can_write_to(t
         (tmp_path / "modules").mkdir(exist_ok=True)
         (tmp_path / "modules").chmod(mode)
         monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-        class_import._secure_code_cache()
+        library._secure_code_cache()
         assert (str(tmp_path / "modules") == dynamic_module_utils.HF_MODULES_CACHE) == is_safe
-        assert ("cache of models' code is not used" in caplog.text) != is_safe
+        assert ("cache of remote code is not used" in caplog.text) != is_safe

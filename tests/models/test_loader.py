@@ -12,14 +12,15 @@ from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.checkpoint.tensors import open_tensors
 from quire.layers.parallel import TensorParallel
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loading.fill import fill_from, fill_with_random, with_progress
 from quire.models.loading.loader import load_model
+from quire.models.loading.weight_loader import init_dummy_weights, load_weights, with_progress
+from quire.models.options import ModelOptions
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, tensors_of
 from tests.models.references import LONGROPE, SMALL, build_reference
 
 
 def tiny(**differences) -> LlamaForCausalLM:
-    return LlamaForCausalLM(SMALL | differences, torch.float32, CPU)
+    return LlamaForCausalLM(SMALL | differences, ModelOptions(torch.float32, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -30,40 +31,40 @@ def tensors() -> list[MemoryTensor]:
 def test_missing_tensor_is_named(tensors):
     kept = [t for t in tensors if t.name != "model.layers.1.self_attn.k_proj.weight"]
     with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight$"):
-        fill_from(tiny(), kept)
+        load_weights(tiny(), kept)
 
 
 def test_many_missing_tensors_are_counted():
     with pytest.raises(ValueError, match=r"and [0-9]+ more"):
-        fill_from(tiny(), [])
+        load_weights(tiny(), [])
 
 
 def test_unknown_tensor_is_named(tensors):
     bias = MemoryTensor("model.layers.0.self_attn.q_proj.bias", torch.zeros(48))
     with pytest.raises(ValueError, match=r"unknown model\.layers\.0\.self_attn\.q_proj\.bias, vision\.weight"):
-        fill_from(tiny(), [*tensors, bias, MemoryTensor("vision.weight", torch.zeros(1))])
+        load_weights(tiny(), [*tensors, bias, MemoryTensor("vision.weight", torch.zeros(1))])
 
 
 def test_misshapen_tensor_is_named(tensors):
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight has shape \[97, 48\].*\[98, 48\]"):
-        fill_from(tiny(vocab_size=98), tensors)
+        load_weights(tiny(vocab_size=98), tensors)
 
 
 def test_ignored_tensors_may_be_present(tensors):
     model = tiny(tie_word_embeddings=True)
     embedding = next(tensor.data for tensor in tensors if tensor.name == "model.embed_tokens.weight")
     given = [MemoryTensor(t.name, embedding) if t.name == "lm_head.weight" else t for t in tensors]
-    fill_from(model, [*given, MemoryTensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))])
+    load_weights(model, [*given, MemoryTensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))])
     assert model.lm_head.weight is model.embed_tokens.weight
 
 
 def test_workers_hold_slices_of_the_whole(tensors):
     whole = tiny()
-    fill_from(whole, tensors)
+    load_weights(whole, tensors)
     halves = []
     for rank in range(2):
-        half = LlamaForCausalLM(SMALL, torch.float32, CPU, TensorParallel(rank, 2))
-        fill_from(half, tensors)
+        half = LlamaForCausalLM(SMALL, ModelOptions(torch.float32, CPU, TensorParallel(rank, 2)))
+        load_weights(half, tensors)
         halves.append(half.layers[0])
     layer = whole.layers[0]
     down = torch.cat([half.mlp.down_proj.weight for half in halves], dim=1)
@@ -78,7 +79,7 @@ def test_workers_hold_slices_of_the_whole(tensors):
 def test_random_weights_depend_on_the_seed_alone():
     first, second, other = tiny(), tiny(), tiny()
     for model, seed in ((first, 7), (second, 7), (other, 8)):
-        fill_with_random(model, seed)
+        init_dummy_weights(model, seed)
     assert torch.equal(first.embed_tokens.weight, second.embed_tokens.weight)
     assert not torch.equal(first.embed_tokens.weight, other.embed_tokens.weight)
     assert torch.equal(first.norm.weight, torch.ones(48))
@@ -92,7 +93,7 @@ def test_a_failing_read_names_its_tensor(tensors):
     broken = [Broken(tensors[0].name, tensors[0].data), *tensors[1:]]
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight could not be read .*no such page"):
-        fill_from(tiny(), broken)
+        load_weights(tiny(), broken)
     assert torch.get_num_threads() == threads
 
 
@@ -160,6 +161,13 @@ def test_max_model_len_reaches_the_rope(tmp_path):
     assert long.config.ropes[0].scaling.factors == tuple(LONGROPE["long_factor"])
 
 
+def test_engine_options_leave_the_checkpoints_config_alone(tmp_path):
+    hf = SMALL | {"architectures": ["LlamaForCausalLM"]}
+    ckpt = Checkpoint("tiny", "dummy", tmp_path, ())
+    model = load_model(ckpt, dict(hf), torch.float32, "cpu", max_model_len=16, moe_backend="torch")
+    assert model.hf == hf
+
+
 def test_progress_counts_every_tensor(tensors, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -167,7 +175,7 @@ def test_progress_counts_every_tensor(tensors, monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    fill_from(tiny(), with_progress(tensors, len(tensors)))
+    load_weights(tiny(), with_progress(tensors, len(tensors)))
     assert "Loading weights: 100%" in terminal.getvalue() and f"{len(tensors)}/{len(tensors)}" in terminal.getvalue()
 
 

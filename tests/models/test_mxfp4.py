@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: experts in mxfp4."""
+"""gpt-oss as published: experts in mxfp4."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Packed weights kept in a file: the same answers, and never a stale or broken file."""
+"""The packed-weights cache: equal outputs, and never a stale or broken file."""
 
 import errno
 import logging
@@ -77,10 +77,10 @@ def unread(monkeypatch):
     def forbidden(*_):
         raise AssertionError("the checkpoint's tensors were read")
 
-    return lambda: [monkeypatch.setattr(loader, name, forbidden) for name in ("open_tensors", "fill_from")]
+    return lambda: [monkeypatch.setattr(loader, name, forbidden) for name in ("open_tensors", "load_weights")]
 
 
-def answers(model, **options) -> list:
+def outputs(model, **options) -> list:
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=3)
     fixed = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 80, "kv_cache_memory_bytes": 8 << 20}
     with LLM(str(model), **fixed | options) as llm:
@@ -89,12 +89,12 @@ def answers(model, **options) -> list:
     return [output.outputs[0].token_ids, steps]
 
 
-def test_the_same_answers_with_a_miss_a_hit_and_without(tiny, folder, caplog, unread):
-    plain = answers(tiny)
-    assert answers(tiny, packed_weights_cache=str(folder)) == plain
+def test_outputs_are_equal_with_a_miss_a_hit_and_no_cache(tiny, folder, caplog, unread):
+    plain = outputs(tiny)
+    assert outputs(tiny, packed_weights_cache=str(folder)) == plain
     assert len(lines(caplog, f"packed weights written to {folder}")) == 1
     unread()
-    assert answers(tiny, packed_weights_cache=str(folder)) == plain
+    assert outputs(tiny, packed_weights_cache=str(folder)) == plain
     assert len(lines(caplog, "weights mapped from the packed cache")) == 1
     assert len(files(folder)) == 1
 
@@ -145,7 +145,7 @@ def test_only_the_user_may_read_it(tiny, folder):
     assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_decides_about_weights_decides_about_the_file(tiny, tmp_path, folder):
+def test_the_file_name_depends_on_all_that_weights_depend_on(tiny, tmp_path, folder):
     tiny = shutil.copytree(tiny, tmp_path / "model")
     load(tiny, folder)
     load(tiny, folder, max_model_len=20)  # does not
@@ -166,7 +166,7 @@ def test_what_decides_about_weights_decides_about_the_file(tiny, tmp_path, folde
     assert len(files(folder)) == 4
 
 
-def test_our_own_source_decides_about_the_file(tiny, tmp_path, folder, monkeypatch):
+def test_the_file_name_depends_on_our_source(tiny, tmp_path, folder, monkeypatch):
     assert all((packed_cache.PACKAGE / name).is_dir() for name in packed_cache.CODE_FOLDERS)
     package = tmp_path / "package"
     (package / "kernels" / "native").mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_our_own_source_decides_about_the_file(tiny, tmp_path, folder, monkeypat
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "garbage", "lacks", "extra", "shape"])
-def test_a_broken_file_is_made_anew(tiny, folder, caplog, damage):
+def test_a_broken_file_is_packed_again(tiny, folder, caplog, damage):
     plain = logits(load(tiny, folder))
     (file,) = files(folder)
     whole = file.read_bytes()
@@ -201,7 +201,7 @@ def test_a_broken_file_is_made_anew(tiny, folder, caplog, damage):
         save_file(tensors, file)
     caplog.clear()
     assert torch.equal(logits(load(tiny, folder)), plain)
-    assert len(lines(caplog, "of no use and are made anew")) == 1
+    assert len(lines(caplog, "cannot be used and are packed again")) == 1
     assert torch.equal(logits(load(tiny, folder)), plain)
     assert lines(caplog, "weights mapped") and file.read_bytes() == whole
 
@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path, caplog):
     assert len(lines(caplog, "could not be written")) == 1
 
 
-def test_what_a_killed_process_left_is_removed(tiny, folder):
+def test_unfinished_files_of_killed_processes_are_removed(tiny, folder):
     folder.mkdir()
     old, young = folder / ".a.unfinished", folder / ".b.unfinished"
     old.touch(), young.touch()
@@ -222,7 +222,7 @@ def test_what_a_killed_process_left_is_removed(tiny, folder):
     assert young.exists() and not old.exists()
 
 
-def test_a_full_disk_leaves_nothing(tiny, folder, caplog, monkeypatch):
+def test_a_full_disk_leaves_no_file(tiny, folder, caplog, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -242,21 +242,21 @@ def test_a_full_disk_leaves_nothing(tiny, folder, caplog, monkeypatch):
         ("llama", {"model_impl": "transformers"}, "transformers runs"),
     ],
 )
-def test_what_is_not_kept(tmp_path, folder, caplog, family, options, reason):
+def test_models_that_are_not_cached(tmp_path, folder, caplog, family, options, reason):
     save_tiny(family, tmp_path / "model")
     for _ in range(2):
         model = load(tmp_path / "model", folder, **options)
-        (line,) = lines(caplog, "--packed-weights-cache does nothing for")
+        (line,) = lines(caplog, "--packed-weights-cache has no effect for")
         assert reason in line
     assert files(folder) == []
     if next(model.parameters()).dtype is options.get("dtype", torch.bfloat16):  # as the tiny runner's cache then is
         assert torch.equal(logits(model), logits(load(tmp_path / "model", **options)))
 
 
-def test_a_quantized_model_answers_as_without(tiny, folder, caplog):
-    plain = answers(tiny, quantization="int8")
-    assert answers(tiny, quantization="int8", packed_weights_cache=str(folder)) == plain
-    assert lines(caplog, "does nothing") and files(folder) == []
+def test_a_quantized_model_runs_without_the_cache(tiny, folder, caplog):
+    plain = outputs(tiny, quantization="int8")
+    assert outputs(tiny, quantization="int8", packed_weights_cache=str(folder)) == plain
+    assert lines(caplog, "has no effect") and files(folder) == []
 
 
 class MoreAfterLoading(LlamaForCausalLM):
@@ -265,16 +265,16 @@ class MoreAfterLoading(LlamaForCausalLM):
         self.extra = self.norm.weight * 2
 
 
-def test_whoever_does_more_after_loading_is_not_kept(tiny, folder, caplog, monkeypatch):
+def test_a_model_with_its_own_processing_after_loading_is_not_cached(tiny, folder, caplog, monkeypatch):
     monkeypatch.setattr(loader, "model_class", lambda hf: MoreAfterLoading)
     load(tiny, folder)
-    assert "a plugin's" in lines(caplog, "does nothing")[0]
+    assert "a plugin's" in lines(caplog, "has no effect")[0]
     monkeypatch.setattr(MoreAfterLoading, "__module__", "quire.models.more")
     load(tiny, folder)
-    assert "MoreAfterLoading (the model)" in lines(caplog, "does nothing")[0] and files(folder) == []
+    assert "MoreAfterLoading (the model)" in lines(caplog, "has no effect")[0] and files(folder) == []
 
 
-def test_a_method_with_processing_of_its_own_has_to_say_what_it_leaves():
+def test_a_method_with_its_own_processing_has_to_declare_leaves_panels_only():
     from quire.models.loading.packed_cache import _leaves_panels_only
     from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -282,7 +282,7 @@ def test_a_method_with_processing_of_its_own_has_to_say_what_it_leaves():
     assert not _leaves_panels_only(DequantizedFp8LinearMethod)
 
 
-def test_a_gpu_has_no_use_for_it(tiny, folder):
+def test_it_is_refused_on_a_gpu(tiny, folder):
     checkpoint = resolve_model(str(tiny))
     with pytest.raises(ValueError, match="packed_weights_cache is for the CPU"):
         loader.load_model(
@@ -302,7 +302,7 @@ def test_a_file_that_others_can_write_to_is_not_mapped(tiny, folder, caplog):
     (file,) = files(folder)
     file.chmod(0o666)
     assert load(tiny, folder).mapped_bytes == 0
-    assert "others can write to" in lines(caplog, "made anew")[0]
+    assert "others can write to" in lines(caplog, "packed again")[0]
     assert load(tiny, folder).mapped_bytes > 0  # it was replaced
 
 

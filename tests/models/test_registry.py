@@ -8,11 +8,11 @@ import pytest
 
 import quire
 from quire.checkpoint import gguf_config
-from quire.models.choose import choose_implementation
+from quire.models.implementation import choose_implementation
 from quire.models.llama import LlamaForCausalLM
 from quire.models.registry import ARCHITECTURES, NATIVE, ModelRegistry, Registry, model_class
-from quire.models.transformers import class_import
-from tests.entrypoints.openai.processes import serving
+from quire.models.transformers import library
+from tests.entrypoints.server_process import server_process
 from tests.models import out_of_tree
 from tests.tiny_models import greedy, prompts, save_tiny
 
@@ -80,7 +80,7 @@ def test_mistakes_are_explained() -> None:
     ("hf_config", "options", "impl", "why"),
     [
         (QWEN3, {}, "quire", "Qwen3ForCausalLM is Qwen3, one of our own families"),
-        (QWEN3, {"model_impl": "transformers"}, "transformers", "as asked"),
+        (QWEN3, {"model_impl": "transformers"}, "transformers", "as requested"),
         (BLOOM, {}, "transformers", "it is none of ours"),
         (BLOOM, {"model_impl": "quire"}, None, "not supported: BloomForCausalLM"),
         (BLOOM, {"is_gguf": True}, None, "GGUF files are read by our own"),
@@ -90,15 +90,15 @@ def test_mistakes_are_explained() -> None:
         ({}, {"model_impl": "quire"}, None, "none is named"),
     ],
 )
-def test_whose_code_runs_a_model(hf_config: dict, options: dict, impl: str | None, why: str) -> None:
+def test_choice_of_implementation(hf_config: dict, options: dict, impl: str | None, why: str) -> None:
     choice = choose_implementation(hf_config, **options)
-    assert choice.impl == impl and why in choice.why
+    assert choice.impl == impl and why in choice.reason
 
 
 def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_import, "is_installed", lambda: False)
+    monkeypatch.setattr(library, "is_installed", lambda: False)
     choice = choose_implementation(BLOOM)
-    assert choice.impl is None and "pip install" in choice.why
+    assert choice.impl is None and "pip install" in choice.reason
 
 
 def test_the_public_name() -> None:
@@ -148,7 +148,7 @@ def test_a_plugins_model_offline(tiny: tuple[Path, list[int], list[int]], calls:
     assert json.loads(done.stdout) == expected
     assert calls.read_text().split() == ["register", "load"]
     assert "plugins: out-of-tree (out_of_tree_model:register)" in done.stderr
-    message = "the plugin broken (out_of_tree_model:fail) failed and is left out: RuntimeError: the moon is"
+    message = "the plugin broken (out_of_tree_model:fail) failed and is skipped: RuntimeError: the moon is"
     assert message in done.stderr
 
 
@@ -159,7 +159,8 @@ def test_plugins_can_be_chosen(
     done = offline(*tiny[:2])
     assert done.returncode != 0 and not calls.exists()
     assert (
-        "QUIRE_PLUGINS names 'missing', which no installed package has; there are: broken, out-of-tree" in done.stderr
+        "QUIRE_PLUGINS names 'missing', which no installed package provides; installed: broken, out-of-tree"
+        in done.stderr
     )
     assert "architecture not supported: OutOfTreeForCausalLM" in done.stderr.splitlines()[-1]
 
@@ -170,7 +171,7 @@ def test_a_plugins_model_in_the_servers_engine_process(
     folder, prompt, expected = tiny
     flags = ("--dtype", "float32", "--device", "cpu", "--skip-tokenizer-init", "--kv-cache-memory-bytes", "16M")
     (tmp_path / "run").mkdir()
-    with serving(tmp_path / "run", str(folder), *flags) as server:
+    with server_process(tmp_path / "run", str(folder), *flags) as server:
         asked = {"prompt": prompt, "return_token_ids": True}
         [choice] = server.post("/v1/completions", asked).json()["choices"]
         assert choice["token_ids"] == expected  # greedy and seven tokens, as the model's generation_config.json says

@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams
 from quire.checkpoint.resolve import resolve_model
 from quire.models.loading.loader import load_model
 from quire.models.transformers.attention import Unsupported, window_of
-from quire.models.transformers.fuse import GatedMLP, Linear, RMSNorm
+from quire.models.transformers.replace_modules import GatedMLP, Linear, RMSNorm
 from tests.models.transformers_sweep import is_greedy, prompts, save
 
 NUM_TOKENS = 24
@@ -69,7 +69,7 @@ def load(folder: Path, dtype=torch.float32, load_format="auto", **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_our_kernels_take_the_place_of_its_parts(tmp_path, dtype):
+def test_modules_are_replaced_by_our_kernels(tmp_path, dtype):
     model = loaded("qwen3", tmp_path, dtype)
     kinds = [type(module) for module in model.modules()]
     assert kinds.count(GatedMLP) == 3
@@ -77,7 +77,7 @@ def test_our_kernels_take_the_place_of_its_parts(tmp_path, dtype):
     assert torch.nn.Linear not in kinds and kinds.count(Linear) == 3 * (4 + 2) + 1
 
 
-def test_attention_is_read_off_the_model(tmp_path):
+def test_attention_parameters_are_probed(tmp_path):
     full, windowed = loaded("gemma2", tmp_path).attention_layers()[1::-1]
     assert (windowed.sliding_window, full.sliding_window) == (24, None)
     assert (full.num_heads, full.num_kv_heads, full.head_size, full.softcap) == (4, 2, 16, 50.0)
@@ -116,20 +116,20 @@ def test_auto_prefers_our_own(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mamba", "keeps a state that is no KV cache"),
+        ("mamba", "has a recurrent state besides the KV cache"),
         ("bloom", "does not go through transformers' attention interface"),
         ("llama4_text", "chunk"),
         ("doge", "bias of its own"),
     ],
 )
-def test_what_cannot_work_says_why(tmp_path, model_type, reason):
+def test_unsupported_models_are_refused_with_the_reason(tmp_path, model_type, reason):
     with pytest.raises(ValueError, match=reason):
         loaded(model_type, tmp_path)
 
 
 def test_quantized_weights_are_refused(tmp_path):
     save("stablelm", tmp_path)
-    with pytest.raises(ValueError, match=r"quantized \(int8\); only our own models"):
+    with pytest.raises(ValueError, match=r"quantization here \(int8\); only our own families"):
         load(tmp_path, quantization="int8")
 
 
@@ -178,8 +178,8 @@ def test_code_of_the_checkpoint_runs_only_if_trusted(tmp_path, monkeypatch):
 def test_without_transformers_the_error_names_the_remedy():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "from quire.models.choose import choose_implementation\n"
-        "print(choose_implementation({'architectures': ['X'], 'model_type': 'x'}).why)"
+        "from quire.models.implementation import choose_implementation\n"
+        "print(choose_implementation({'architectures': ['X'], 'model_type': 'x'}).reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install" in done.stdout and "transformers" in done.stdout

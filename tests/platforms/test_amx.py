@@ -25,13 +25,13 @@ def test_missing_tile_leaf_caps_onednn(max_leaf, palettes):
 
 
 @pytest.mark.parametrize("cpuid", [fake_cpuid(0x20, True, 1), fake_cpuid(0x10, False, 0), None])
-def test_sound_machines_are_left_alone(cpuid):
+def test_machines_with_working_amx_are_unchanged(cpuid):
     environ: dict[str, str] = {}
     assert cap_onednn_if_amx_is_broken(cpuid, environ) is None
     assert environ == {}
 
 
-def test_the_users_choice_stands():
+def test_the_users_setting_wins():
     environ = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     assert cap_onednn_if_amx_is_broken(fake_cpuid(0x1C, True, 0), environ) is None
     assert environ == {"ONEDNN_MAX_CPU_ISA": "AVX2"}

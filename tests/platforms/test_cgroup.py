@@ -63,7 +63,7 @@ def test_more_used_than_allowed_leaves_nothing(tree):
     assert memory_left(*tree("0::/\n", {"memory.max": 10, "memory.current": 20})) == 0
 
 
-def test_a_path_of_outside_falls_back_to_what_is_there(tree):
+def test_a_path_outside_the_container_falls_back_to_existing_groups(tree):
     """In a container without its own view of groups the path is the host's, and the mount is the container's group."""
     assert cpu_quota(*tree("0::/docker/1234\n", {"cpu.max": "200000 100000"})) == 2
     assert cpu_quota(*tree("0::/../sibling\n", {"cpu.max": "200000 100000"})) == 2

@@ -42,7 +42,7 @@ def test_as_few_nodes_as_hold_the_threads():
 
 
 def in_a_thread(call):
-    """What `call` returns in a thread of its own, whose placement ends with it."""
+    """The result of `call` in a new thread, whose affinity ends with it."""
     results = []
     thread = threading.Thread(target=lambda: results.append(call()))
     thread.start()
@@ -50,13 +50,13 @@ def in_a_thread(call):
     return results[0]
 
 
-def test_one_node_is_left_alone():
+def test_a_single_node_changes_no_affinity():
     cores = physical_cores()
     assert in_a_thread(lambda: cpu_cores.stay_on_nodes(cores, cores[:1])) is None or len({c.node for c in cores}) > 1
 
 
 def test_threads_stay_on_their_nodes(monkeypatch):
-    """Two nodes are pretended; memory is asked of the first."""
+    """With two simulated nodes; memory comes from the first."""
     asked = []
     monkeypatch.setattr(cpu_cores, "_prefer_memory_of", lambda node: asked.append(node) or True)
     cpu = min(os.sched_getaffinity(0))
@@ -71,7 +71,7 @@ def test_threads_stay_on_their_nodes(monkeypatch):
     assert in_a_thread(lambda: cpu_cores._prefer_memory_of(0)) in (True, False)  # refused in some containers
 
 
-def test_threads_asked_for():
+def test_requested_threads():
     count = len(os.sched_getaffinity(0))
     assert choose_threads(None) >= 1
     assert choose_threads(count) == count

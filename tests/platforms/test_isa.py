@@ -1,4 +1,4 @@
-"""Lesser machines, made of this one: every path gives the text of every other."""
+"""Lower instruction-set levels on this machine: every path generates the same text."""
 
 import json
 import os

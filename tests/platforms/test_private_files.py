@@ -1,4 +1,4 @@
-"""Code and weights are taken from no folder that someone else can write to."""
+"""Code and weights are loaded from no folder that another user can write to."""
 
 import os
 import subprocess
@@ -85,7 +85,7 @@ def test_a_planted_file_is_refused(tmp_path):
             folder.open("planted")
 
 
-def test_a_tree_is_refused_for_what_is_in_it(tmp_path):
+def test_a_tree_is_refused_for_an_unsafe_file_in_it(tmp_path):
     (tmp_path / "cache" / "kernel").mkdir(parents=True)
     (tmp_path / "cache").chmod(0o755)
     file = tmp_path / "cache" / "kernel" / "launcher.so"
@@ -98,7 +98,7 @@ def test_a_tree_is_refused_for_what_is_in_it(tmp_path):
     require_private_tree(tmp_path / "cache")
 
 
-def test_a_process_folder_is_gone_with_its_process(tmp_path):
+def test_a_process_folder_is_removed_at_exit(tmp_path):
     code = "from quire.platforms.private_files import process_folder as f; print(f(), oct(f().stat().st_mode & 0o777))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     folder, mode = done.stdout.split()

@@ -12,8 +12,9 @@ from quire.kernels.quantize_fp8 import FP8, quantize_fp8_torch
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.parallel import TensorParallel
 from quire.models.llama import LlamaForCausalLM
-from quire.models.loading.fill import fill_with_random
 from quire.models.loading.loader import load_model
+from quire.models.loading.weight_loader import init_dummy_weights
+from quire.models.options import ModelOptions
 from quire.quantization.fp8 import Fp8Quantization, OnlineFp8LinearMethod
 from quire.quantization.fp8_config import Fp8Config
 from tests.models.helpers import CPU, TinyRunner
@@ -97,8 +98,8 @@ def test_one_layer_at_a_time_is_in_full_precision(monkeypatch):
     monkeypatch.setattr(staging.Staging, "part", count_part)
     monkeypatch.setattr(staging.Staging, "done", count_done)
     quantization = Fp8Quantization(Fp8Config(online=True, per_channel=True), True, torch.bfloat16)
-    model = LlamaForCausalLM(SMALL, torch.bfloat16, CPU, quantization=quantization)
-    fill_with_random(model, 3)
+    model = LlamaForCausalLM(SMALL, ModelOptions(torch.bfloat16, CPU, quantization=quantization))
+    init_dummy_weights(model, 3)
     assert most == 1 and alive == 0
     model.process_after_loading()
     linears = [module for module in model.modules() if isinstance(module, ParallelLinear)]

@@ -18,7 +18,7 @@ from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, R
 from quire.layers.parallel import TensorParallel
 from quire.models.loading.loader import load_model
 from quire.platforms.cpu_facts import cpu_flags
-from quire.quantization.packed import PackedLinearMethod, packed_weights
+from quire.quantization.block_quantized import BlockQuantizedLinearMethod, block_quantized_weights
 from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import Unquantized
 from tests.engine.test_smollm2 import PROMPTS
@@ -37,7 +37,7 @@ def error_bound(x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> 
     sizes = weight.double().abs().unflatten(1, (-1, GROUP)).sum(2)
     largest = (x.double().abs() @ weight.double().abs().T) * x.shape[1] ** 0.5
     result = wanted.abs() * (2**-8 if x.dtype is torch.bfloat16 else 2**-24)
-    # q * d is summed before m * sum(q) is taken off, which may be much larger than their difference.
+    # q * d is summed before m * sum(q) is subtracted, which may be much larger than their difference.
     return half_steps @ sizes.T * 1.0001 + largest * 32 * 2**-24 + result
 
 
@@ -72,7 +72,7 @@ def test_products_are_within_the_rounding_of_activations(type_name, rows, output
 
 @pytest.fixture(scope="module", params=["portable", "avx2"])
 def lesser_machine(request):
-    """The library as it is compiled where there is less than here."""
+    """The library as compiled for processors with fewer instructions."""
     if platform.machine() != "x86_64" or (request.param == "avx2" and not {"avx2", "fma", "f16c"} <= cpu_flags()):
         return None  # it would be the same, or could not run
     flags = {"portable": "-march=x86-64", "avx2": "-march=haswell"}[request.param]
@@ -142,7 +142,7 @@ def take(layer, *tensors: tuple[object, Stored | torch.Tensor]) -> None:
     slots = layer.load_slots()
     for shard, tensor in tensors:
         slot = slots.pop(("weight", shard))
-        if not slot.take(tensor):
+        if not slot.load_directly(tensor):
             with slot.opened() as view:
                 view.copy_(slot.part_of(tensor))
     assert not slots
@@ -151,8 +151,8 @@ def take(layer, *tensors: tuple[object, Stored | torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q4_1"), ("Q4_K", None, "Q5_K")])
 def test_a_fused_layer_may_mix_types(types):
-    """None stands for a type without a kernel, which is a plain weight in the layer."""
-    layer = QKVParallelLinear(256, 32, 4, 2, False, torch.float32, CPU, method=PackedLinearMethod())
+    """None: a type without a kernel, which is dequantized in the layer."""
+    layer = QKVParallelLinear(256, 32, 4, 2, False, torch.float32, CPU, method=BlockQuantizedLinearMethod())
     tensors, weights = [], []
     for seed, (shard, outputs, type_name) in enumerate(zip("qkv", (128, 64, 64), types, strict=True)):
         blocks, weight = random_blocks(type_name or "Q8_0", outputs, 256, seed)
@@ -172,10 +172,10 @@ def test_workers_take_their_part():
     columns, rows = [], torch.zeros(5, 64)
     for rank in range(2):
         tp = TensorParallel(rank, 2)
-        column = MergedColumnParallelLinear(128, [64], False, torch.float32, CPU, tp, PackedLinearMethod())
+        column = MergedColumnParallelLinear(128, [64], False, torch.float32, CPU, tp, BlockQuantizedLinearMethod())
         take(column, (0, Stored("Q4_0", blocks)))
         columns.append(column(x))
-        row = RowParallelLinear(128, 64, False, torch.float32, CPU, tp, PackedLinearMethod())
+        row = RowParallelLinear(128, 64, False, torch.float32, CPU, tp, BlockQuantizedLinearMethod())
         take(row, (None, Stored("Q4_0", blocks)))
         rows += row.method.apply(row, x[:, rank * 64 : rank * 64 + 64], None)
     wanted = x.double() @ weight.double().T
@@ -194,22 +194,22 @@ def test_rotary_pairs_move_half_a_head_apart():
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype", "device", "message"),
+    ("requested", "dtype", "device", "message"),
     [
         ("gguf", torch.bfloat16, "cuda", "the device is a GPU; allowed here: dequantized"),
         ("gguf", torch.float16, "cpu", "dtype is float16"),
         ("int4", torch.bfloat16, "cpu", "the checkpoint is a GGUF; allowed: gguf"),
     ],
 )
-def test_what_cannot_be_is_refused(asked, dtype, device, message):
+def test_what_cannot_be_is_refused(requested, dtype, device, message):
     with pytest.raises(ValueError, match=message):
-        choose_quantization(asked, {}, dtype, torch.device(device), is_gguf=True)
+        choose_quantization(requested, {}, dtype, torch.device(device), is_gguf=True)
 
 
 def test_without_kernels_weights_are_dequantized(monkeypatch):
     assert choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe().startswith("gguf: weights stay")
-    asked = choose_quantization("dequantized", {}, torch.bfloat16, CPU, is_gguf=True)
-    assert isinstance(asked, Unquantized) and "as asked for" in asked.describe()
+    requested = choose_quantization("dequantized", {}, torch.bfloat16, CPU, is_gguf=True)
+    assert isinstance(requested, Unquantized) and "as requested" in requested.describe()
     monkeypatch.setattr(quantized, "is_fast", lambda: False)
     assert "no instructions" in choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe()
     monkeypatch.setattr(quantized, "is_there", lambda: False)
@@ -235,7 +235,7 @@ def test_only_the_packed_form_stays():
     ckpt = resolve_model(None)
     model = load_model(ckpt, load_hf_config(ckpt), torch.bfloat16, "cpu")
     assert model.num_parameters == 134_515_008
-    weights = packed_weights(model)
+    weights = block_quantized_weights(model)
     assert len(weights) == 30 * 4 + 1
     packed = sum(part.nbytes for weight in weights for part in weight.parts)
     assert packed < 1.01 * sum(t.raw().numel() for t in open_tensors(ckpt) if t.type_name in TYPES)

@@ -47,7 +47,7 @@ def test_bf16_weights_round_like_float32_ones(dtype):
 def with_rounded_weights(plain, rounded):
     """The unquantized model, given what the other one's weights stand for."""
     for name, module in plain.named_modules():
-        weight = getattr(rounded.get_submodule(name), "packed", None)
+        weight = getattr(rounded.get_submodule(name), "block_weight", None)
         if weight is not None:
             numbers = [quantized.lookup(torch.arange(part.outputs), part, torch.float32) for part in weight.parts]
             module.weight.copy_(torch.cat(numbers))
@@ -55,12 +55,12 @@ def with_rounded_weights(plain, rounded):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # a tied head; biases and a head of its own
-@pytest.mark.parametrize(("asked", "allowed"), [("int8", 0.01), ("int4", 0.2)])
-def test_a_tiny_model(tmp_path, family, asked, allowed):
+@pytest.mark.parametrize(("requested", "allowed"), [("int8", 0.01), ("int4", 0.2)])
+def test_a_tiny_model(tmp_path, family, requested, allowed):
     save_tiny(family, tmp_path)
     ckpt = resolve_model(str(tmp_path))
     hf = load_hf_config(ckpt)
-    plain, rounded = (load_model(ckpt, hf, torch.float32, "cpu", quantization=name) for name in (None, asked))
+    plain, rounded = (load_model(ckpt, hf, torch.float32, "cpu", quantization=name) for name in (None, requested))
     embedded = plain.embed_tokens(torch.arange(211)), rounded.embed_tokens(torch.arange(211))
     assert off(embedded[1], embedded[0]) < 0.01
     gate_up = plain.layers[2].mlp.up_proj.weight.clone()
@@ -74,9 +74,9 @@ def test_int4_keeps_embedding_and_head_in_8_bits(tmp_path):
     save_tiny("llama", tmp_path)
     ckpt = resolve_model(str(tmp_path))
     model = load_model(ckpt, load_hf_config(ckpt), torch.bfloat16, "cpu", quantization="int4")
-    assert model.embed_tokens.packed is model.lm_head.packed
-    assert [part.format for part in model.lm_head.packed.parts] == [quantized.FORMATS["Q8_0"]]
-    assert {part.format for part in model.layers[0].mlp.up_proj.packed.parts} == {quantized.FORMATS["Q4_1"]}
+    assert model.embed_tokens.block_weight is model.lm_head.block_weight
+    assert [part.format for part in model.lm_head.block_weight.parts] == [quantized.FORMATS["Q8_0"]]
+    assert {part.format for part in model.layers[0].mlp.up_proj.block_weight.parts} == {quantized.FORMATS["Q4_1"]}
 
 
 def test_dummy_weights_are_rounded_too(tmp_path):
@@ -87,7 +87,7 @@ def test_dummy_weights_are_rounded_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "hf", "dtype", "device", "message"),
+    ("requested", "hf", "dtype", "device", "message"),
     [
         ("int4", {}, torch.float16, "cpu", r"is for CPUs, but dtype is float16.*leave it out to run in torch\.float16"),
         (
@@ -100,9 +100,9 @@ def test_dummy_weights_are_rounded_too(tmp_path):
         ("dequantized", {}, torch.bfloat16, "cpu", "not quantized; allowed: fp8, fp8_per_tensor, int8, int4"),
     ],
 )
-def test_mistakes_are_explained(asked, hf, dtype, device, message):
+def test_mistakes_are_explained(requested, hf, dtype, device, message):
     with pytest.raises(ValueError, match=message):
-        choose_quantization(asked, hf, dtype, torch.device(device))
+        choose_quantization(requested, hf, dtype, torch.device(device))
 
 
 def test_a_gpu_is_told_what_it_can_do(monkeypatch):

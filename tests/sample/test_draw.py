@@ -1,4 +1,4 @@
-"""The draw by itself: as a graph would capture it, and where there is nothing to draw from."""
+"""The draw by itself: fused with the append, and for rows without a possible token."""
 
 import pytest
 import torch
@@ -56,10 +56,10 @@ def test_a_row_without_a_possible_token_fails_alone(want, broken):
     assert sampled.token_ids[[0, 2]].tolist() == fine.token_ids[[0, 2]].tolist()
 
 
-def test_what_a_graph_must_be_able_to_do():
+def test_the_draw_chosen_for_a_batch():
     rows = list(WANTS)
     s = sampler(*WANTS.values())
-    features = {name: s.graph_features([rows.index(name), 0]) for name in rows}
+    features = {name: s.choose_draw([rows.index(name), 0]) for name in rows}
     assert features == {
         "greedy": Draw.GREEDY,
         "random": Draw.RANDOM,
@@ -67,19 +67,19 @@ def test_what_a_graph_must_be_able_to_do():
         "penalties": None,
         "logprobs": None,
     }
-    assert s.graph_features([0, 2, 1]) == Draw.WARPED
+    assert s.choose_draw([0, 2, 1]) == Draw.WARPED
     s.remove_row(3)
     s.add_row(new_row(3, SamplingParams(temperature=0)))
-    assert s.graph_features([3]) == Draw.GREEDY
+    assert s.choose_draw([3]) == Draw.GREEDY
 
 
-def test_drawing_and_appending_at_once_equals_drawing():
+def test_fused_sampling_equals_sampling_then_appending():
     s = sampler(WANTS["greedy"], WANTS["random"], WANTS["warped"])
     one = logits(4)
     expected = s.sample(one[[0, 2, 3]], batch([2, 0, 1], 3)).token_ids.tolist()
     state = Rows([3, 3, 3, 5], [3, 2, 3, 5], 8)
     out = torch.full((4,), -7, dtype=torch.int32)
-    s.sample_in_graph(one, torch.tensor([2, -1, 0, 1]), state, Draw.WARPED, out)
+    s.sample_fused(one, torch.tensor([2, -1, 0, 1]), state, Draw.WARPED, out)
     assert out.tolist() == [expected[0], -7, *expected[1:]]
     assert state.num_tokens.tolist() == [4, 3, 4, 5]
     assert state.token_ids[:, 3].tolist() == [expected[1], 9, expected[0], 9]

@@ -6,7 +6,7 @@ from quire.sample.penalties import Penalties, penalty_table_bytes
 from tests.sample.rows import batch, new_row
 
 
-def test_as_many_bytes_as_were_foreseen():
+def test_table_bytes_equal_the_peak_of_growing():
     penalties, params = Penalties(100, torch.device("cpu")), SamplingParams(presence_penalty=1.0)
     for row in range(9):
         penalties.add_row(new_row(row, params))

@@ -49,7 +49,7 @@ def test_frequency_and_presence_look_at_the_output_alone(prompt, output, frequen
 
 
 @given(st.lists(tokens, min_size=1, max_size=6), tokens)
-def test_counts_kept_while_sampling_equal_counts_made_anew(prompts, sampled):
+def test_counts_updated_while_sampling_equal_those_of_a_new_row(prompts, sampled):
     """As after a preemption, when the row is created again with all its tokens."""
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=-0.4)
     kept, anew = Penalties(VOCAB, CPU), Penalties(VOCAB, CPU)
@@ -59,11 +59,11 @@ def test_counts_kept_while_sampling_equal_counts_made_anew(prompts, sampled):
         anew.add_row(new_row(row, params, prompt + sampled, len(prompt)))
     for token in sampled:
         kept.sampled(torch.full((len(rows),), token), batch(rows))
-        kept.sampled(torch.full((len(rows),), 7), batch(rows, done=[False] * len(rows)))  # a partial prompt's draw
+        kept.sampled(torch.full((len(rows),), 7), batch(rows, done=[False] * len(rows)))  # in mid-prompt
     assert torch.allclose(kept.apply(logits(len(rows)), batch(rows)), anew.apply(logits(len(rows)), batch(rows)))
 
 
-def test_penalty_tables_are_slots_of_the_rows_that_ask():
+def test_only_rows_with_penalties_have_slots():
     processor = Penalties(VOCAB, CPU)
     for row in range(8):
         processor.add_row(new_row(row, SamplingParams(presence_penalty=1.0 if row == 5 else 0.0)))
@@ -94,8 +94,8 @@ def test_bad_words_equal_transformers(words, text):
     assert torch.equal(got.isfinite(), expected.isfinite())
 
 
-def test_a_bad_word_longer_than_the_text_has_not_begun():
-    """What stands before the first token is nothing, least of all that token again."""
+def test_a_bad_word_longer_than_the_context_does_not_match():
+    """Positions before the first token match no bad word."""
     processor = BadWords(CPU)
     processor.add_row(new_row(0, SamplingParams(bad_words_token_ids=[[7, 7, 7, 9], [7, 11]])))
     for text, banned in (([7], [11]), ([7, 7], [11]), ([7, 7, 7], [9, 11])):
@@ -120,7 +120,7 @@ def test_only_allowed_tokens():
     assert got[1].isfinite().nonzero().flatten().tolist() == [3, 7]
 
 
-def test_rows_that_ask_for_nothing_are_left_alone_beside_those_that_do():
+def test_rows_without_processors_are_unchanged_beside_others():
     asks = SamplingParams(
         temperature=0.7,
         repetition_penalty=1.5,

@@ -25,7 +25,7 @@ def logits(rows=1, vocab=VOCAB, seed=0, spread=3.0):
 
 
 def possible(params: SamplingParams, one: torch.Tensor, draws=400) -> set[int]:
-    """Tokens that were drawn at many positions."""
+    """The tokens sampled at many positions."""
     s = sampler(params)
     return {int(s.sample(one.clone(), batch([0], p)).token_ids[0]) for p in range(draws)}
 
@@ -64,7 +64,7 @@ def at_the_edge(one: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     seed=st.integers(0, 1000),
 )
-def test_what_can_be_drawn_equals_transformers(temperature, top_k, top_p, min_p, seed):
+def test_possible_tokens_equal_transformers(temperature, top_k, top_p, min_p, seed):
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     one = logits(seed=seed)
     s = sampler(params)
@@ -121,8 +121,8 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(asked, tokens):
 
 @pytest.mark.parametrize("top_p", [0.999, 0.9, 0.5, 0.01])
 @pytest.mark.parametrize("vocab", [VOCAB, 3000])
-def test_the_nucleus_is_who_has_less_than_top_p_before_it(top_p, vocab):
-    """docs/sampling.md; sums are of float32, so nothing is said of 1e-5 around the edge."""
+def test_the_nucleus_is_the_tokens_with_less_than_top_p_before_them(top_p, vocab):
+    """docs/sampling.md; sums are of float32, so tokens within 1e-5 of the edge are not checked."""
     for seed in range(10):
         one = logits(vocab=vocab, seed=seed)
         least = keep_threshold(one, torch.tensor([0]), torch.tensor([top_p]))

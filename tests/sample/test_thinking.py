@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3]
 
 
 def generate(choices: list[int], budget: int, open: bool | None, **params) -> list[int]:
-    """What comes out if the model wants these tokens one after the other."""
+    """The output if the model prefers these tokens one after the other."""
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
     reasoning = ReasoningTokens(start=START, end=END, open=open)
     wanted = SamplingParams(thinking_token_budget=budget, reasoning=reasoning, **params)
@@ -39,7 +39,7 @@ def test_without_any_budget_there_is_no_reasoning():
     assert generate([4] * 4, 0, True, temperature=0) == [8, 9, 4, 4]
 
 
-def test_reasoning_that_ended_in_time_is_left_alone():
+def test_reasoning_that_ended_in_time_is_unchanged():
     assert generate([4, 8, 9, 4, 4, 4, 4], 4, True, temperature=0) == [4, 8, 9, 4, 4, 4, 4]
 
 
@@ -51,12 +51,12 @@ def test_the_budget_counts_from_the_start_tag_if_the_model_writes_it():
     assert generate([7, 4, 4, 4, 4, 4], 2, None, temperature=0) == [7, 4, 4, 8, 9, 4]
 
 
-def test_an_answer_without_reasoning_is_left_alone():
+def test_output_without_reasoning_is_unchanged():
     assert generate([4] * 6, 2, None, temperature=0) == [4] * 6
     assert generate([4] * 6, 2, False, temperature=0) == [4] * 6
 
 
-def test_the_end_is_forced_against_all_other_wishes():
+def test_the_end_is_forced_despite_other_masks():
     params = {"allowed_token_ids": [4], "logit_bias": {8: -100.0}, "temperature": 0}
     assert generate([4] * 6, 2, True, **params) == [4, 4, 8, 9, 4, 4]
 
@@ -70,6 +70,6 @@ def test_an_end_tag_in_the_prompt_does_not_count():
     assert sampler.sample(torch.zeros(1, VOCAB), batch([0], 2, token_ids=token_ids)).token_ids.tolist() == [8]
 
 
-def test_what_a_budget_may_be():
+def test_invalid_budgets_are_refused():
     with pytest.raises(ValueError, match="thinking_token_budget is -1"):
         SamplingParams(thinking_token_budget=-1)

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.sample import user_processors
 from quire.sample.user_processors import processor_classes
-from tests.entrypoints.openai.processes import serving
+from tests.entrypoints.server_process import server_process
 from tests.sample.user_examples import Counting, NoRepeat, OnlyToken
 from tests.tiny_models import prompts, save_tiny
 
@@ -67,13 +67,13 @@ def tokens(outputs) -> list[list[int]]:
         {"multiprocess": True},
     ],
 )
-def test_whatever_the_schedule(tiny, no_repeats, arguments):
+def test_results_do_not_depend_on_the_schedule(tiny, no_repeats, arguments):
     with start(tiny, NoRepeat, f"{HERE}:OnlyToken", Counting, **arguments) as llm:
         asked = [params({"no_repeat": True})] * 3 + [params(), params({"target_token": 5}), params({"lead": 100})]
         outputs = tokens(llm.generate([*PROMPTS, *PROMPTS], asked, use_tqdm=False))
         preempted = llm.llm_engine.stats.num_preemptions
     assert outputs[:3] == no_repeats
-    assert outputs[3] != no_repeats[0]  # who did not ask is left alone
+    assert outputs[3] != no_repeats[0]  # a request without it is unchanged
     assert outputs[4] == [5] * NUM_TOKENS
     assert outputs[5] == list(range(100, 100 + NUM_TOKENS))
     assert preempted > 0 or "num_gpu_blocks_override" not in arguments
@@ -122,7 +122,7 @@ def test_wrong_arguments_are_refused(tiny, llm):
         ("apply", "Faulty failed in apply: RuntimeError: something broke"),
         ("panic", "Panic: something broke"),
         ("exit", "SystemExit: something broke"),
-        ("shape", r"Faulty gave back a tensor \[\d+, 210\] of torch.float32 for a tensor \[\d+, 211\]"),
+        ("shape", r"Faulty returned a tensor \[\d+, 210\] of torch.float32 for a tensor \[\d+, 211\]"),
     ],
 )
 def test_a_failure_ends_its_step_and_names_the_processor(llm, fault, message):
@@ -133,7 +133,7 @@ def test_a_failure_ends_its_step_and_names_the_processor(llm, fault, message):
     assert tokens(llm.generate(PROMPTS[1], params({"target_token": 9}), use_tqdm=False)) == [[9] * NUM_TOKENS]
 
 
-def test_a_failure_after_the_end_is_nobodys(llm, caplog):
+def test_a_failure_in_remove_row_fails_no_request(llm, caplog):
     for _ in range(2):
         asked = [params({"fault": "remove_row"}), params({"target_token": 9})]
         outputs = llm.generate(PROMPTS[:2], asked, use_tqdm=False)
@@ -149,7 +149,7 @@ def test_a_failure_after_the_end_is_nobodys(llm, caplog):
         (f"{HERE}:a_function", "it must be a class"),
         (f"{HERE}:Incomplete", "lacks add_row, remove_row, sampled"),
         (f"{HERE}:ForVllm", "vLLM's interface"),
-        (f"{HERE}:NoConstructor", "cannot be made"),
+        (f"{HERE}:NoConstructor", "cannot be created"),
         (HERE, "it must be module:Class"),
         (":OnlyToken", "it must be module:Class"),
         (7, "it must be module:Class"),
@@ -184,7 +184,7 @@ def test_plugins_come_after_those_given_and_once(tiny, monkeypatch):
 
 
 def test_an_installed_plugin_is_found_and_the_front_end_needs_no_torch(tmp_path):
-    """As a package manager would leave it: a folder on the path with metadata."""
+    """As a package manager installs it: a folder on the path with metadata."""
     info = tmp_path / "counting-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
@@ -201,7 +201,9 @@ def test_an_installed_plugin_is_found_and_the_front_end_needs_no_torch(tmp_path)
 
 def test_through_the_server(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ".")
-    with serving(tmp_path, "--logits-processors", f"{HERE}:OnlyToken", "--num-gpu-blocks-override", "256") as server:
+    with server_process(
+        tmp_path, "--logits-processors", f"{HERE}:OnlyToken", "--num-gpu-blocks-override", "256"
+    ) as server:
         client = server.client()
         asked = {"model": client.models.list().data[0].id, "prompt": "Once", "max_tokens": 3, "temperature": 0}
         answer = client.completions.create(

@@ -8,7 +8,7 @@ from quire.sample.user_processors import RowProcessor
 
 
 class OnlyToken(RowProcessor):
-    """Requests with the argument `target_token` get nothing else."""
+    """Requests with the argument `target_token` get no other token."""
 
     def __init__(self, config: EngineConfig, device) -> None:
         super().__init__(config, device)
@@ -35,7 +35,7 @@ class OnlyToken(RowProcessor):
 
 
 class NoRepeat(RowProcessor):
-    """Requests with `no_repeat` never get a token that they have, be it in the prompt or generated a step ago."""
+    """Requests with `no_repeat` never repeat a token of the prompt or the output, the last step's included."""
 
     def add_row(self, new: NewRow) -> None:
         if (new.params.extra_args or {}).get("no_repeat"):
@@ -50,7 +50,7 @@ class NoRepeat(RowProcessor):
 
 
 class Counting:
-    """Written from nothing but the interface: requests with `lead` count up from there."""
+    """Implements the interface without a base class: requests with `lead` count up from there."""
 
     changes_argmax = True
 
@@ -82,7 +82,7 @@ class Counting:
 
 
 class Panic(BaseException):
-    """What a Rust library raises."""
+    """As a Rust library raises it: no Exception."""
 
 
 class Faulty(RowProcessor):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.backends.base import Compiled
+from quire.structured_output.backends.base import CompiledGrammar
 from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.model import save_model, vocabulary_of
@@ -21,6 +21,6 @@ def vocabulary(tiny: str) -> Vocabulary:
 
 
 @pytest.fixture(scope="session")
-def compile(vocabulary: Vocabulary) -> Callable[..., Compiled]:
+def compile(vocabulary: Vocabulary) -> Callable[..., CompiledGrammar]:
     registry = BackendRegistry(lambda: vocabulary)
     return lambda **wanted: registry.compile(StructuredOutputsParams(**wanted))

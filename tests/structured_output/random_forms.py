@@ -82,7 +82,7 @@ class Grammar:
                             new.append((other, number, place + 1, began))
                 elif parts[dot] in self.rules:
                     new += [(parts[dot], i, 0, at) for i in range(len(self.rules[parts[dot]]))]
-                    # A rule that is empty has ended here before whoever asks for it now.
+                    # An empty rule may already have completed at this position.
                     if any((parts[dot], i, len(p), at) in states for i, p in enumerate(self.rules[parts[dot]])):
                         new.append((name, which, dot + 1, start))
                 else:
@@ -97,7 +97,7 @@ class Grammar:
 
 
 def _terminal(symbol: str, text: str, at: int) -> int | None:
-    """How many characters it takes there."""
+    """Number of characters it matches there."""
     if symbol.startswith('"'):
         literal = symbol[1:-1]
         return len(literal) if text.startswith(literal, at) else None
@@ -114,7 +114,7 @@ def random_grammar(rng: random.Random) -> Grammar:
         for _ in range(rng.randint(1, 3)):
             alternatives.append([_random_symbol(rng, names) for _ in range(rng.randint(1, 4))])
         rules[name] = alternatives
-    # A rule that begins with itself is nothing that every library takes, so each other begins with a terminal.
+    # Not every library accepts left recursion, so every other alternative begins with a terminal.
     for name in names:
         rules[name] = [parts if parts[0] not in names else [_random_terminal(rng), *parts] for parts in rules[name]]
     reached, todo = {"root"}, ["root"]

@@ -10,7 +10,7 @@ import jsonschema
 
 from quire import LLM, SamplingParams
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.backends.base import Compiled, GrammarError
+from quire.structured_output.backends.base import CompiledGrammar, GrammarError
 from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.walk import allowed_tokens
@@ -54,9 +54,9 @@ class Counts:
     valid: int = 0
     cut: int = 0  # by max_tokens, up to there as the grammar allows
     valid_instances: int = 0  # of the suite
-    valid_taken: int = 0
+    valid_accepted: int = 0
     invalid_instances: int = 0  # each in several spellings
-    invalid_taken: int = 0
+    invalid_accepted: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -80,7 +80,7 @@ def typed_groups() -> list[Group]:
     return found
 
 
-def compile_group(registry: BackendRegistry, group: Group, backend: str) -> Compiled | str:
+def compile_group(registry: BackendRegistry, group: Group, backend: str) -> CompiledGrammar | str:
     """The grammar, or why there is none."""
     try:
         return registry.compile(StructuredOutputsParams(json=group.schema, backend=backend))
@@ -88,20 +88,20 @@ def compile_group(registry: BackendRegistry, group: Group, backend: str) -> Comp
         return str(error)
 
 
-def check_instances(compiled: Compiled, group: Group, vocabulary: Vocabulary, counts: Counts) -> None:
+def check_instances(compiled: CompiledGrammar, group: Group, vocabulary: Vocabulary, counts: Counts) -> None:
     """No spelling of an invalid instance may pass. Valid ones may be refused: an object can be kept to its names."""
     for instance, valid in group.tests:
         if valid:
             counts.valid_instances += 1
-            counts.valid_taken += any(takes(compiled, vocabulary, text) for text in _plain(instance))
+            counts.valid_accepted += any(accepts(compiled, vocabulary, text) for text in _plain(instance))
             continue
-        taken = [text for text in spellings(instance) if takes(compiled, vocabulary, text)]
+        accepted = [text for text in spellings(instance) if accepts(compiled, vocabulary, text)]
         counts.invalid_instances += 1
-        counts.invalid_taken += bool(taken)
-        counts.wrong += [f"{group.file}: {group.name}: takes {text}" for text in taken]
+        counts.invalid_accepted += bool(accepted)
+        counts.wrong += [f"{group.file}: {group.name}: accepts {text}" for text in accepted]
 
 
-def takes(compiled: Compiled, vocabulary: Vocabulary, text: str) -> bool:
+def accepts(compiled: CompiledGrammar, vocabulary: Vocabulary, text: str) -> bool:
     matcher = compiled.matcher()
     by_byte = {token: i for i, token in enumerate(vocabulary.tokens) if len(token) == 1}
     if not all(matcher.accept(by_byte[bytes([byte])]) for byte in text.encode()):
@@ -151,7 +151,7 @@ def params(group: Group, backend: str, seed: int, vocabulary: Vocabulary) -> Sam
 
 def generate(
     llm: LLM,
-    served: Sequence[tuple[Group, Compiled]],
+    served: Sequence[tuple[Group, CompiledGrammar]],
     backend: str,
     seeds: range,
     vocabulary: Vocabulary,

@@ -19,8 +19,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "structured_output.md"
 BEGIN, END = "<!-- suite table -->", "<!-- end of suite table -->"
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 HEAD = """\
-| schemas | backend | given | accepted | refused | outputs | valid | cut by length | invalid | \
-valid instances taken | invalid instances taken |
+| schemas | backend | given | accepted | rejected | outputs | valid | cut by length | invalid | \
+valid instances accepted | invalid instances accepted |
 |---|---|---|---|---|---|---|---|---|---|---|"""
 
 
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tiny = save_model(Path(folder))
         vocabulary = vocabulary_of(tiny)
         with open_engine(tiny) as llm:
-            for name, groups in (("as they are", suite.groups()), ("with a type", suite.typed_groups())):
+            for name, groups in (("unchanged", suite.groups()), ("with a type", suite.typed_groups())):
                 for backend in BACKENDS:
                     c = count(llm, vocabulary, groups, backend, range(args.seeds))
                     refused, faulty = c.schemas - c.accepted, c.outputs - c.valid - c.cut
-                    taken = f"{c.valid_taken} of {c.valid_instances}"
+                    accepted = f"{c.valid_accepted} of {c.valid_instances}"
                     row = (name, backend, c.schemas, c.accepted, refused, c.outputs, c.valid, c.cut, faulty)
                     lines.append(
-                        f"| {' | '.join(map(str, row))} | {taken} | {c.invalid_taken} of {c.invalid_instances} |"
+                        f"| {' | '.join(map(str, row))} | {accepted} | {c.invalid_accepted} of {c.invalid_instances} |"
                     )
                     print(lines[-1], flush=True)
                     wrong += [f"{backend}: {each}" for each in c.wrong]

@@ -19,7 +19,7 @@ class Fake:
     def matcher(self) -> None: ...
 
 
-def test_the_cache_keeps_what_was_used_last() -> None:
+def test_the_cache_evicts_the_least_recently_used() -> None:
     cache = GrammarCache(max_bytes=100, max_count=3)
     for i in range(3):
         cache.put((i,), Fake(30))
@@ -94,10 +94,10 @@ for _ in range(MAX_DEPTH + 1):
         ({"json": {"enum": ["x" * MAX_TEXT]}}, "at most"),
         ({"json": {"a": object()}}, "cannot be written as JSON"),
         ({"regex": "a" * (MAX_REGEX + 1)}, f"regex has {MAX_REGEX + 1} bytes"),
-        ({"regex": ""}, "not empty"),
+        ({"regex": ""}, "non-empty string"),
         ({"regex": "\ud800"}, "surrogate"),
-        ({"choice": []}, "at least one text"),
-        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"choice": []}, "a non-empty list"),
+        ({"choice": ["a", ""]}, "non-empty strings"),
         ({"choice": ["a"] * 5000}, "at most 4096"),
         ({"grammar": "x" * (MAX_TEXT + 1)}, "grammar has"),
         ({"regex": "a", "backend": "yacc"}, "backend is 'yacc'; allowed: auto"),
@@ -127,7 +127,7 @@ def ask(compiler: GrammarCompiler, regex: str, request_id: str) -> None:
     assert compiler.request(spec.key("auto"), spec, request_id) is None
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+def test_a_grammar_without_waiting_requests_is_not_compiled() -> None:
     slow = Slow()
     compiler = GrammarCompiler(slow, seconds=60, cache_bytes=1000, num_threads=1)
     ask(compiler, "first", "a")
@@ -136,7 +136,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
         ask(compiler, "left", request_id)
     ask(compiler, "last", "d")
     for request_id in ("b", "a", "c", "unknown"):
-        compiler.forget(request_id)
+        compiler.cancel(request_id)
     slow.gate.set()
     ended = []
     while compiler.pending:
@@ -154,15 +154,15 @@ def test_the_queue_has_a_limit() -> None:
     assert slow.begun.acquire(timeout=60)
     ask(compiler, "second", "b")
     ask(compiler, "third", "c")
-    with pytest.raises(GrammarBusyError, match=r"2 grammars wait .*--structured-outputs-max-queue 2"):
+    with pytest.raises(GrammarBusyError, match=r"2 grammars are already queued .*--structured-outputs-max-queue 2"):
         ask(compiler, "fourth", "d")
     ask(compiler, "third", "e")  # needs no place of its own
-    compiler.forget("b")
+    compiler.cancel("b")
     ask(compiler, "fourth", "d")
     slow.gate.set()
 
 
-def test_a_request_does_not_wait_for_a_compiler_for_ever() -> None:
+def test_time_in_the_queue_is_limited() -> None:
     slow = Slow()
     compiler = GrammarCompiler(slow, seconds=60, cache_bytes=1000, num_threads=1, queue_seconds=0.05)
     ask(compiler, "running", "a")
@@ -176,7 +176,7 @@ def test_a_request_does_not_wait_for_a_compiler_for_ever() -> None:
     assert list(job.waiters) == ["a"] and job.compiled is not None and slow.calls == ["running"]
 
 
-def test_while_all_compilers_are_taken_up_others_hear_that_they_are_busy() -> None:
+def test_grammars_are_refused_while_all_compilers_are_stuck() -> None:
     slow = Slow()
     compiler = GrammarCompiler(slow, seconds=0.05, cache_bytes=1000, num_threads=2)
     for name in ("one", "two", "queued"):
@@ -185,6 +185,6 @@ def test_while_all_compilers_are_taken_up_others_hear_that_they_are_busy() -> No
     while len(kinds) < 3:
         kinds |= {request_id: job.error.kind for job in collect(compiler) for request_id in job.waiters}
     assert kinds == {"one": ErrorKind.INVALID, "two": ErrorKind.INVALID, "queued": ErrorKind.BUSY}
-    with pytest.raises(GrammarBusyError, match="taken up"):
+    with pytest.raises(GrammarBusyError, match="threads are busy with"):
         ask(compiler, "late", "late")
     slow.gate.set()

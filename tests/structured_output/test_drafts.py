@@ -1,4 +1,4 @@
-"""Grammars under speculation, with the verifier played by the test: drafts right and wrong, some of each taken."""
+"""Grammars under speculation, with the verifier played by the test: drafts right and wrong, some of each accepted."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Finish
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.registry import BackendRegistry
-from quire.structured_output.bits import has
+from quire.structured_output.bitmask import is_set
 from quire.structured_output.manager import StructuredOutputManager
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output.random_forms import is_small, matches_regex, random_grammar, random_regex
@@ -34,7 +34,7 @@ class Verifier:
         self.manager = StructuredOutputManager(BackendRegistry(lambda: vocabulary), vocabulary.size, compile_seconds=60)
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, list[int]] = {}
-        self.num_taken = 0  # drafts
+        self.num_accepted = 0  # drafts
         self.shadows = {}
         for index, form in enumerate(forms):
             params = SamplingParams(structured_outputs=form, min_tokens=MIN_TOKENS * (index % 2))
@@ -61,7 +61,7 @@ class Verifier:
         assert not self.manager.failures
 
     def check_masks(self) -> None:
-        """After what was rolled back, masks are those of a matcher that only ever saw what was taken."""
+        """After what was rolled back, masks are those of a matcher that only ever saw what was accepted."""
         rows = [(place, index) for place, index in enumerate(self.tokens)]
         if not rows:
             return
@@ -74,7 +74,7 @@ class Verifier:
             fresh.fill(expected)
             if len(self.tokens[index]) < MIN_TOKENS * (index % 2):
                 without_end = set(allowed_tokens(fresh, self.vocabulary)) - {self.vocabulary.end_id}
-                assert not without_end or not has(mask.bitmask[place], self.vocabulary.end_id)
+                assert not without_end or not is_set(mask.bitmask[place], self.vocabulary.end_id)
             else:
                 np.testing.assert_array_equal(mask.bitmask[place], expected)
 
@@ -95,17 +95,17 @@ class Verifier:
         return draft
 
     def _verify(self, mask: GrammarMask, first: int, draft: list[int]) -> list[int]:
-        taken: list[int] = []
+        accepted: list[int] = []
         for ahead in range(len(draft) + 1):
             scores = self.noise.normal(size=self.vocabulary.size)
             scores[self.vocabulary.end_id] += 8
             if ahead < len(draft):
                 scores[draft[ahead]] += 16
-            taken.append(self._sample(scores, mask.bitmask[first + ahead]))
-            if ahead == len(draft) or taken[-1] != draft[ahead] or taken[-1] == self.vocabulary.end_id:
+            accepted.append(self._sample(scores, mask.bitmask[first + ahead]))
+            if ahead == len(draft) or accepted[-1] != draft[ahead] or accepted[-1] == self.vocabulary.end_id:
                 break
-            self.num_taken += 1
-        return taken
+            self.num_accepted += 1
+        return accepted
 
     def _sample(self, scores: np.ndarray, row: np.ndarray) -> int:
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: self.vocabulary.size]
@@ -159,7 +159,7 @@ def test_outputs_match_whatever_is_drafted(vocabulary: Vocabulary, backend: str,
             verifier.check_masks()
     assert not verifier.manager.active and not verifier.tokens
     assert len(verifier.ended) > REQUESTS // 2
-    assert verifier.num_taken > 100 if draft_len > 1 else draft_len or not verifier.num_taken
+    assert verifier.num_accepted > 100 if draft_len > 1 else draft_len or not verifier.num_accepted
     for index, tokens in verifier.ended.items():
         text = b"".join(vocabulary.tokens[token] for token in tokens).decode()
         assert checks[index](text), (forms[index].text, text)

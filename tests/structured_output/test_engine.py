@@ -101,7 +101,7 @@ def test_every_completion_of_n_has_a_state_of_its_own(llm: LLM) -> None:
     assert len(texts) == 5 and all(re.fullmatch("[a-h]{12}", text) for text in texts)
 
 
-def test_preempted_requests_go_on_where_they_were(tiny: str, llm: LLM) -> None:
+def test_preempted_requests_resume_their_grammar(tiny: str, llm: LLM) -> None:
     wanted = [params(seed, regex="([a-d][0-9]){30}") for seed in range(6)]
     expected = [output.outputs[0].token_ids for output in run(llm, wanted)]
     with engine(tiny, num_gpu_blocks_override=18, max_num_seqs=6) as small:
@@ -143,7 +143,7 @@ def test_limits_and_ends(llm: LLM) -> None:
     assert late.text.startswith("x") and len(late.token_ids) > 4  # stop strings count after min_tokens
 
 
-def test_a_wrong_schema_ends_its_own_request(llm: LLM) -> None:
+def test_an_invalid_schema_fails_only_its_request(llm: LLM) -> None:
     wrong, right, free = run(llm, [params(json={"type": "strnig"}), params(json=SCHEMAS["enum"]), FREE])
     assert (
         wrong.outputs[0].finish_reason == "error" and "structured_outputs: " in wrong.error and "strnig" in wrong.error
@@ -176,7 +176,7 @@ def step_until(llm: LLM, done: Callable[[], object]) -> list[RequestOutput]:
     return found
 
 
-def test_nobody_waits_for_anothers_compiler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_do_not_wait_for_other_grammars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
     llm.llm_engine.add_request("slow", PROMPT, params(regex="never[a-z]seen"))
     assert len(run(llm, [FREE])[0].outputs[0].token_ids) == FREE.max_tokens
@@ -241,7 +241,7 @@ def test_aborting_while_it_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert not core.grammars.pending and not core.grammars.active
 
 
-def test_the_first_of_n_may_go_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_n_may_be_aborted_while_the_grammar_compiles(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
     llm.llm_engine.add_request("n", PROMPT, params(regex="sib[a-z]ling", n=2))
     step_until(llm, gate.entered.is_set)
@@ -260,14 +260,14 @@ def test_a_compile_has_a_time_limit(tiny: str, monkeypatch: pytest.MonkeyPatch) 
         assert all("more than 0.05 seconds" in output.error for output in slow[:2]) and slow[2].error is None
         assert core.grammars.compiler.num_stuck == 2
         [busy] = run(llm, [params(regex="next")])
-        assert busy.error_kind == ErrorKind.BUSY and "all compilers are taken up" in busy.error
+        assert busy.error_kind == ErrorKind.BUSY and "all compiler threads are busy" in busy.error
         assert not core.has_unfinished()
         gate.open.set()
         step_until(llm, lambda: core.grammars.compiler.collect() is not None and not core.grammars.compiler.num_stuck)
         assert run(llm, [params(regex="slow")])[0].outputs[0].text == "slow"
 
 
-def test_reasoning_is_free_and_the_answer_is_not(llm: LLM) -> None:
+def test_reasoning_is_unconstrained_and_the_output_is_not(llm: LLM) -> None:
     from quire.sampling_params import ReasoningTokens
 
     end = llm.llm_engine.tokenizer.encode("12", add_special_tokens=False)

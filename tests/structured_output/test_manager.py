@@ -1,4 +1,4 @@
-"""Whatever a grammar library raises fails the request whose grammar it is, and no other."""
+"""An exception in a grammar library fails only the request with that grammar."""
 
 import logging
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class Registry:
         self.vocabulary = vocabulary
         self.grammars = grammars
 
-    def asked(self, spec: StructuredOutputsParams) -> str:
+    def backend_name(self, spec: StructuredOutputsParams) -> str:
         return "auto"
 
     def compile(self, spec: StructuredOutputsParams) -> Any:
@@ -100,14 +100,14 @@ def test_one_request_fails_alone(
     assert again is not None and again.places.tolist() == [0, 2]
 
 
-def test_a_librarys_own_word_is_for_the_client(vocabulary: Vocabulary) -> None:
+def test_grammar_errors_are_reported_to_the_client(vocabulary: Vocabulary) -> None:
     manager = started(vocabulary, {"wrong": Fragile({"fill": GrammarError("it became too complex")})})
     manager.fill([(0, 0)])
     assert manager.failures[0].error.kind == ErrorKind.INVALID
     assert manager.failures[0].error.message == "structured_outputs: it became too complex"
 
 
-def test_an_interrupt_is_nobodys_failure(vocabulary: Vocabulary) -> None:
+def test_an_interrupt_fails_no_request(vocabulary: Vocabulary) -> None:
     manager = started(vocabulary, {"a": Fragile({"fill": KeyboardInterrupt()})})
     with pytest.raises(KeyboardInterrupt):
         manager.fill([(0, 0)])

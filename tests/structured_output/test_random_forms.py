@@ -108,7 +108,7 @@ def test_all_grammars(llm: LLM, vocabulary: Vocabulary, backend: str) -> None:
     check(llm, vocabulary, forms, least_whole=0.6)
 
 
-def test_the_independent_word_can_say_no() -> None:
+def test_the_reference_matcher_can_reject() -> None:
     for grammar in GRAMMARS:
         assert not grammar.matches("") and not grammar.matches("~")
     sums = Grammar({"root": [["t"], ["t", '"+"', "root"]], "t": [["[0-9]"], ['"("', "root", '")"']]})

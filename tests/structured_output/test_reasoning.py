@@ -18,27 +18,27 @@ def gate(open: bool | None, start: tuple[int, ...] = (9,)) -> ReasoningGate:
     return ReasoningGate(ReasoningTokens(start=list(start), end=[1, 2, 3], open=open), TEXTS.__getitem__)
 
 
-def taken(one: ReasoningGate, tokens: list[int]) -> int:
+def count_consumed(one: ReasoningGate, tokens: list[int]) -> int:
     """How many tokens are not the grammar's."""
-    return sum(one.takes(token) for token in tokens)
+    return sum(one.consumes(token) for token in tokens)
 
 
 def test_inside_until_the_end_tag_however_it_is_spelled() -> None:
-    assert taken(gate(True), [5, 1, 1, 2, 3, 5, 5]) == 5
-    assert taken(gate(True), [5, 1, 2, 4, 5]) == 4
-    assert taken(gate(True), [5, 1, 2, 5]) == 4
+    assert count_consumed(gate(True), [5, 1, 1, 2, 3, 5, 5]) == 5
+    assert count_consumed(gate(True), [5, 1, 2, 4, 5]) == 4
+    assert count_consumed(gate(True), [5, 1, 2, 5]) == 4
 
 
 def test_the_model_may_begin_to_reason() -> None:
     one = gate(None)
     assert one.start == 9 and not one.inside
-    assert taken(one, [9, 5, 1, 2, 3, 5]) == 5
+    assert count_consumed(one, [9, 5, 1, 2, 3, 5]) == 5
     one = gate(None)
-    assert taken(one, [5, 9, 5]) == 0 and one.start is None
+    assert count_consumed(one, [5, 9, 5]) == 0 and one.start is None
 
 
 def test_no_reasoning() -> None:
-    assert gate(False).start is None and taken(gate(False), [9, 5]) == 0
+    assert gate(False).start is None and count_consumed(gate(False), [9, 5]) == 0
     assert gate(None, start=(1, 5)).start is None  # its first token may begin an answer
 
 
@@ -50,7 +50,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("open", [True, None])
-def test_what_comes_after_the_reasoning_matches(llm: LLM, open: bool | None) -> None:
+def test_output_after_the_reasoning_matches(llm: LLM, open: bool | None) -> None:
     tokenizer = llm.get_tokenizer()
     (start,), (end,) = (tokenizer.encode(text, add_special_tokens=False) for text in ('{"', "\n\n"))
     params = [
@@ -80,7 +80,7 @@ def test_what_comes_after_the_reasoning_matches(llm: LLM, open: bool | None) -> 
     assert thought == len(params) if open else 0 < thought < len(params)
 
 
-def test_an_answer_cannot_end_within_its_reasoning(llm: LLM) -> None:
+def test_output_cannot_end_within_the_reasoning(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     (start,), (end,) = (tokenizer.encode(text, add_special_tokens=False) for text in ('{"', "\n\n"))
     params = SamplingParams(

@@ -6,14 +6,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.structured_output.backends.base import Compiled, GrammarError
+from quire.structured_output.backends.base import CompiledGrammar, GrammarError
 from quire.structured_output.schema.metaschema import schema_fault, tag_fault
 from quire.structured_output.schema.regexes import expanded_length
-from quire.structured_output.schema.schemas import outside_guidance, outside_xgrammar
+from quire.structured_output.schema.supported import schema_unsupported_by_xgrammar, unsupported_by_guidance
 from tests.structured_output import suite
 from tests.structured_output.cases import SCHEMAS, UNSUPPORTED
 
-Compile = Callable[..., Compiled]
+Compile = Callable[..., CompiledGrammar]
 
 
 @pytest.mark.parametrize("multiple", [2**24, 2**31, 81_920_000, 0.16777216])
@@ -23,8 +23,8 @@ def test_multiples_that_compile_for_minutes_are_refused(compile: Compile, multip
 
 
 @pytest.mark.parametrize("multiple", [4, 10_000, 10**6, 0.01, 0.0001])
-def test_others_are_not(multiple: float) -> None:
-    assert outside_guidance({"type": "number", "multipleOf": multiple}) is None
+def test_other_multiples_are_supported(multiple: float) -> None:
+    assert unsupported_by_guidance({"type": "number", "multipleOf": multiple}) is None
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_others_are_not(multiple: float) -> None:
     ],
 )
 def test_a_keyword_of_a_wrong_kind_is_a_reason_to_refuse(schema: dict[str, Any]) -> None:
-    assert outside_xgrammar(schema) is not None
+    assert schema_unsupported_by_xgrammar(schema) is not None
 
 
 def test_outlines_refuses_lengths_that_double_its_time_with_each_character(compile: Compile) -> None:
@@ -58,17 +58,17 @@ def test_outlines_refuses_lengths_that_double_its_time_with_each_character(compi
         ("a{0}*", 1),
     ],
 )
-def test_repeats_count_as_often_as_they_may_come(regex: str, length: int) -> None:
+def test_repeats_count_with_their_maximum(regex: str, length: int) -> None:
     assert expanded_length(regex) == length
 
 
 @pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
-def test_repeats_of_repeats_are_refused_where_all_states_are_made(compile: Compile, backend: str) -> None:
-    with pytest.raises(GrammarError, match="when written out are not supported"):
+def test_nested_repeats_are_refused_by_backends_that_create_all_states(compile: Compile, backend: str) -> None:
+    with pytest.raises(GrammarError, match="repeats that expand it to more than"):
         compile(regex="((a{0,10000}){0,1000}){0,1000}", backend=backend)
 
 
-def test_an_enum_that_is_none(compile: Compile) -> None:
+def test_an_invalid_enum(compile: Compile) -> None:
     with pytest.raises(GrammarError):
         compile(json={"enum": 5}, backend="outlines")
 
@@ -98,7 +98,7 @@ INVALID: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", INVALID, ids=str)
-def test_what_is_no_json_schema_is_refused_even_where_it_cannot_matter(schema: dict[str, Any]) -> None:
+def test_invalid_keywords_are_refused_even_without_effect(schema: dict[str, Any]) -> None:
     fault = schema_fault(schema)
     assert fault is not None and "it must be" in fault
     with pytest.raises(jsonschema.SchemaError) as refused:

@@ -7,10 +7,10 @@ import re
 import jsonschema
 import pytest
 
-from quire.structured_output.bits import has
+from quire.structured_output.bitmask import is_set
 from quire.structured_output.schema.formats import PATTERNS
-from quire.structured_output.schema.property_names import NameSpelling, Place
-from quire.structured_output.schema.simplify import simpler
+from quire.structured_output.schema.property_names import JsonPosition, PropertyNameMask
+from quire.structured_output.schema.simplify import simplify
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output import suite
 from tests.structured_output.cases import SCHEMAS, UNSUPPORTED
@@ -38,16 +38,16 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("schema", "expected"), CHANGED)
-def test_what_becomes_of_it(schema: dict, expected: object) -> None:
+def test_simplified_forms(schema: dict, expected: object) -> None:
     before = json.dumps(schema)
-    assert simpler(schema) == expected
+    assert simplify(schema) == expected
     assert json.dumps(schema) == before
 
 
-def test_the_suite_says_the_same_of_simpler_schemas() -> None:
+def test_the_suite_agrees_with_simplified_schemas() -> None:
     changed = 0
     for group in suite.groups():
-        small = simpler(group.schema)
+        small = simplify(group.schema)
         changed += small != group.schema
         if small == group.schema or "format" in group.file:
             continue
@@ -66,7 +66,7 @@ def test_the_suite_says_the_same_of_simpler_schemas() -> None:
 
 def test_cases_that_change_stay_valid_schemas() -> None:
     for schema in (*SCHEMAS.values(), *UNSUPPORTED.values()):
-        jsonschema.Draft202012Validator.check_schema(simpler(schema))
+        jsonschema.Draft202012Validator.check_schema(simplify(schema))
 
 
 def test_dates_are_those_of_the_calendar() -> None:
@@ -83,17 +83,17 @@ def test_dates_are_those_of_the_calendar() -> None:
                     assert pattern.search(text), text
 
 
-def test_where_names_are() -> None:
+def test_positions_of_property_names() -> None:
     text = rb'{"a\"": ["x", {"b": "c"}, "d"], "e": 1}'
-    names = "".join(chr(byte) if Place().after(text[:i]).in_name else "." for i, byte in enumerate(text))
+    names = "".join(chr(byte) if JsonPosition().after(text[:i]).in_name else "." for i, byte in enumerate(text))
     assert names.replace(".", "") == r'a\""b"e"'
 
 
 def test_names_hold_no_escaped_letters(vocabulary: Vocabulary) -> None:
-    spelling = NameSpelling(vocabulary)
+    spelling = PropertyNameMask(vocabulary)
     u, escape = (vocabulary.tokens.index(char) for char in (b"u", b"\\"))
-    name, value = Place().after(b'{"'), Place().after(b'{"a":"')
-    assert has(spelling.allowed(name), escape) and has(spelling.allowed(name), u)
-    assert not has(spelling.allowed(name.after(b"\\")), u)
-    assert has(spelling.allowed(name.after(rb"\\")), u)
-    assert has(spelling.allowed(value.after(b"\\")), u)
+    name, value = JsonPosition().after(b'{"'), JsonPosition().after(b'{"a":"')
+    assert is_set(spelling.allowed(name), escape) and is_set(spelling.allowed(name), u)
+    assert not is_set(spelling.allowed(name.after(b"\\")), u)
+    assert is_set(spelling.allowed(name.after(rb"\\")), u)
+    assert is_set(spelling.allowed(value.after(b"\\")), u)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from quire.structured_output.backends.base import Compiled, Matcher
+from quire.structured_output.backends.base import CompiledGrammar, Matcher
 from quire.structured_output.vocabulary import Vocabulary
 
 CLOSING = (b'"', b"}", b"]", b'"}', b"}}", b")", b",")
@@ -16,7 +16,9 @@ def allowed_tokens(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
 
 
-def draw(compiled: Compiled, vocabulary: Vocabulary, rng: random.Random, most: int = 3000, draft: int = 0) -> str:
+def draw(
+    compiled: CompiledGrammar, vocabulary: Vocabulary, rng: random.Random, most: int = 3000, draft: int = 0
+) -> str:
     """One output. Tokens that close something are preferred now and then, so that it ends. With `draft`, up to so many
     tokens are accepted ahead of each and rolled back, as under speculation."""
     matcher = compiled.matcher()

@@ -1,4 +1,4 @@
-"""Captured steps without a device: what becomes of a capture that fails."""
+"""Captured steps without a device: recovery from a capture that fails."""
 
 import contextlib
 import logging
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.counters import zeroed_counters
+from quire.kernels.workspace import Workspace
 from quire.worker.graphs import StepGraphs
 
 CPU = torch.device("cpu")
 ROWS = np.arange(2, dtype=np.int32)
-PREFIX = 512  # a step of another kind than those captured at start-up
+PREFIX = 512  # steps with a shared prefix are not captured at start-up
 
 
 class FakeStream:
@@ -52,7 +52,8 @@ def main_stream(monkeypatch):
 
 
 def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
-    counters, tried = zeroed_counters(2, CPU), []
+    workspace, tried = Workspace(CPU), []
+    counters = workspace.new_counters(2)
 
     def compute(key, buffers):
         if key.shared_prefix and FakeGraph.capturing:
@@ -61,7 +62,7 @@ def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
             raise torch.OutOfMemoryError("no memory")
         return torch.zeros(key.num_rows, 8)
 
-    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU)
+    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU, workspace.reset)
     graphs.capture_at_start()
     assert graphs.run_decode(ROWS, 0) is not None
     side = graphs._stream
@@ -69,10 +70,10 @@ def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
         assert [graphs.run_decode(ROWS, PREFIX) for _ in range(5)] == [None] * 5
     assert len(tried) == 1 and len(caplog.records) == 1 and "no memory" in caplog.text
     assert main_stream.waited_for[-1] is side and not FakeGraph.capturing and not counters.any()
-    assert graphs.run_decode(ROWS, 0) is not None  # other graphs go on
+    assert graphs.run_decode(ROWS, 0) is not None  # other graphs still work
 
 
-def test_the_error_of_a_failed_capture_is_the_first_one(main_stream, caplog, monkeypatch):
+def test_a_failed_capture_reports_the_first_error(main_stream, caplog, monkeypatch):
     def capture_end(self):
         FakeGraph.capturing = False
         raise RuntimeError("the capture was invalidated")
@@ -82,7 +83,7 @@ def test_the_error_of_a_failed_capture_is_the_first_one(main_stream, caplog, mon
             raise RuntimeError("an operation that cannot be captured")
         return torch.zeros(key.num_rows, 8)
 
-    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU)
+    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU, lambda: None)
     monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
     with caplog.at_level(logging.WARNING, "quire"):
         assert [graphs.run_decode(ROWS, PREFIX) for _ in range(3)] == [None] * 3

@@ -3,7 +3,7 @@ from tests.tiny_models import save_tiny
 
 
 class NoGraphs:
-    """Is asked for a graph, and has none."""
+    """Has no graph for any step."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -15,7 +15,7 @@ class NoGraphs:
         self.asked.append("mixed")
 
 
-def test_only_steps_that_score_a_prompt_stay_off_the_graphs(tmp_path):
+def test_only_steps_with_prompt_logprobs_stay_off_the_graphs(tmp_path):
     save_tiny("qwen3", tmp_path)
     arguments = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}
     prompt, params = list(range(3, 12)), SamplingParams(max_tokens=5, ignore_eos=True, prompt_logprobs=1)
@@ -24,5 +24,5 @@ def test_only_steps_that_score_a_prompt_stay_off_the_graphs(tmp_path):
         runner.graphs = graphs = NoGraphs()
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     assert len(output.prompt_logprobs) == len(prompt) and all(output.prompt_logprobs[1:])
-    # The prompt takes three steps, of which the last has one token and none to score.
+    # The prompt takes three steps, of which the last has one token and needs no logprobs.
     assert graphs.asked == ["decode"] * 5

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from quire.kernels.counters import zeroed_counters
+from quire.kernels.workspace import SharedWorkspace, reset_shared_workspaces
 from quire.messages.plan import DeviceLostError
 from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
@@ -9,25 +9,32 @@ from quire.worker.transfer import Pending
 CPU = torch.device("cpu")
 
 
+class CountingWorkspace(SharedWorkspace):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.arrived = self.new_counters(4)
+
+
 def test_counters_are_zero_again_after_a_failed_step():
-    counters = zeroed_counters(4, CPU)
+    counters = CountingWorkspace.of(CPU).arrived
+    assert CountingWorkspace.of(CPU).arrived is counters
     counters[2] = 7  # a launch counted, and the one that would have counted down never came
-    Recovery(CPU).after(RuntimeError("no memory for what lies between"))
+    Recovery(CPU, reset_shared_workspaces).after(RuntimeError("no memory for what lies between"))
     assert counters.tolist() == [0, 0, 0, 0]
 
 
-def test_a_device_that_computes_no_more_is_told_from_a_failed_step():
-    def answers() -> None: ...
+def test_a_lost_device_is_distinguished_from_a_failed_step():
+    def alive() -> None: ...
 
     def dead() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    Recovery(CPU, answers).after(ValueError("one step"))
-    with pytest.raises(DeviceLostError, match="computes no more: ValueError: one step"):
-        Recovery(CPU, dead).after(ValueError("one step"))
+    Recovery(CPU, alive, alive).after(ValueError("one step"))
+    with pytest.raises(DeviceLostError, match="no longer computes: ValueError: one step"):
+        Recovery(CPU, alive, dead).after(ValueError("one step"))
 
 
-def test_a_failure_that_shows_in_the_result_is_looked_into():
+def test_on_failure_is_called_for_an_error_of_the_result():
     def broken() -> None:
         raise RuntimeError("late")
 

@@ -1,1 +1,1 @@
-"""What this project measures itself by: the card of reference numbers, soak and chaos, host time. Not for users."""
+"""Benchmarks for Quire's own development: the card of reference numbers, soak and chaos, host time."""

@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct on two cores of a Xeon with AVX-512 and AMX; medians of three runs; vLLM in process, llama.cpp
 through its server. A machine without AMX has a fraction of that GEMM rate, so ratios to these are printed on such a
-machine alone (`taken_on`).
+machine alone (`measured_on`).
 """
 
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 MACHINE = "two cores of a Xeon with AMX"
 
 
-def taken_on(cpu: str, cores: int, has_amx: bool) -> bool:
-    """Whether the CPU figures were taken on such a machine; a ratio to them on another would say nothing."""
+def measured_on(cpu: str, cores: int, has_amx: bool) -> bool:
+    """Whether the CPU figures are from this kind of machine; ratios on another would be meaningless."""
     return "Xeon" in cpu and cores == 2 and has_amx
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure of `quire bench card` is held against: other engines, the hardware's limit, our own goals."""
+    """What a figure of `quire bench card` is compared with: other engines, the hardware's limit, our own goals."""
 
     vllm: float | None = None
     llama_cpp: float | None = None

@@ -1,7 +1,7 @@
-"""`quire bench core`: what the host spends on a steady decode step, with the model left out.
+"""`quire bench core`: the host's time for a steady decode step, without the model.
 
-Measured apart: the core (`schedule` and `update_from_output`, with a stand-in that answers every plan with random token
-ids) and the front end (`OutputProcessor.process`, detokenization included).
+Measured separately: the core (`schedule` and `update_from_output`, with a fake runner that samples random token ids)
+and the front end (`OutputProcessor.process`, detokenization included).
 """
 
 import argparse
@@ -70,8 +70,8 @@ def counts(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     longest = PROMPT_LENS[1] + WARM_UP_STEPS + args.steps + max(args.depth) + 1
     if longest > MAX_MODEL_LEN:
-        most = MAX_MODEL_LEN - longest + args.steps
-        raise ValueError(f"--steps is {args.steps}; at most {most}, so that no request reaches {MAX_MODEL_LEN} tokens")
+        limit = MAX_MODEL_LEN - longest + args.steps
+        raise ValueError(f"--steps is {args.steps}; at most {limit}, so that no request reaches {MAX_MODEL_LEN} tokens")
     tokenizer = embedded_or_named(args.model)
     cold = np.ones(COLD_MIB << 17) if args.cold else None
 
@@ -101,7 +101,7 @@ def embedded_or_named(model: str | None) -> Tokenizer:
 
 @dataclass(frozen=True)
 class StepTimes(Metric):
-    """Microseconds, a value per step; too many to list, so the report holds what sums them up."""
+    """Microseconds, a value per step; the report holds summary statistics only."""
 
     by_blocks: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ class StepTimes(Metric):
             line += f", growth {self.growth:.2f})"
         if self.by_blocks:
             shown = (f"{name}: {facts['median']:.0f} us × {facts['steps']}" for name, facts in self.by_blocks.items())
-            line += f"\n    by blocks handed out or registered: {', '.join(shown)}"
+            line += f"\n    by blocks allocated or registered: {', '.join(shown)}"
         return line
 
 
@@ -160,7 +160,7 @@ def core_metrics(num_requests: int, depth: int, steps: int, cold: np.ndarray | N
 def core_steps(
     num_requests: int, depth: int, steps: int, cold: np.ndarray | None = None
 ) -> Iterator[tuple[float, float, int]]:
-    """Per step: seconds of schedule and of update_from_output, and how many blocks were handed out or registered."""
+    """Per step: seconds of schedule and of update_from_output, and the number of blocks allocated or registered."""
     rng = np.random.default_rng(0)
     scheduler = _busy_scheduler(num_requests, rng)
     pool = scheduler.kv.pool
@@ -176,7 +176,7 @@ def core_steps(
         if len(in_flight) <= depth:
             continue
         oldest = in_flight.popleft()
-        output = _stand_in(oldest, rng)
+        output = _fake_output(oldest, rng)
         _evict(cold)
         begin = time.perf_counter()
         scheduler.update_from_output(oldest, output)
@@ -186,7 +186,7 @@ def core_steps(
 
 
 def by_blocks(blocks: np.ndarray, seconds: np.ndarray, width: int) -> dict[str, dict[str, float]]:
-    """Steps sorted into buckets of `width` blocks, since blocks are what is handled one by one."""
+    """Steps in buckets of `width` blocks, since the cost depends on the blocks handled one by one."""
     buckets = {}
     for low in np.unique(blocks.astype(int) // width * width).tolist():
         chosen = seconds[(blocks >= low) & (blocks < low + width)]
@@ -196,7 +196,7 @@ def by_blocks(blocks: np.ndarray, seconds: np.ndarray, width: int) -> dict[str, 
 
 
 def _busy_scheduler(num_requests: int, rng: np.random.Generator) -> Scheduler:
-    """One that can run all requests at once, to the end, without ever being short of blocks."""
+    """A scheduler that runs all requests at once without preemption."""
     group = KVCacheGroup((0,), KVCacheSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype_bytes=2))
     blocks = num_requests * (MAX_MODEL_LEN // BLOCK_SIZE)
     scheduler = Scheduler(
@@ -218,13 +218,13 @@ def _request(index: int, prompt: np.ndarray, params: SamplingParams) -> EngineCo
         index=index,
         prompt_token_ids=prompt,
         params=params,
-        eos_token_ids=(2,),  # below the ids that are drawn: looked for, never found
+        eos_token_ids=(2,),  # below the drawn ids: checked, never hit
         seed=index,
         arrival_time=0.0,
     )
 
 
-def _stand_in(plan: SchedulerOutput, rng: np.random.Generator) -> ModelRunnerOutput:
+def _fake_output(plan: SchedulerOutput, rng: np.random.Generator) -> ModelRunnerOutput:
     count = len(plan.rows)
     return ModelRunnerOutput(_token_ids(rng, count)[:, None], np.ones(count, np.int32))
 
@@ -244,7 +244,7 @@ def front_end_metrics(tokenizer: Tokenizer, num_requests: int, steps: int, cold:
 def front_end_steps(
     tokenizer: Tokenizer, num_requests: int, kind: RequestOutputKind, steps: int, cold: np.ndarray | None = None
 ) -> Iterator[float]:
-    """Seconds of each step in which every request gets a token, and then of one in which all of them end."""
+    """Seconds of each step in which every request gets a token, then of one in which all finish."""
     rng = np.random.default_rng(0)
     limit = min(tokenizer.vocab_size, CPU_TOKEN_ID_LIMIT)
     processor = OutputProcessor(tokenizer)
@@ -255,7 +255,7 @@ def front_end_steps(
     pieces = tokenizer.pieces(params.skip_special_tokens)
     if pieces is not None:
         for token in range(limit):
-            _ = pieces[token]  # filled on first use, which a steady step is past
+            _ = pieces[token]  # filled lazily; a steady step finds them filled
     for step in range(-WARM_UP_STEPS, steps + 1):
         reason = FinishReason.LENGTH if step == steps else FinishReason.NONE
         outputs = EngineCoreOutputs(

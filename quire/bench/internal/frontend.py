@@ -1,6 +1,6 @@
-"""How many tokens one API process can stream: the whole HTTP server around an engine without a model.
+"""Tokens per second that one API process can stream: the whole HTTP server on an engine without a model.
 
-The client is another process and does no more than count events. One event per token, detokenization included.
+The client is another process that only counts events. One event per token, detokenization included.
 
     python -m quire.bench.internal.frontend --streams 64 --tokens 2000
 """
@@ -38,19 +38,19 @@ def parser() -> FlagParser:
     parser.add_argument("--tokens", type=positive, default=2000, metavar="N", help="per stream (default: 2000)")
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="rounds to measure (default: 3)")
     parser.add_argument("--api", choices=tuple(PATHS), default="chat", help="which endpoint (default: chat)")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes; slows it down")
+    parser.add_argument("--profile", action="store_true", help="print a profile; slows it down")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 @dataclass
 class Round:
-    """Of all streams together; times in seconds."""
+    """Totals of all streams; times in seconds."""
 
     tokens: int
     wall: float
     cpu: float
-    steps: float  # of the stand-in and of output processing, out of `cpu`
+    steps: float  # of the stub engine and output processing; part of `cpu`
 
 
 class TimedEngine(StubEngine):
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
     assert engine.tokenizer is not None
     rng = np.random.default_rng(0)
     plain = [i for i in range(engine.tokenizer.vocab_size) if engine.tokenizer.token_bytes(i).isascii()]
-    ordinary = [i for i in plain if i not in engine.tokenizer.special_ids]  # each a whole text, so each an event
+    ordinary = [i for i in plain if i not in engine.tokenizer.special_ids]  # each is a whole text, so each is an event
     engine.rule = cycle(rng.choice(ordinary, 4096).tolist())
     config = ServerConfig(port=0, access_log=False)
     profile = cProfile.Profile() if args.profile else None
@@ -95,12 +95,12 @@ def measure(
     client = multiprocessing.get_context("spawn").Process(target=drive, args=(far, address, PATHS[args.api]))
     rounds: list[Round] = []
 
-    def answer() -> tuple[int, float]:
+    def client_result() -> tuple[int, float]:
         if not near.poll(ROUND_SECONDS):
             raise TimeoutError(f"the client did not finish within {ROUND_SECONDS} s")
         return near.recv()
 
-    async def conduct() -> None:
+    async def run_client() -> None:
         try:
             await rounds_of_client()
         finally:
@@ -108,16 +108,16 @@ def measure(
             client.terminate()
 
     async def rounds_of_client() -> None:
-        ask = asyncio.to_thread
-        await ask(client.start)
+        in_thread = asyncio.to_thread
+        await in_thread(client.start)
         near.send((args.streams, WARM_UP_TOKENS))
-        await ask(answer)
+        await in_thread(client_result)
         for _ in range(args.repeat):
             steps, cpu = engine.step_time, time.process_time()
             if profile is not None:
                 profile.enable()
             near.send((args.streams, args.tokens))
-            events, wall = await ask(answer)
+            events, wall = await in_thread(client_result)
             if profile is not None:
                 profile.disable()
             cpu = time.process_time() - cpu
@@ -129,7 +129,7 @@ def measure(
     server = Server(
         build_app(engine, config, engine.config),
         config,
-        ready=lambda: tasks.append(asyncio.get_running_loop().create_task(conduct())),
+        ready=lambda: tasks.append(asyncio.get_running_loop().create_task(run_client())),
     )
     server.run(sockets=[sock])
     client.join(10)
@@ -141,7 +141,7 @@ def measure(
 
 
 class Counter(asyncio.Protocol):
-    """Counts what begins an event that carries text, and looks for the end."""
+    """Counts events with text, and detects the end of the stream."""
 
     def __init__(self, request: bytes) -> None:
         self.request = request
@@ -153,7 +153,7 @@ class Counter(asyncio.Protocol):
         transport.write(self.request)  # type: ignore[attr-defined]  # uvloop's is no asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
-        self.events += data.count(b'"finish_reason":null')  # a chunk of HTTP is one write, and whole
+        self.events += data.count(b'"finish_reason":null')  # a chunk is one write, never split
         self.tail = (self.tail + data)[-32:]
         if b"[DONE]" in self.tail and not self.done.done():
             self.done.set_result(None)

@@ -1,6 +1,6 @@
-"""`quire bench http`: the same requests offline and over HTTP, in turn, and what the API process costs.
+"""`quire bench http`: the same requests offline and over HTTP, alternating, and the API process's CPU time.
 
-Both engines stay loaded, each as its users have it; the one that is not measured sleeps. The offline side does not
+Both engines stay loaded; the one that is not measured is idle. The offline side does not
 detokenize, the server does.
 """
 
@@ -13,7 +13,7 @@ from quire.bench.machine import describe_machine
 from quire.bench.processes import Process, cpu_seconds, server_processes
 from quire.bench.report import Metric, Report
 from quire.bench.serve_child import serving
-from quire.bench.serve_client import Request, Target, ask
+from quire.bench.serve_client import Request, Target, fetch
 from quire.bench.serve_drive import Plan, drive
 from quire.bench.serve_stats import summarize
 from quire.bench.workloads import CPU_SHAPES, Shape, Workload, random_workload
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
             for repetition in range(args.repetitions):
                 workload = random_workload("throughput", repetition, shape, args.token_id_limit)
                 llm.reset_prefix_cache()
-                asyncio.run(ask(target, "POST", "/reset_prefix_cache"))
-                # Whatever drifts, a processor's clock or a neighbour's load, meets both sides equally often first.
+                asyncio.run(fetch(target, "POST", "/reset_prefix_cache"))
+                # Alternate the order, so that drift of the machine affects both sides equally.
                 for side in ("offline", "http") if repetition % 2 == 0 else ("http", "offline"):
                     if side == "offline":
                         offline.append(workload.num_output_tokens / timed_generate(llm, workload))
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def stream(
     target: Target, workload: Workload, processes: list[Process] | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Output tokens per second of all requests at once, and the processor time of each kind of process."""
+    """Output tokens per second of all requests at once, and the CPU seconds by process role."""
     common = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     bodies = [
         {"prompt": prompt, "max_tokens": length, **common}
@@ -91,7 +91,7 @@ def stream(
     cost = {role: cpu_seconds(processes or [], role) - spent for role, spent in before.items()}
     if stats.errors or stats.output_tokens != workload.num_output_tokens:
         raise ValueError(
-            f"{stats.output_tokens} tokens came instead of {workload.num_output_tokens}, so the rate would be wrong; "
+            f"{stats.output_tokens} tokens instead of {workload.num_output_tokens}, so the rate would be wrong; "
             f"errors: {stats.errors or 'none'}"
         )
     return stats.output_tokens / stats.duration, cost

@@ -1,4 +1,4 @@
-"""An AsyncEngine without a model: real input and output processing around tokens that come from a rule.
+"""An AsyncEngine without a model: real input and output processing around tokens given by a rule.
 
 For measuring the front end alone, and for testing the server.
 """
@@ -21,12 +21,11 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.load import load_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
-Rule = Callable[[EngineCoreRequest, int], int]  # the token after so many have been generated
+Rule = Callable[[EngineCoreRequest, int], int]  # the token after the given number of generated ones
 
 
 class StubEngine:
-    """Every request gets one token a step, and a step comes after every round of the event loop, or every
-    `step_seconds`."""
+    """Every request gets one token per step, at each iteration of the event loop or every `step_seconds`."""
 
     def __init__(self, rule: Rule, step_seconds: float = 0.0, config: EngineConfig | None = None) -> None:
         self.config, checkpoint = resolve_config(config or EngineConfig())
@@ -40,7 +39,7 @@ class StubEngine:
         self.input_processor = InputProcessor(self.config, self.max_model_len, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.dead: str | None = None
-        self.running: dict[str, tuple[EngineCoreRequest, int]] = {}  # and how many tokens it has
+        self.running: dict[str, tuple[EngineCoreRequest, int]] = {}  # with the number of generated tokens
         self.streams: dict[str, OutputStream] = {}
         self.aborted: list[str] = []
         self._loop_task: asyncio.Task[None] | None = None
@@ -49,11 +48,11 @@ class StubEngine:
         self, prompt: Prompt | ParsedPrompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.check_health()
-        parsed, asked = self.input_processor.process(request_id, prompt, sampling_params, priority=priority)
-        self.output_processor.add(request_id, parsed.text, parsed.token_ids, asked)
+        parsed, core_request = self.input_processor.process(request_id, prompt, sampling_params, priority=priority)
+        self.output_processor.add(request_id, parsed.text, parsed.token_ids, core_request)
         stream = OutputStream(sampling_params.output_kind == RequestOutputKind.DELTA)
         self.streams[request_id] = stream
-        self.running |= {request.request_id: (request, 0) for request in asked.sequences()}
+        self.running |= {request.request_id: (request, 0) for request in core_request.sequences()}
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.get_running_loop().create_task(self._steps())
         finished = False
@@ -155,7 +154,7 @@ class StubEngine:
 
 
 def cycle(token_ids: list[int]) -> Rule:
-    """Each request goes round these tokens, beginning at its prompt's length."""
+    """Each request cycles through these tokens, starting at its prompt's length."""
 
     def rule(request: EngineCoreRequest, count: int) -> int:
         return token_ids[(len(request.prompt_token_ids) + count) % len(token_ids)]

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as the command line talks to it, with nothing but the standard library's HTTP."""
+"""A client for OpenAI-compatible servers, on the standard library's HTTP alone."""
 
 import argparse
 import http.client
@@ -21,13 +21,13 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 KEY_VARIABLES = (QUIRE_API_KEY, OPENAI_API_KEY)
 KEY_SOURCES = " or ".join(variable.name for variable in KEY_VARIABLES)
 CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 600.0
+READ_TIMEOUT = 600.0
 MAX_LINE = 64 << 20  # bytes of one event
-SHOWN = 500  # characters of an answer that is not understood
+SHOWN = 500  # characters of an unexpected response body
 
 
 class ServerError(ValueError):
-    """What a server refused, or how it failed; the message says what to do."""
+    """A refused or failed request; the message says what to do."""
 
     def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class ServerError(ValueError):
 
     @property
     def fatal(self) -> bool:
-        """No other request would fare better."""
+        """Any other request would fail too."""
         return self.status in (401, 403)
 
 
@@ -45,9 +45,9 @@ class Unreachable(ServerError):
 
 
 @dataclass
-class HttpAnswer:
+class HttpResponse:
     status: int
-    headers: Mapping[str, str]  # by names in lower case
+    headers: Mapping[str, str]  # names in lower case
     body: bytes
 
 
@@ -55,14 +55,14 @@ def add_client_flags(parser: argparse.ArgumentParser, default_url: str | None = 
     group = parser.add_argument_group("Server")
     shown = f" (default: {default_url})" if default_url else f", such as {DEFAULT_URL}"
     group.add_argument("--url", metavar="URL", default=default_url, help=f"an OpenAI-compatible server{shown}")
-    group.add_argument("--model-name", metavar="NAME", help="the model to ask (default: the first that it lists)")
+    group.add_argument("--model-name", metavar="NAME", help="the model to use (default: the first that it lists)")
     group.add_argument("--api-key", metavar="KEY", help=f"(default: from {KEY_SOURCES})")
     group.add_argument(
         "--timeout",
         type=number,
         metavar="SECONDS",
-        default=SILENT_SECONDS,
-        help=f"give up when the server says nothing for so long (default: {SILENT_SECONDS:g})",
+        default=READ_TIMEOUT,
+        help=f"fail when the server sends nothing for this long (default: {READ_TIMEOUT:g})",
     )
 
 
@@ -73,14 +73,14 @@ def client_from(args: argparse.Namespace) -> "ApiClient":
 
 
 def key_from(environ: Mapping[str, str] | None = None) -> str | None:
-    """A server's own variable may hold several keys; any of them will do."""
+    """The server's variable may hold several keys; use the first."""
     return next((key for variable in KEY_VARIABLES for key in variable.get(environ)), None)
 
 
 class ApiClient:
     """Requests may be made from several threads; each has its own connection."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = SILENT_SECONDS) -> None:
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = READ_TIMEOUT) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url is {url!r}; it must look like {DEFAULT_URL} (--url)")
@@ -104,13 +104,13 @@ class ApiClient:
         self._closed = False
 
     def model_names(self) -> list[str]:
-        answer = self.request("GET", "/models")
-        if answer.status != 200:
-            raise self.refusal(answer)
+        result = self.request("GET", "/models")
+        if result.status != 200:
+            raise self.refusal(result)
         try:
-            return [str(card["id"]) for card in msgspec.json.decode(answer.body)["data"]]
+            return [str(card["id"]) for card in msgspec.json.decode(result.body)["data"]]
         except (ValueError, TypeError, LookupError):
-            raise self._not_openai(answer) from None
+            raise self._not_openai(result) from None
 
     def first_model(self) -> str:
         names = self.model_names()
@@ -118,27 +118,27 @@ class ApiClient:
             raise ServerError(f"{self.url} lists no model; name one (--model-name)")
         return names[0]
 
-    def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> HttpAnswer:
-        """The whole answer, whatever its status."""
-        with self._exchange(method, path, body, headers) as response, self._explained():
-            return _answer(response, response.read())
+    def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> HttpResponse:
+        """The whole response, whatever its status."""
+        with self._exchange(method, path, body, headers) as response, self._network_errors():
+            return _result(response, response.read())
 
     @contextmanager
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """The events of an answer as they come. Leaving early closes the connection, which ends it in the server."""
+        """The events of a streamed response. Leaving early closes the connection, which aborts the request."""
         with self._exchange("POST", path, msgspec.json.encode({**body, "stream": True}), {}) as response:
             kind = response.headers.get_content_type()
             if response.status == 200 and kind == "text/event-stream":
                 yield self._events(response)
                 return
-            with self._explained():
-                answer = _answer(response, response.read())
+            with self._network_errors():
+                result = _result(response, response.read())
             if response.status != 200:
-                raise self.refusal(answer)
-            yield iter([self._event(answer.body, answer)])  # a server that cannot stream
+                raise self.refusal(result)
+            yield iter([self._event(result.body, result)])  # the server does not stream
 
     def close(self) -> None:
-        """End all requests that other threads are waiting for, and allow no more."""
+        """Abort the requests that other threads are waiting for, and refuse new ones."""
         with self._lock:
             self._closed = True
             for sock in self._sockets:
@@ -156,9 +156,9 @@ class ApiClient:
             closed = self._closed
         response = None
         try:
-            with self._explained():
+            with self._network_errors():
                 if closed:
-                    raise ConnectionAbortedError("it was given up")
+                    raise ConnectionAbortedError("the client is closed")
                 connection.request(method, self.path + path, body, self.headers | dict(headers))
                 response = connection.getresponse()
             yield response
@@ -185,75 +185,75 @@ class ApiClient:
         return connection
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Around what the network can spoil, and nothing else."""
+    def _network_errors(self) -> Iterator[None]:
+        """Turns network errors into ServerError; wrap only network calls."""
         try:
             yield
         except TimeoutError as error:
-            raise ServerError(f"{self.url} said nothing for {self.timeout:g} seconds (--timeout)") from error
+            raise ServerError(f"{self.url} sent nothing for {self.timeout:g} seconds (--timeout)") from error
         except http.client.RemoteDisconnected as error:
-            hint = "" if self.tls else "; if it speaks TLS, write https:// in --url"
-            raise ServerError(f"{self.url} closed the connection without an answer{hint}") from error
+            hint = "" if self.tls else "; if it uses TLS, write https:// in --url"
+            raise ServerError(f"{self.url} closed the connection without a response{hint}") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"the connection to {self.url} broke: {error or type(error).__name__}") from error
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         finished = False
-        with self._explained():
+        with self._network_errors():
             for data in server_sent_events(response):
                 if data == b"[DONE]":
                     return
-                event = self._event(data, _answer(response, data))
+                event = self._event(data, _result(response, data))
                 finished = finished or any(choice.get("finish_reason") for choice in event["choices"])
                 yield event
         if not finished:
-            raise ServerError(f"{self.url} ended the answer in its middle; the server's log may say why")
+            raise ServerError(f"{self.url} ended the stream early; see the server's log")
 
-    def _event(self, data: bytes, answer: HttpAnswer) -> dict[str, Any]:
+    def _event(self, data: bytes, result: HttpResponse) -> dict[str, Any]:
         try:
             event = msgspec.json.decode(data, type=dict[str, Any])
         except ValueError:
-            raise self._not_openai(answer) from None
+            raise self._not_openai(result) from None
         if "error" in event:
-            raise ServerError(error_message(data) or "the server failed without saying why")
+            raise ServerError(error_message(data) or "the server failed without a message")
         if not isinstance(event.setdefault("choices", []), list):
-            raise self._not_openai(answer)
+            raise self._not_openai(result)
         return event
 
-    def refusal(self, answer: HttpAnswer) -> ServerError:
-        """What an answer other than 200 means for the person at the command line."""
-        message = error_message(answer.body)
-        seconds = answer.headers.get("retry-after", "")
+    def refusal(self, result: HttpResponse) -> ServerError:
+        """The error for a response other than 200, with a hint for the user."""
+        message = error_message(result.body)
+        seconds = result.headers.get("retry-after", "")
         retry = float(seconds) if seconds.isdecimal() else None
-        if answer.status in (401, 403):
-            text = f"{self.url} wants an API key that it knows: {message or answer.status}"
-            return ServerError(f"{text}; give it with --api-key or in {KEY_SOURCES}", answer.status)
-        if 300 <= answer.status < 400 and answer.headers.get("location"):
-            where = answer.headers["location"]
-            return ServerError(f"{self.url} has moved to {where}; give that address (--url)", answer.status)
+        if result.status in (401, 403):
+            text = f"{self.url} requires a valid API key: {message or result.status}"
+            return ServerError(f"{text}; give it with --api-key or in {KEY_SOURCES}", result.status)
+        if 300 <= result.status < 400 and result.headers.get("location"):
+            where = result.headers["location"]
+            return ServerError(f"{self.url} has moved to {where}; give that address (--url)", result.status)
         if message is None:
-            return self._not_openai(answer)
-        if answer.status == 404:
-            is_model = "the model" in message.lower()  # as OpenAI and vLLM say it too
+            return self._not_openai(result)
+        if result.status == 404:
+            is_model = "the model" in message.lower()  # OpenAI's and vLLM's wording too
             hint = "see what it has with GET /v1/models (--model-name)" if is_model else "does --url end in /v1?"
             message = f"{message}; {hint}"
-        elif answer.status in (429, 503):
+        elif result.status in (429, 503):
             message += f"; try again in {retry:g} s" if retry is not None else "; try again later"
-        return ServerError(message, answer.status, retry)
+        return ServerError(message, result.status, retry)
 
-    def _not_openai(self, answer: HttpAnswer) -> ServerError:
-        start = answer.body[:SHOWN].decode("utf-8", "replace").split("\n")[0].strip()
-        said = f"{answer.status} {start!r}" if start else f"{answer.status} and nothing else"
-        message = f"{self.url} does not answer as an OpenAI-compatible server: {said}; does --url end in /v1?"
-        return ServerError(message, answer.status)
+    def _not_openai(self, result: HttpResponse) -> ServerError:
+        start = result.body[:SHOWN].decode("utf-8", "replace").split("\n")[0].strip()
+        said = f"{result.status} {start!r}" if start else f"{result.status} and an empty body"
+        message = f"{self.url} does not respond as an OpenAI-compatible server: {said}; does --url end in /v1?"
+        return ServerError(message, result.status)
 
 
-def _answer(response: http.client.HTTPResponse, body: bytes) -> HttpAnswer:
-    return HttpAnswer(response.status, {name.lower(): value for name, value in response.getheaders()}, body)
+def _result(response: http.client.HTTPResponse, body: bytes) -> HttpResponse:
+    return HttpResponse(response.status, {name.lower(): value for name, value in response.getheaders()}, body)
 
 
 def server_sent_events(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """The data of each event; several data lines are one, and comments are left out."""
+    """The data of each event; data lines are joined, comments skipped."""
     data: list[bytes] = []
     while line := response.readline(MAX_LINE):
         line = line.rstrip(b"\r\n")
@@ -267,7 +267,7 @@ def server_sent_events(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def error_message(body: bytes) -> str | None:
-    """OpenAI puts it under `error`, older servers at the top, web frameworks under `detail`."""
+    """OpenAI puts it under `error`, older servers at the top level, web frameworks under `detail`."""
     try:
         given = msgspec.json.decode(body)
     except ValueError:
@@ -284,7 +284,7 @@ def _connect_problem(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message}); name its authority's file in SSL_CERT_FILE"
     if isinstance(error, ssl.SSLError):
-        return f"{error.reason or error}; does it speak http:// rather than https://?"
+        return f"{error.reason or error}; is it an http:// server rather than https://?"
     if isinstance(error, TimeoutError):
         return f"no connection within {CONNECT_SECONDS:g} seconds; check the address (--url)"
     if isinstance(error, socket.gaierror):

@@ -14,7 +14,7 @@ MAX_ID = 512
 
 @dataclass
 class BatchRequest:
-    place: int  # among the lines that are not empty
+    index: int  # among the non-empty lines
     line: int
     custom_id: str
     url: str
@@ -23,7 +23,7 @@ class BatchRequest:
 
 @dataclass
 class BadLine:
-    place: int
+    index: int
     line: int
     custom_id: str | None
     code: str
@@ -43,15 +43,15 @@ class _Id(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """Whatever else it holds, the server's own code looks at."""
+    """The one field checked here; the server validates the rest."""
 
     stream: Any = None
 
 
 def check_file(path: Path, longest: int) -> int:
-    """How many requests the file holds. A custom_id that comes twice is an error: answers could not be told apart.
+    """The number of requests in the file. A repeated custom_id is an error: results could not be told apart.
 
-    Ids are remembered as digests, so that a file of millions of lines takes little memory.
+    Ids are kept as digests, so that a file of millions of lines needs little memory.
     """
     seen: dict[bytes, int] = {}
     count = 0
@@ -64,7 +64,7 @@ def check_file(path: Path, longest: int) -> int:
         first = seen.setdefault(digest, line)
         if first != line:
             raise ValueError(
-                f"{path} line {line}: custom_id {custom_id!r} is that of line {first}; each must be its own"
+                f"{path} line {line}: custom_id {custom_id!r} repeats that of line {first}; ids must be unique"
             )
     if count == 0:
         raise ValueError(f"{path} holds no request; write one JSON object per line: custom_id, method, url, body")
@@ -72,17 +72,17 @@ def check_file(path: Path, longest: int) -> int:
 
 
 def read_requests(path: Path, longest: int) -> Iterator[BatchRequest | BadLine]:
-    for place, (line, text) in enumerate(_lines(path, longest)):
+    for index, (line, text) in enumerate(_lines(path, longest)):
         if text is None:
             problem = f"longer than {longest} bytes (--max-request-bytes)"
-            yield BadLine(place, line, None, "line_too_long", problem)
+            yield BadLine(index, line, None, "line_too_long", problem)
         else:
-            yield parse_line(place, line, text)
+            yield parse_line(index, line, text)
 
 
-def parse_line(place: int, line: int, text: bytes) -> BatchRequest | BadLine:
+def parse_line(index: int, line: int, text: bytes) -> BatchRequest | BadLine:
     def bad(code: str, problem: str) -> BadLine:
-        return BadLine(place, line, _custom_id(text), code, problem)
+        return BadLine(index, line, _custom_id(text), code, problem)
 
     try:
         given = msgspec.json.decode(text, type=_Line)
@@ -99,11 +99,11 @@ def parse_line(place: int, line: int, text: bytes) -> BatchRequest | BadLine:
         return bad("invalid_url", f"url is {given.url[:100]!r}; allowed: {', '.join(URLS)}")
     if body.stream:
         return bad("invalid_body", "a batch cannot stream; leave stream out")
-    return BatchRequest(place, line, given.custom_id, given.url, bytes(given.body))
+    return BatchRequest(index, line, given.custom_id, given.url, bytes(given.body))
 
 
 def _custom_id(text: bytes) -> str | None:
-    """Of a line that may be wrong otherwise."""
+    """The id of a line that may be invalid otherwise."""
     try:
         return msgspec.json.decode(text, type=_Id).custom_id or None
     except (ValueError, RecursionError):
@@ -111,7 +111,7 @@ def _custom_id(text: bytes) -> str | None:
 
 
 def _lines(path: Path, longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """Lines that are not empty, with their numbers; None for one that is too long."""
+    """The non-empty lines with their numbers; None for one that is too long."""
     with path.open("rb") as file:
         number = 0
         while text := file.readline(longest + 2):

@@ -1,5 +1,4 @@
-"""The results of a batch: written as they come, put in the order of the requests at the end, under their name only when
-all are there."""
+"""The results of a batch: appended to a partial file as they finish, sorted by request and renamed at the end."""
 
 import os
 from array import array
@@ -14,21 +13,21 @@ NOT_WRITTEN = 2**64 - 1
 
 
 class BatchOutput:
-    """Memory is eight bytes for each request, however large the answers are."""
+    """Needs eight bytes of memory per request, however large the results."""
 
     def __init__(self, path: Path, count: int) -> None:
         self.path = path.resolve()
         if self.path.exists() and not self.path.is_file():
-            raise ValueError(f"{path} is no plain file; give the name of one that may be replaced (--output-file)")
+            raise ValueError(f"{path} is not a regular file; give one that may be replaced (--output-file)")
         self.partial = self.path.with_name(self.path.name + PARTIAL)
         self.offsets = array("Q", [NOT_WRITTEN]) * count
         self.num_written = 0
         self._in_order = True
         self._file = self.partial.open("w+b")
 
-    def write(self, place: int, result: dict[str, Any]) -> None:
-        self._in_order = self._in_order and place == self.num_written
-        self.offsets[place] = self._file.tell()
+    def write(self, index: int, result: dict[str, Any]) -> None:
+        self._in_order = self._in_order and index == self.num_written
+        self.offsets[index] = self._file.tell()
         self._file.write(msgspec.json.encode(result) + b"\n")
         self.num_written += 1
 
@@ -60,7 +59,7 @@ class BatchOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What was answered before a failure stays in the partial file; an empty one helps nobody."""
+        """After a failure the partial file keeps the finished results; an empty one is removed."""
         if not self._file.closed:
             self._file.close()
             if self.num_written == 0:

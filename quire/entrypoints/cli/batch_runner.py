@@ -1,4 +1,4 @@
-"""A batch on its way: so many requests at once, each answered by the server's own code or by a server."""
+"""Runs a batch with limited concurrency, in this process or against a server."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from quire.entrypoints.cli.api_client import ApiClient, HttpAnswer, ServerError, Unreachable
+from quire.entrypoints.cli.api_client import ApiClient, HttpResponse, ServerError, Unreachable
 from quire.entrypoints.cli.batch_input import BadLine, BatchRequest
 from quire.entrypoints.cli.batch_output import BatchOutput
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
     from quire.engine.async_engine import AsyncEngine
 
-MAX_BYTES_AT_ONCE = 256 << 20  # of request bodies
+MAX_BYTES_IN_FLIGHT = 256 << 20  # of request bodies
 ATTEMPTS = 6
-LONGEST_PAUSE = 30.0  # seconds before another attempt
+MAX_BACKOFF = 30.0  # seconds before a retry
 
 
 class Sender(Protocol):
-    async def post(self, url: str, body: bytes, request_id: str) -> HttpAnswer:
+    async def post(self, url: str, body: bytes, request_id: str) -> HttpResponse:
         """ServerError fails the request; Unreachable ends the batch."""
         ...
 
 
 class InProcess:
-    """Calls the server's application without a socket, so that answers are those of `quire serve`."""
+    """Calls the server's application without a socket, so that responses are those of `quire serve`."""
 
     def __init__(self, app: "ASGIApp", engine: "AsyncEngine") -> None:
         self.app = app
         self.engine = engine
 
-    async def post(self, url: str, body: bytes, request_id: str) -> HttpAnswer:
+    async def post(self, url: str, body: bytes, request_id: str) -> HttpResponse:
         status, headers, parts = 500, {}, []
         given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> "Message":
             if given:
                 return given.pop()
-            return await asyncio.get_running_loop().create_future()  # we never hang up
+            return await asyncio.get_running_loop().create_future()  # never disconnects
 
         async def send(message: "Message") -> None:
             nonlocal status, headers
@@ -71,7 +71,7 @@ class InProcess:
         await self.app(scope, receive, send)
         if status == 503:
             await self._check_engine()
-        return HttpAnswer(status, headers, b"".join(parts))
+        return HttpResponse(status, headers, b"".join(parts))
 
     async def _check_engine(self) -> None:
         from quire.engine.async_engine import EngineDeadError, EngineStalledError
@@ -85,58 +85,58 @@ class InProcess:
 
 
 class OverHttp:
-    """Threads that wait for a server; what it is too busy for is sent again."""
+    """Sends requests from threads; retries when the server is busy."""
 
     def __init__(self, client: ApiClient, num_threads: int) -> None:
         self.client = client
         self.threads = ThreadPoolExecutor(num_threads, "quire-batch")
 
-    async def post(self, url: str, body: bytes, request_id: str) -> HttpAnswer:
+    async def post(self, url: str, body: bytes, request_id: str) -> HttpResponse:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                answer = await self._once(url, body, request_id)
-                if answer.status not in (429, 503):
-                    return answer
-                pause = self.client.refusal(answer).retry_after
+                result = await self._once(url, body, request_id)
+                if result.status not in (429, 503):
+                    return result
+                pause = self.client.refusal(result).retry_after
             except ServerError:
                 if attempt == ATTEMPTS:
                     raise
                 pause = None
             if attempt < ATTEMPTS:
-                await asyncio.sleep(min(LONGEST_PAUSE, 0.5 * 2**attempt if pause is None else pause))
-        return answer
+                await asyncio.sleep(min(MAX_BACKOFF, 0.5 * 2**attempt if pause is None else pause))
+        return result
 
-    async def _once(self, url: str, body: bytes, request_id: str) -> HttpAnswer:
+    async def _once(self, url: str, body: bytes, request_id: str) -> HttpResponse:
         path = url.removeprefix("/v1")
 
-        def ask() -> HttpAnswer:
+        def send() -> HttpResponse:
             return self.client.request("POST", path, body, **{"X-Request-Id": request_id})
 
-        return await asyncio.get_running_loop().run_in_executor(self.threads, ask)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, send)
 
     def close(self) -> None:
         self.client.close()
         self.threads.shutdown(cancel_futures=True)
 
 
-class Room:
-    """A place for each request that is under way, and bytes for their bodies: a large file is never in memory."""
+class InFlightLimit:
+    """Limits the requests in flight and the bytes of their bodies, so that a large file is never in memory at once."""
 
-    def __init__(self, places: int, bytes: int) -> None:
-        self.places, self.bytes = places, bytes
-        self.taken = self.taken_bytes = 0
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self.max_requests, self.max_bytes = max_requests, max_bytes
+        self.num_requests = self.num_bytes = 0
         self._changed = asyncio.Event()
 
-    async def take(self, size: int) -> None:
-        while self.taken and (self.taken >= self.places or self.taken_bytes + size > self.bytes):
+    async def acquire(self, size: int) -> None:
+        while self.num_requests and (self.num_requests >= self.max_requests or self.num_bytes + size > self.max_bytes):
             self._changed.clear()
             await self._changed.wait()
-        self.taken += 1
-        self.taken_bytes += size
+        self.num_requests += 1
+        self.num_bytes += size
 
-    def give_back(self, size: int) -> None:
-        self.taken -= 1
-        self.taken_bytes -= size
+    def release(self, size: int) -> None:
+        self.num_requests -= 1
+        self.num_bytes -= size
         self._changed.set()
 
 
@@ -150,18 +150,18 @@ class BatchRunner:
         self.progress = Progress(total)
 
     async def run(self, requests: Iterable[BatchRequest | BadLine]) -> None:
-        room = Room(self.concurrency, MAX_BYTES_AT_ONCE)
+        limit = InFlightLimit(self.concurrency, MAX_BYTES_IN_FLIGHT)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request in requests:
-                    await room.take(len(request.body))
-                    tasks.create_task(self._one(request, room))
+                    await limit.acquire(len(request.body))
+                    tasks.create_task(self._one(request, limit))
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None  # the others were cancelled for it
+            raise group.exceptions[0] from None  # the cause; the others were cancelled
         finally:
             self.progress.close()
 
-    async def _one(self, request: BatchRequest | BadLine, room: Room) -> None:
+    async def _one(self, request: BatchRequest | BadLine, limit: InFlightLimit) -> None:
         id = f"batch_req_{uuid.uuid4().hex}"
         response, error = None, None
         if isinstance(request, BadLine):
@@ -174,12 +174,12 @@ class BatchRunner:
             except ServerError as problem:
                 error = {"code": "request_failed", "message": str(problem)}
         self.output.write(
-            request.place, {"id": id, "custom_id": request.custom_id, "response": response, "error": error}
+            request.index, {"id": id, "custom_id": request.custom_id, "response": response, "error": error}
         )
         if error is not None or response is None or response["status_code"] >= 400:
             self._failed(request.line, error["message"] if error else f"status {(response or {}).get('status_code')}")
         self.progress.done(response)
-        room.give_back(len(request.body))
+        limit.release(len(request.body))
 
     def _failed(self, line: int, why: str) -> None:
         self.num_failed += 1
@@ -187,17 +187,17 @@ class BatchRunner:
             self.first_failure = why if why.startswith("line ") else f"line {line}: {why}"
 
 
-def as_response(answer: HttpAnswer, request_id: str) -> dict[str, Any]:
+def as_response(result: HttpResponse, request_id: str) -> dict[str, Any]:
     try:
-        if b"\n" in answer.body:
-            body: Any = msgspec.json.decode(answer.body)  # a result is one line
+        if b"\n" in result.body:
+            body: Any = msgspec.json.decode(result.body)  # the output is one line per result
         else:
-            msgspec.json.decode(answer.body, type=msgspec.Raw)
-            body = msgspec.Raw(answer.body)
+            msgspec.json.decode(result.body, type=msgspec.Raw)
+            body = msgspec.Raw(result.body)
     except ValueError:
-        raise ServerError(f"status {answer.status} and a body that is not JSON: {answer.body[:200]!r}") from None
-    known_as = answer.headers.get("x-request-id", request_id)
-    return {"status_code": answer.status, "request_id": known_as, "body": body}
+        raise ServerError(f"status {result.status} and a body that is not JSON: {result.body[:200]!r}") from None
+    server_id = result.headers.get("x-request-id", request_id)
+    return {"status_code": result.status, "request_id": server_id, "body": body}
 
 
 class _Usage(msgspec.Struct):
@@ -209,7 +209,7 @@ class _WithUsage(msgspec.Struct):
 
 
 class Progress:
-    """A bar with tok/s on a terminal, and nothing elsewhere."""
+    """A progress bar with tok/s, on terminals only."""
 
     def __init__(self, total: int) -> None:
         from tqdm import tqdm

@@ -12,17 +12,17 @@ from quire.messages.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.entrypoints.cli.chat_model import ChatModel
 
-TAKEN = ("seed",)  # the sampling seed, as in `quire generate`
-# A conversation wants longer and less random answers than SamplingParams's defaults give.
+RESERVED_FLAGS = ("seed",)  # means the sampling seed, as in `quire generate`
+# Longer and less random than SamplingParams's defaults.
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 1024}
 
 
 def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire chat",
-        description="Talk with a model; /help lists the commands. If standard input is no terminal, each line is a "
-        "message and only the answers are printed. With --url a server answers, and sampling parameters that are not "
-        "given are left to it.",
+        description="Talk with a model; /help lists the commands. If standard input is not a terminal, each line is "
+        "a message and only the answers are printed. With --url a server generates, with its own defaults for sampling "
+        "parameters that are not given.",
     )
     add_model_argument(parser)
     group = parser.add_argument_group("Conversation")
@@ -30,7 +30,7 @@ def parser() -> FlagParser:
     group.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer and end")
     add_client_flags(parser, default_url=None)
     add_sampling_flags(parser, **DEFAULTS)
-    add_engine_flags(parser, leave_out=TAKEN)
+    add_engine_flags(parser, leave_out=RESERVED_FLAGS)
     return parser
 
 
@@ -45,13 +45,13 @@ def _with_engine(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     for name in ("model_name", "api_key"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a server; give its address with --url")
-    SamplingParams(**DEFAULTS | settings)  # what is wrong together is said now
-    engine = start.start_engine(args, leave_out=TAKEN)
+    SamplingParams(**DEFAULTS | settings)  # invalid combinations fail before the model is loaded
+    engine = start.start_engine(args, leave_out=RESERVED_FLAGS)
     try:
         from quire.entrypoints.cli.chat_model import LocalModel
 
         renderer = start.chat_renderer(engine)
-        renderer.render([{"role": "user", "content": "Hello"}])  # no template, or a broken one: said now
+        renderer.render([{"role": "user", "content": "Hello"}])  # a missing or broken template fails now
         return _talk(LocalModel(engine, renderer), args, DEFAULTS | engine.config.model.default_sampling | settings)
     finally:
         engine.shutdown()
@@ -60,7 +60,7 @@ def _with_engine(args: argparse.Namespace, settings: dict[str, Any]) -> int:
 def _with_server(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from quire.entrypoints.cli.chat_model import RemoteModel
 
-    start.refuse_engine_flags(args, allowed=(*TAKEN, "model"))
+    start.refuse_engine_flags(args, allowed=(*RESERVED_FLAGS, "model"))
     client = client_from(args)
     name = args.model_name or getattr(args, "model", None) or client.first_model()
     return _talk(RemoteModel(client, name), args, settings)

@@ -1,4 +1,4 @@
-"""Who answers in a chat: an engine in this process, or a server."""
+"""The model of a chat: an engine in this process, or a server."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.entrypoints.cli.api_client import ApiClient
 
 Messages = list[dict[str, str]]
-NOT_SENT = ("n", "logprobs", "prompt_logprobs")  # nothing of them could be shown
+NOT_SENT = ("n", "logprobs", "prompt_logprobs")  # the chat does not show their results
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ChatModel(Protocol):
     name: str
 
     def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatResponse:
-        """`settings` are the sampling parameters that somebody chose. Ctrl-C ends the answer."""
+        """`settings` are the sampling parameters given explicitly. Ctrl-C stops the answer."""
         ...
 
 
@@ -68,7 +68,7 @@ class RemoteModel:
     def answer(self, messages: Messages, settings: dict[str, Any], write: Callable[[str], None]) -> ChatResponse:
         sent = to_send(settings)
         if "max_tokens" in sent:
-            sent["max_completion_tokens"] = sent.pop("max_tokens")  # OpenAI's newer models know no other name
+            sent["max_completion_tokens"] = sent.pop("max_tokens")  # OpenAI's newer models accept no other name
         body = {"model": self.name, "messages": messages, "stream_options": {"include_usage": True}, **sent}
         parts: list[str] = []
         tokens, reason = None, "stop"
@@ -83,10 +83,10 @@ class RemoteModel:
                             parts.append(text)
                             write(text)
         except KeyboardInterrupt:
-            reason = "interrupted"  # the connection is closed, so the server has stopped too
+            reason = "interrupted"  # the closed connection aborts it on the server too
         return ChatResponse("".join(parts), tokens, reason)
 
 
 def to_send(settings: dict[str, Any]) -> dict[str, Any]:
-    """Only what somebody chose: for the rest the server has its own defaults, and may not even know the names."""
+    """Only explicit settings: the server has its own defaults, and may not know every parameter."""
     return {name: value for name, value in settings.items() if value is not None and name not in NOT_SENT}

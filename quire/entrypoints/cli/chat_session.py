@@ -16,7 +16,7 @@ from quire.messages.sampling_params import SamplingParams
 
 
 class ChatSession:
-    """`settings` are the sampling parameters that the command or its user chose; /set adds to them."""
+    """`settings` are the sampling parameters given by the command or its user; /set changes them."""
 
     def __init__(
         self, model: ChatModel, terminal: Terminal, settings: dict[str, Any], system: str | None = None
@@ -56,10 +56,10 @@ class ChatSession:
                 return
 
     def handle(self, message: str) -> bool:
-        """Obey a command or answer a message; false at /quit. What goes wrong is said and changes nothing."""
+        """Run a command or answer a message; false at /quit. An error is printed and changes nothing."""
         try:
             if message.startswith("/"):
-                return self._obey(message)
+                return self._run_command(message)
             self.answer(message)
         except (ValueError, OSError) as error:
             self.failed = True
@@ -67,30 +67,30 @@ class ChatSession:
         return True
 
     def answer(self, text: str) -> None:
-        asked: dict[str, str] = {"role": "user", "content": text}
+        question: dict[str, str] = {"role": "user", "content": text}
         began = time.perf_counter()
-        begun = False
+        started = False
 
         def write(part: str) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal started
+            started = True
             self.terminal.write_answer(part)
 
         try:
-            answer = self.model.answer([*self._messages(), asked], self.settings, write)
+            answer = self.model.answer([*self._messages(), question], self.settings, write)
         except ValueError:
-            if begun:
+            if started:
                 self.terminal.write("\n")
             raise
         self.terminal.write("\n")
-        self.history += [asked, {"role": "assistant", "content": answer.text}]
+        self.history += [question, {"role": "assistant", "content": answer.text}]
         self.terminal.note(_summary(answer, time.perf_counter() - began))
 
     def _messages(self) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.history]
 
-    def _obey(self, line: str) -> bool:
+    def _run_command(self, line: str) -> bool:
         name, _, rest = line[1:].partition(" ")
         command = self._commands.get(name)
         if command is None:
@@ -107,7 +107,7 @@ class ChatSession:
             "/undo             forget the last message and its answer",
             "/save FILE        write the conversation as JSON",
             "/quit             end (also Ctrl-D)",
-            'A line that ends in \\ goes on in the next; """ begins and ends a message of several lines.',
+            'A line that ends in \\ continues on the next; """ begins and ends a message of several lines.',
             "Ctrl-C stops an answer.",
         ]
         self.terminal.write("\n".join(lines) + "\n")

@@ -16,7 +16,7 @@ from quire import __version__
 from quire.config.environment import ONEDNN_MAX_CPU_ISA, VARIABLES, process_environment
 from quire.config.flags import FlagParser
 
-# Beside what the metadata lists: an editable install may be older than the code.
+# Besides the metadata's: an editable install's may be older than the code.
 PACKAGES = (
     "torch",
     "numpy",
@@ -38,13 +38,13 @@ CPU_FLAGS = (
     *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
 KNOWN_VARIABLES = frozenset(variable.name for variable in VARIABLES)
-# Those of the libraries below Quire that change results or speed, and misspelt ones of its own.
+# Those of libraries that affect results or speed, and misspelt ones of Quire's own.
 OTHER_VARIABLES = re.compile(
     r"(QUIRE|OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|CUDA|NVIDIA|NCCL|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|HF|TOKENIZERS|"
     r"MALLOC|UVLOOP)_\w+|OPENAI_BASE_URL|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|PYTHONUNBUFFERED|SSL_CERT_FILE"
 )
 SECRET_WORDS = frozenset({"KEY", "KEYS", "TOKEN", "TOKENS", "SECRET", "PASSWORD", "PASS", "AUTH", "CREDENTIALS"})
-SECONDS = 60.0  # for a program that is asked
+SECONDS = 60.0  # timeout of a subprocess
 
 Facts = dict[str, Any]
 
@@ -81,7 +81,7 @@ def collect() -> dict[str, Facts]:
 
 
 def attempt(gather: Callable[[], Any]) -> Any:
-    """A fact that cannot be had is a fact as well."""
+    """An error becomes the fact's value."""
     try:
         return gather()
     except Exception as error:
@@ -122,7 +122,7 @@ def cpu_facts() -> Facts:
     def onednn() -> str:
         cpuid = load_cpuid()
         if cpuid is None:
-            return "CPUID cannot be asked here"
+            return "CPUID is not available"
         limit = ONEDNN_MAX_CPU_ISA.get()
         if limit is not None:
             return f"{limit}, from the environment"
@@ -150,8 +150,8 @@ def memory_facts() -> Facts:
 
 
 def shared_memory() -> str:
-    room = os.statvfs("/dev/shm")
-    return f"{in_gib(room.f_bavail * room.f_frsize)} free in /dev/shm"
+    stat = os.statvfs("/dev/shm")
+    return f"{in_gib(stat.f_bavail * stat.f_frsize)} free in /dev/shm"
 
 
 def in_gib(size: float) -> str:
@@ -159,9 +159,9 @@ def in_gib(size: float) -> str:
 
 
 def gpu_facts() -> Facts:
-    asked = ("index", "name", "memory.total", "driver_version", "compute_cap")
+    columns = ("index", "name", "memory.total", "driver_version", "compute_cap")
     try:
-        listed = output_of("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader")
+        listed = output_of("nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader")
     except FileNotFoundError:
         return {"nvidia-smi": "not found; no NVIDIA driver, or not in this container"}
     facts: Facts = {}
@@ -183,7 +183,7 @@ def output_of(*command: str) -> str:
     child = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if child.returncode:
         problem = (child.stderr or child.stdout).strip().splitlines()
-        last = problem[-1] if problem else "it said nothing"
+        last = problem[-1] if problem else "no output"
         raise RuntimeError(f"{Path(command[0]).name} ended with exit code {child.returncode}: {last}")
     return child.stdout
 
@@ -215,7 +215,7 @@ def installed(versions: Facts) -> Facts:
 
 
 def environment(variables: Mapping[str, str]) -> Facts:
-    """Only names that are known to matter, and never the value of a secret."""
+    """Only relevant names, and never the value of a secret."""
     shown: Facts = {}
     for name in sorted(variables):
         if name in KNOWN_VARIABLES or OTHER_VARIABLES.fullmatch(name):
@@ -228,11 +228,11 @@ def as_text(facts: dict[str, Facts]) -> str:
     lines: list[str] = []
     for section, found in facts.items():
         lines += ["", section] if lines else [section]
-        lines += [f"  {name}: {_word(value)}" for name, value in found.items()] or ["  nothing"]
+        lines += [f"  {name}: {_as_word(value)}" for name, value in found.items()] or ["  nothing"]
     return "\n".join(lines)
 
 
-def _word(value: Any) -> str:
+def _as_word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

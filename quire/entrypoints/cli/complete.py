@@ -15,7 +15,7 @@ def parser() -> FlagParser:
         prog="quire complete",
         usage="%(prog)s [PROMPT] [flags]",
         description="Continue a prompt with a running OpenAI-compatible server. Without PROMPT each line of standard "
-        "input is one. Sampling flags that are not given are left to the server.",
+        "input is one. Sampling flags that are not given default to the server's.",
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     parser.add_argument("-q", "--quick", metavar="PROMPT", help="the same as PROMPT")
@@ -60,7 +60,7 @@ class Completer:
             if not prompt.strip():
                 continue
             if not first and not self.terminal.interactive:
-                self.terminal.write("\n")  # completions have lines of their own
+                self.terminal.write("\n")  # separates completions
             first = False
             try:
                 if not self.complete(prompt) and not self.terminal.interactive:

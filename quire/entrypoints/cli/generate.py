@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
     from quire.messages.sampling_params import SamplingParams
 
-# `--seed` is the sampling seed here: it already makes the output repeatable, so the engine's base seed needs no flag.
-TAKEN = ("seed",)
+# `--seed` is the sampling seed here: it makes the output repeatable, so the engine's base seed needs no flag.
+RESERVED_FLAGS = ("seed",)
 
 
 def parser() -> FlagParser:
@@ -37,18 +37,21 @@ def parser() -> FlagParser:
         "--prompts-file", action="append", type=Path, metavar="FILE", help="a file of lines; may be given several times"
     )
     source.add_argument(
-        "--input-format", choices=FORMATS, default="auto", help="of the lines (default: auto, by name and first line)"
+        "--input-format",
+        choices=FORMATS,
+        default="auto",
+        help="line format (default: auto, by name and first line)",
     )
     source.add_argument(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="at a line that is wrong: run nothing, or all others (default: stop)",
+        help="for an invalid line: run nothing, or skip it (default: stop)",
     )
     source.add_argument("--output", type=Path, metavar="FILE", help="write here instead of standard output")
     source.add_argument("--json", action="store_true", help="write JSON lines; also if --output ends in .jsonl")
     add_sampling_flags(parser)
-    add_engine_flags(parser, leave_out=TAKEN)
+    add_engine_flags(parser, leave_out=RESERVED_FLAGS)
     return parser
 
 
@@ -62,24 +65,24 @@ def run(args: argparse.Namespace) -> int:
         out: IO[str] = sys.stdout
         if args.output is not None:
             out = stack.enter_context(args.output.open("w", encoding="utf-8"))
-        engine = start.start_engine(args, leave_out=TAKEN)
+        engine = start.start_engine(args, leave_out=RESERVED_FLAGS)
         stack.callback(engine.shutdown)
         if engine.config.model.default_sampling:
             job.check(sampling_params(args, **engine.config.model.default_sampling))
-        # On a screen the results are progress enough, and would break the bar.
+        # Results on a terminal show the progress themselves, and would break the bar.
         show_progress = sys.stderr.isatty() and not out.isatty()
-        for place, (task, output) in enumerate(job.run(engine, show_progress)):
+        for index, (task, output) in enumerate(job.run(engine, show_progress)):
             if as_json:
                 out.write(json.dumps(as_object(task, output), ensure_ascii=False) + "\n")
             else:
                 texts = [completion.text for completion in output.outputs]
-                out.write(("\n" if place else "") + "\n\n".join(texts) + "\n")
+                out.write(("\n" if index else "") + "\n\n".join(texts) + "\n")
             out.flush()
     return 1 if job.failed else 0
 
 
 class Job:
-    """Tasks on their way through an engine. Results come in the order of the tasks, each as soon as it can."""
+    """Runs tasks through an engine. Results are in the order of the tasks, each as early as possible."""
 
     def __init__(self, tasks: list[Task | BadLine], skip_errors: bool) -> None:
         self.skip_errors = skip_errors
@@ -90,7 +93,7 @@ class Job:
                 self._refuse(bad.where, bad.problem)
 
     def check(self, params: "SamplingParams") -> None:
-        """Set each task's parameters; what is wrong with them is said before a model is loaded."""
+        """Set each task's parameters; invalid ones fail before the model is loaded."""
         self.params: dict[int, SamplingParams] = {}
         for task in self.tasks:
             try:
@@ -114,7 +117,7 @@ class Job:
                     output = done.pop(str(written))
                     if output.error is not None:
                         self.failed = True
-                        _complain(f"{self.tasks[written].where} failed: {output.error}")
+                        _print_error(f"{self.tasks[written].where} failed: {output.error}")
                     yield self.tasks[written], output
                     written += 1
 
@@ -133,7 +136,7 @@ class Job:
         self.tasks = accepted
 
     def _parse(self, engine: "LLMEngine") -> "dict[int, ParsedPrompt]":
-        """Texts are tokenized together, which uses all cores; if one is wrong, each is looked at alone."""
+        """Tokenizes all texts in one batch, which uses all cores; if one is invalid, each is parsed alone later."""
         plain = [task for task in self.tasks if task.messages is None]
         try:
             parsed = engine.input_processor.parse_many([_prompt(task) for task in plain])
@@ -154,11 +157,11 @@ class Job:
         if not self.skip_errors:
             raise ValueError(f"{where}: {problem}")
         self.failed = True
-        _complain(f"{where}: {problem}")
+        _print_error(f"{where}: {problem}")
 
 
 def as_object(task: Task, output: "RequestOutput") -> dict[str, Any]:
-    """A result as a line of JSON; with several completions, all of them beside the first one's fields."""
+    """A result as a line of JSON; with several completions, `outputs` holds all and the top level the first."""
     fields: dict[str, Any] = {} if task.id is None else {"id": task.id}
     fields["prompt"] = output.prompt
     fields |= _completion(output.outputs[0])
@@ -196,13 +199,13 @@ def _prompt(task: Task) -> Any:
     return {form: task.prompt, "cache_salt": task.cache_salt}
 
 
-def _complain(problem: str) -> None:
+def _print_error(problem: str) -> None:
     print(f"quire: error: {problem}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _progress(total: int, show: bool) -> Iterator[Any]:
-    """A bar with tok/s and the time left."""
+    """A progress bar with tok/s and the remaining time."""
     if not show:
         yield lambda output: None
         return

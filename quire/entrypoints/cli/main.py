@@ -1,4 +1,4 @@
-"""The `quire` command: finds the subcommand and imports that one alone, so that `quire --help` answers at once."""
+"""The `quire` command: finds the subcommand and imports only that one, so that `quire --help` is fast."""
 
 import difflib
 import importlib
@@ -19,24 +19,24 @@ class Command:
 
 
 COMMANDS = {
-    "serve": Command("quire.entrypoints.cli.serve", "answer OpenAI's HTTP API"),
+    "serve": Command("quire.entrypoints.cli.serve", "serve OpenAI's HTTP API"),
     "generate": Command("quire.entrypoints.cli.generate", "continue prompts from flags, a file or standard input"),
     "chat": Command("quire.entrypoints.cli.chat", "talk with a model in the terminal, here or on a server"),
     "complete": Command("quire.entrypoints.cli.complete", "continue prompts with a running server"),
-    "run-batch": Command("quire.entrypoints.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
+    "run-batch": Command("quire.entrypoints.cli.run_batch", "run a file of requests in OpenAI's batch format"),
     "models": Command("quire.entrypoints.cli.models", "which models are served, and how a given one would be"),
     "collect-env": Command("quire.entrypoints.cli.collect_env", "facts about this machine for a bug report"),
     "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),
     "bench latency": Command("quire.bench.latency", "time to first token and decode rate of one request"),
     "bench startup": Command("quire.bench.startup", "time from process start to first token, by phase"),
     "bench serve": Command("quire.bench.serve", "a server under load: throughput, latencies, goodput"),
-    "bench structured": Command("quire.bench.structured", "requests under a JSON schema against free ones, in turn"),
-    # What this project measures itself by
+    "bench structured": Command("quire.bench.structured", "requests under a JSON schema against unconstrained ones"),
+    # Benchmarks for Quire's own development
     "bench http": Command(
         "quire.bench.internal.http_offline", "HTTP streaming against offline, same requests, in one run"
     ),
     "bench soak": Command(
-        "quire.bench.internal.soak.command", "minutes of mixed traffic; memory and blocks must come back"
+        "quire.bench.internal.soak.command", "minutes of mixed traffic; memory and blocks must be released"
     ),
     "bench frontend": Command("quire.bench.internal.frontend", "tokens per second that one API process can stream"),
     "bench card": Command(
@@ -63,7 +63,7 @@ def _run(command: Command, argv: list[str]) -> int:
     try:
         return module.run(args)
     except BrokenPipeError:
-        # The reader (`| head`) has gone. Python would complain once more when it flushes standard output at exit.
+        # The reader (`| head`) has closed the pipe. Python would raise again when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`quire models`: which architectures are served, and how a given model would be."""
+"""`quire models`: the supported architectures, and how a given model would be served."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from quire.config.fields import options
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.models.registry import NATIVE, ModelRegistry
 
-# Of the engine's options, those that decide how a model is served.
+# The engine options that decide how a model is served.
 DECISIVE = ("model_impl", "trust_remote_code", "hf_overrides", "revision", "download_dir")
 OTHERS = (
     "Other architectures run with transformers' code if it has them as causal language models and its attention can be "
@@ -23,7 +23,7 @@ HEADINGS = {"architecture": "architecture", "family": "family", "kind": "kind", 
 def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire models",
-        description="List the architectures that Quire has code of its own for; with MODEL, say how that one would be "
+        description="List the architectures that Quire implements itself; with MODEL, show how that model would be "
         "served. Only its configuration is read.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="HF folder, .gguf file or hub id")
@@ -83,13 +83,13 @@ def _explain(args: argparse.Namespace) -> int:
 
 def how_served(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     from quire.engine.setup import resolve_config
-    from quire.models.choose import choose_implementation
+    from quire.models.implementation import choose_implementation
 
-    # Of dummy weights nothing is looked for, or downloaded.
+    # Dummy weights: no weight files are looked for or downloaded.
     config, checkpoint = resolve_config(
         EngineConfig.from_kwargs(**engine_args | {"model": model, "load_format": "dummy"})
     )
-    asked = config.model
-    choice = choose_implementation(asked.hf_config, asked.model_impl, asked.trust_remote_code, checkpoint.is_gguf)
-    names = asked.hf_config.get("architectures") or []
-    return {"model": checkpoint.name, "architectures": names, "impl": choice.impl, "why": choice.why}
+    wanted = config.model
+    choice = choose_implementation(wanted.hf_config, wanted.model_impl, wanted.trust_remote_code, checkpoint.is_gguf)
+    names = wanted.hf_config.get("architectures") or []
+    return {"model": checkpoint.name, "architectures": names, "impl": choice.impl, "why": choice.reason}

@@ -1,4 +1,4 @@
-"""What `quire generate` is asked: prompts from flags, lines of text, or JSON lines."""
+"""The prompts of `quire generate`: from flags, lines of text, or JSON lines."""
 
 import difflib
 import json
@@ -15,7 +15,7 @@ OTHER_KEYS = ("id", "tools", "cache_salt")
 
 @dataclass
 class Task:
-    """One prompt and what its line says beside it."""
+    """One prompt and the other fields of its line."""
 
     where: str  # for error messages
     prompt: str | list[int] | None = None
@@ -59,7 +59,7 @@ def _read(file: Path) -> str:
 
 
 def _parse(name: str, text: str, format: str) -> Iterator[Task | BadLine]:
-    # Not splitlines(): a line of JSON may hold U+2028 and other characters that it takes for line ends.
+    # Not splitlines(): JSON may contain U+2028 and other characters that it treats as line ends.
     lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     as_json = format == "jsonl" or (format == "auto" and _looks_like_json(name, lines))
     for number, line in lines:
@@ -84,7 +84,7 @@ def _looks_like_json(name: str, lines: list[tuple[int, str]]) -> bool:
 
 
 def parse_line(where: str, line: str) -> Task:
-    """A JSON object with a prompt in one of its forms; whatever else it holds are sampling parameters."""
+    """A JSON object with a prompt in one of its forms; other fields are sampling parameters."""
     from quire.entrypoints.cli.sampling_flags import fields
 
     try:
@@ -102,7 +102,7 @@ def parse_line(where: str, line: str) -> Task:
             near = difflib.get_close_matches(name, [*PROMPT_KEYS, *OTHER_KEYS, *known], n=1)
             raise ValueError(f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if "prompt" in given and not isinstance(given["prompt"], str):
-        raise ValueError("prompt must be a text; token ids go into prompt_token_ids")
+        raise ValueError("prompt must be a string; token ids go into prompt_token_ids")
     return Task(
         where,
         prompt=given.get("prompt", given.get("prompt_token_ids")),

@@ -1,4 +1,4 @@
-"""`quire run-batch`: answer a file of requests in OpenAI's batch format."""
+"""`quire run-batch`: run a file of requests in OpenAI's batch format."""
 
 import argparse
 import asyncio
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.entrypoints.cli.batch_output import BatchOutput
     from quire.entrypoints.cli.batch_runner import BatchRunner, Sender
 
-# What of the server's options means something without a socket and for one user.
+# Server options that apply without a socket and to a single user.
 SERVER_OPTIONS = (
     "served_model_name",
     "trust_request_chat_template",
@@ -32,14 +32,14 @@ SERVER_OPTIONS = (
     "max_n",
     "max_stop",
 )
-OVER_HTTP = 64  # requests at once
+HTTP_CONCURRENCY = 64  # requests in flight with --url
 
 
 def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire run-batch",
-        description="Answer each line of a file in OpenAI's batch format, with an engine in this process or, with "
-        "--url, a running server. Results are in the order of the requests. A line that is wrong fails alone; the exit "
+        description="Run each line of a file in OpenAI's batch format, with an engine in this process or, with "
+        "--url, a running server. Results are in the order of the requests. An invalid line fails alone; the exit "
         "code is then 1.",
         usage="%(prog)s -i INPUT -o OUTPUT [MODEL] [flags]",
     )
@@ -53,7 +53,7 @@ def parser() -> FlagParser:
         "--max-concurrency",
         type=whole_number,
         metavar="N",
-        help=f"requests at once (default: twice what the engine runs at once; with --url {OVER_HTTP})",
+        help=f"requests at once (default: twice what the engine runs at once; with --url {HTTP_CONCURRENCY})",
     )
     add_client_flags(parser, default_url=None)
     add_server_flags(parser, only=SERVER_OPTIONS)
@@ -62,7 +62,7 @@ def parser() -> FlagParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """What can be wrong with flags and files is said before a model is loaded."""
+    """Flags and files are checked before the model is loaded."""
     from quire.entrypoints.cli.batch_input import check_file
     from quire.entrypoints.cli.batch_output import BatchOutput
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         except BaseException:
             if output.num_written:
                 where = f"{output.partial} holds {output.num_written} of {count} results"
-                print(f"quire: stopped; {where}, in the order in which they came", file=sys.stderr)
+                print(f"quire: stopped; {where}, in order of completion", file=sys.stderr)
             raise
         output.finish()
     _report(runner, count, time.perf_counter() - began, args.output_file)
@@ -94,15 +94,15 @@ def _with_server(args: argparse.Namespace, config: "ServerConfig", output: "Batc
     start.refuse_engine_flags(args)
     for name in SERVER_OPTIONS:
         if hasattr(args, name) and name != "max_request_bytes":
-            raise ValueError(f"--{name.replace('_', '-')} with --url: the server has such options of its own")
+            raise ValueError(f"--{name.replace('_', '-')} with --url: such options belong to the server")
     if args.model_name is not None:
         raise ValueError("the requests name their model themselves; leave --model-name out")
     client = client_from(args)
-    client.model_names()  # whether it is there, and knows the key
-    concurrency = args.max_concurrency or OVER_HTTP
+    client.model_names()  # fails early if the server or the key is wrong
+    concurrency = args.max_concurrency or HTTP_CONCURRENCY
     sender = OverHttp(client, concurrency)
     try:
-        return asyncio.run(_answer(args.input_file, config, sender, output, concurrency))
+        return asyncio.run(_run_batch(args.input_file, config, sender, output, concurrency))
     finally:
         sender.close()
 
@@ -124,13 +124,13 @@ def _with_engine(args: argparse.Namespace, config: "ServerConfig", output: "Batc
     engine = AsyncLLM(engine_config)
     try:
         app = build_app(engine, config, engine.config)
-        concurrency = args.max_concurrency or 2 * (engine.config.scheduler.max_num_seqs or OVER_HTTP)
-        return asyncio.run(_answer(args.input_file, config, InProcess(app, engine), output, concurrency))
+        concurrency = args.max_concurrency or 2 * (engine.config.scheduler.max_num_seqs or HTTP_CONCURRENCY)
+        return asyncio.run(_run_batch(args.input_file, config, InProcess(app, engine), output, concurrency))
     finally:
         engine.shutdown()
 
 
-async def _answer(
+async def _run_batch(
     file: Path, config: "ServerConfig", sender: "Sender", output: "BatchOutput", concurrency: int
 ) -> "BatchRunner":
     from quire.entrypoints.cli.batch_input import read_requests

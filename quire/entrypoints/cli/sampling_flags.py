@@ -13,34 +13,34 @@ from quire.messages.sampling_params import SamplingParams
 
 # Set by the program, never by its user.
 NOT_FOR_USERS = {"output_kind", "detokenize", "bad_words_token_ids", "visible_token_ids", "reasoning"}
-NOT_FOR_USERS |= {"thinking_token_budget"}  # only a server with a reasoning parser knows what to count
+NOT_FOR_USERS |= {"thinking_token_budget"}  # needs a server's reasoning parser
 SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 HELP = {
     "n": "completions per prompt",
     "temperature": "0 is greedy",
-    "top_p": "keep the likeliest tokens up to this probability",
-    "top_k": "keep this many of the likeliest tokens; 0: all",
-    "min_p": "drop tokens below this part of the likeliest",
-    "presence_penalty": "lower tokens that the output has already",
-    "frequency_penalty": "lower tokens by how often the output has them",
+    "top_p": "keep the most likely tokens up to this cumulative probability",
+    "top_k": "keep this many of the most likely tokens; 0: all",
+    "min_p": "drop tokens below this fraction of the top probability",
+    "presence_penalty": "penalize tokens that are in the output",
+    "frequency_penalty": "penalize tokens by their count in the output",
     "repetition_penalty": "divide the logits of tokens of prompt and output; 1: none",
     "seed": "makes sampling repeatable",
     "stop": "end the output before this text; may be given several times",
     "stop_token_ids": "end the output at this token id; may be given several times",
-    "bad_words": "never write this; may be given several times",
-    "max_tokens": "most tokens to generate",
-    "min_tokens": "no end before this many tokens",
-    "ignore_eos": "go on to the most tokens even past the end of the text",
-    "logprobs": "logprobs of the N likeliest tokens per position",
+    "bad_words": "never generate this text; may be given several times",
+    "max_tokens": "maximum number of tokens to generate",
+    "min_tokens": "minimum number of tokens before stopping",
+    "ignore_eos": "do not stop at the end-of-sequence token",
+    "logprobs": "logprobs of the N most likely tokens per position",
     "prompt_logprobs": "the same for the prompt's tokens",
     "skip_special_tokens": "leave special tokens out of the text",
     "spaces_between_special_tokens": "put spaces between special tokens in the text",
-    "repetition_detection": 'end an output that goes in circles, as JSON: {"max_pattern_size": N}',
+    "repetition_detection": 'stop repetitive output, as JSON: {"max_pattern_size": N}',
     "include_stop_str_in_output": "keep the stop text at the end of the output",
     "truncate_prompt_tokens": "keep only the last N tokens of a prompt",
-    "logit_bias": 'what to add to logits, as JSON: {"token id": bias}',
-    "extra_args": 'for logits processors of your own, as JSON: {"name": value}',
-    "allowed_token_ids": "a token id that may be written; may be given several times",
+    "logit_bias": 'added to logits, as JSON: {"token id": bias}',
+    "extra_args": 'for custom logits processors, as JSON: {"name": value}',
+    "allowed_token_ids": "a token id that may be generated; may be given several times",
 }
 
 
@@ -49,7 +49,7 @@ def fields() -> dict[str, msgspec.structs.FieldInfo]:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, show_defaults: bool = True, **defaults: Any) -> None:
-    """`defaults` are those of this command, where they differ from SamplingParams's; they are only shown here."""
+    """`defaults` are this command's, if different from SamplingParams's; used for help texts only."""
     group = parser.add_argument_group("Sampling")
     for name, field in fields().items():
         default = defaults.get(name, field.default)
@@ -72,7 +72,7 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Only what was given, checked, for a server that has defaults of its own."""
+    """Only the given flags, validated; a server has its own defaults for the rest."""
     given = _given(args)
     SamplingParams(**{"max_tokens": None, **given})
     return given
@@ -83,12 +83,12 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_value(params: SamplingParams, name: str, text: str) -> SamplingParams:
-    """`params` with one parameter set from what a person typed; ValueError says what was wrong."""
+    """`params` with one parameter parsed from text; ValueError says what is wrong."""
     return with_values(params, {name: _typed(_field(name), text)})
 
 
 def with_values(params: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    """`params` with values from JSON; ValueError says what was wrong."""
+    """`params` with values from JSON; ValueError says what is wrong."""
     for name in values:
         _field(name)
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-# Offline whoever asks also waits; here one client's grammars would make all others wait.
+# Unlimited offline; on a server one client's grammars must not make all others wait.
 ENGINE_DEFAULTS = {"structured_outputs_max_queue": 64, "structured_outputs_queue_seconds": 30.0}
 
 
@@ -31,7 +31,7 @@ def parser() -> FlagParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """What can be wrong with the flags is said before the model is loaded."""
+    """Flags are checked before the model is loaded."""
     from quire.config import EngineConfig
     from quire.entrypoints.logs import set_up_logging
 
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         from quire.entrypoints.tracing import check_tracing
 
         check_tracing()
-    for place in config.middleware:
-        import_middleware(place)
+    for path in config.middleware:
+        import_middleware(path)
     ToolSetup(config, None)
     for file in (config.ssl_keyfile, config.ssl_certfile):
         if file is not None and not os.path.isfile(file):

@@ -1,4 +1,4 @@
-"""Starting an engine from a command's flags."""
+"""Starts an engine from a command's flags."""
 
 import argparse
 import time
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "LLMEngine":
-    """torch and the engine are imported here, after everything that can be wrong with the flags has been said."""
+    """Imports torch and the engine here, after the flags have been checked."""
     from quire.config import EngineConfig
     from quire.entrypoints.logs import set_up_logging
 
@@ -34,7 +34,7 @@ def chat_renderer(engine: "LLMEngine") -> "ChatRenderer":
 
 
 def refuse_engine_flags(args: argparse.Namespace, allowed: Collection[str] = ()) -> None:
-    """With --url the engine is the server's; a flag for one in this process would silently do nothing."""
+    """With --url the engine is the server's: engine flags would silently have no effect."""
     given = sorted(engine_kwargs(args, allowed))
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)

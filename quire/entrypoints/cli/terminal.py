@@ -1,11 +1,11 @@
-"""Reading messages from and writing answers to a person's terminal, a pipe or a file."""
+"""Reads messages from and writes answers to a terminal, a pipe or a file."""
 
 import sys
 from typing import IO
 
 from quire.config.environment import NO_COLOR, TERM
 
-# A model must not be able to move the cursor, change the title or paste into the shell of who talks to it.
+# A model must not be able to move the cursor, change the title or paste into the user's shell.
 CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 STYLES = {"prompt": "1;36", "dim": "2", "error": "31"}
 QUOTES = '"""'
@@ -49,7 +49,7 @@ class Terminal:
 
     def _read_line(self, prompt: str) -> str:
         if self.has_readline:
-            # readline must know which characters take no room, or it breaks lines at the wrong place.
+            # readline must know the zero-width characters, or it wraps lines at the wrong column.
             begin, end = (f"\001\033[{STYLES['prompt']}m\002", "\001\033[0m\002") if self.colours else ("", "")
             return input(begin + prompt + end)
         if self.interactive:
@@ -67,7 +67,7 @@ class Terminal:
         self.write(text.translate(CONTROL_CHARACTERS) if self.is_screen else text)
 
     def note(self, text: str) -> None:
-        """Said to a person; a script that reads the answers does not see it."""
+        """Printed only interactively, so that scripts read just the answers."""
         if self.interactive:
             self.write(self.styled("dim", text) + "\n")
 

@@ -1,4 +1,4 @@
-"""What torch says of itself and its devices, as JSON: in a process of its own, since a broken driver can end one."""
+"""Prints facts about torch and its devices as JSON; run as a subprocess, since a broken driver can crash it."""
 
 import json
 from typing import Any

@@ -1,1 +1,1 @@
-"""The HTTP server without a dialect: connections, limits, jobs, processes, and the endpoints of operators."""
+"""The HTTP server, independent of any API dialect: connections, limits, jobs, processes, operators' endpoints."""

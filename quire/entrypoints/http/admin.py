@@ -1,4 +1,4 @@
-"""The endpoints of operators: health, metrics, load, and those of --enable-admin."""
+"""Operators' endpoints: health, metrics, load, and those of --enable-admin."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable
@@ -53,7 +53,7 @@ class AdminEndpoints:
         return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        """Unlike /health also 503 while the server shuts down, so that no new work is sent to it."""
+        """Like /health, but also 503 while the server drains, so that load balancers send no new requests."""
         if self.context.draining:
             return Response(status_code=503)
         return await self.health(request)
@@ -63,8 +63,8 @@ class AdminEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         others = await self.context.peers.metrics()
-        if others is None:  # a sum without them would look like a restart
-            raise overloaded("an API process of this server does not answer", 1)
+        if others is None:  # a partial sum would look like a counter reset
+            raise overloaded("an API process of this server does not respond", 1)
         metrics = combined([self.context.own_metrics(), *others])
         return Response(prometheus_text(metrics), headers={"content-type": CONTENT_TYPE})
 
@@ -73,7 +73,7 @@ class AdminEndpoints:
         shape = {"server_load": jobs, "running": stats.num_running, "waiting": stats.num_waiting}
         return json_response(shape)
 
-    # For administrators
+    # With --enable-admin
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         return json_response({"reset": await self.engine.reset_prefix_cache()})

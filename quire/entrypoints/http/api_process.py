@@ -1,4 +1,4 @@
-"""One of several processes that take a server's requests, for the engine that they share."""
+"""One of several API processes that accept requests for one shared engine."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ from quire.config.server import ServerConfig
 from quire.core.engine_process import die_with_parent, leave_signals_to_parent
 from quire.engine.async_engine import EngineDeadError
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.engine_connection import EngineWire
+from quire.engine.engine_connection import EngineChannel
 from quire.entrypoints.http.app import build_app
-from quire.entrypoints.http.peers import Fleet
+from quire.entrypoints.http.peers import RemotePeers
 from quire.entrypoints.http.process_messages import Failed, Started, frame
 from quire.entrypoints.http.server import Server
 
 
 @dataclass(frozen=True)
 class ApiProcess:
-    """What a process is told at its start."""
+    """Start arguments of an API process."""
 
     index: int
     config: ServerConfig
@@ -32,39 +32,39 @@ class ApiProcess:
     engine_folder: Path
     listener: socket.socket  # bound; all processes accept from it
     channel: socket.socket  # to the supervisor
-    board: MutableSequence[int]
+    load_board: MutableSequence[int]
     log_level: int
 
 
-def api_process_main(own: ApiProcess) -> None:
+def api_process_main(args: ApiProcess) -> None:
     die_with_parent()
     leave_signals_to_parent()
-    set_up_logging(own.log_level)
+    set_up_logging(args.log_level)
     try:
-        code = _serve(own)
+        code = _serve(args)
     except EngineDeadError:
-        code = 1  # the supervisor knows more of that
+        code = 1  # the supervisor logs the cause
     except (ValueError, OSError) as error:
-        own.channel.sendall(frame(Failed(str(error))))
+        args.channel.sendall(frame(Failed(str(error))))
         code = 2
     logging.shutdown()
-    os._exit(code)  # nothing is left to wait for, least of all a thread of a library
+    os._exit(code)  # without waiting for threads of libraries
 
 
-def _serve(own: ApiProcess) -> int:
-    engine = AsyncLLM(own.engine_config, EngineWire(own.engine_folder, own.index))
+def _serve(args: ApiProcess) -> int:
+    engine = AsyncLLM(args.engine_config, EngineChannel(args.engine_folder, args.index))
     try:
-        fleet = Fleet(own.channel, own.board, own.index)
-        app = build_app(engine, own.config, engine.config, own.api_keys, fleet)
+        peers = RemotePeers(args.channel, args.load_board, args.index)
+        app = build_app(engine, args.config, engine.config, args.api_keys, peers)
         tasks: set[asyncio.Task[None]] = set()
 
-        async def talk() -> None:
-            channel = await fleet.open()
-            channel.send(Started(server.context.model_names[0], engine.summary))
-            await fleet.serve(server, engine)
+        async def connect() -> None:
+            channel = await peers.open()
+            channel.send(Started(server.context.model_names[0]))
+            await peers.serve(server, engine)
 
-        server = Server(app, own.config, lambda: tasks.add(asyncio.create_task(talk())), supervised=True)
-        server.run(sockets=[own.listener])
+        server = Server(app, args.config, lambda: tasks.add(asyncio.create_task(connect())), supervised=True)
+        server.run(sockets=[args.listener])
     finally:
         engine.shutdown()
     return server.exit_code

@@ -1,4 +1,4 @@
-"""The ASGI application: the routes of all dialects, those of operators, and the layers around them."""
+"""The ASGI application: all dialects' routes, operators' routes, and the middleware around them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,9 +17,9 @@ from quire.entrypoints.http.admin import AdminEndpoints
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import dialects
 from quire.entrypoints.http.errors import ApiError
-from quire.entrypoints.http.middleware import ApiKeys, Errors, Tracking, import_middleware
-from quire.entrypoints.http.peers import Fleet, Peers
-from quire.entrypoints.http.rate_limit import RateLimit, Windows
+from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, Tracking, import_middleware
+from quire.entrypoints.http.peers import Peers, RemotePeers
+from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimit
 
 
 def build_app(
@@ -29,15 +29,15 @@ def build_app(
     api_keys: Sequence[str] = (),
     peers: Peers | None = None,
 ) -> Starlette:
-    """`api_keys` are all that open the server, from wherever they came; see `load_api_keys`. `peers` are the server's
-    other API processes."""
+    """`api_keys` are all accepted keys, whatever their source (`load_api_keys`). `peers` are the server's other API
+    processes."""
     context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
     by_dialect = [(dialect, dialect.routes(context)) for dialect in dialects()]
     routes: list[Route] = [*AdminEndpoints(context).routes(), *(route for _, own in by_dialect for route in own)]
     error_bodies = {route.path: dialect.error_body for dialect, own in by_dialect for route in own}
     app = Starlette(
         routes=routes,
-        middleware=_layers(context, [route.path for route in routes], error_bodies, api_keys or config.api_key),
+        middleware=_middleware(context, [route.path for route in routes], error_bodies, api_keys or config.api_key),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
@@ -45,17 +45,17 @@ def build_app(
     return app
 
 
-def _layers(
+def _middleware(
     context: ServerContext,
     paths: list[str],
     error_bodies: Mapping[str, Callable[[ApiError], bytes]],
     api_keys: Sequence[str],
 ) -> list[Middleware]:
-    """The first one is outermost."""
+    """Outermost first."""
     config = context.config
-    layers = [Middleware(Tracking, context.http_metrics, paths, config.access_log, config.unlogged_paths)]
+    middleware = [Middleware(Tracking, context.http_metrics, paths, config.access_log, config.unlogged_paths)]
     if config.allowed_origins:
-        layers.append(
+        middleware.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.allowed_origins,
@@ -65,17 +65,17 @@ def _layers(
                 expose_headers=("x-request-id",),
             )
         )
-    layers.append(Middleware(Errors, error_bodies))
+    middleware.append(Middleware(ErrorResponses, error_bodies))
     if api_keys:
-        layers.append(Middleware(ApiKeys, api_keys))
-    windows = Windows.of(config)
+        middleware.append(Middleware(ApiKeys, api_keys))
+    windows = FixedWindowLimiter.of(config)
     if windows is not None:
-        layers.append(Middleware(RateLimit, context.peers if isinstance(context.peers, Fleet) else windows))
-    return layers + [Middleware(import_middleware(place)) for place in config.middleware]
+        middleware.append(Middleware(RateLimit, context.peers if isinstance(context.peers, RemotePeers) else windows))
+    return middleware + [Middleware(import_middleware(path)) for path in config.middleware]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router refuses: 404 and 405."""
+    """The router's own errors: 404 and 405."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
     message = f"{what}: there is no such path" if error.status_code == 404 else f"{what}: {error.detail}"

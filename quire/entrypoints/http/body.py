@@ -1,4 +1,4 @@
-"""A request's body: read and decoded within its limits, and checked for fields that nobody knows."""
+"""A request's body: read and decoded within limits, and checked for unknown fields."""
 
 import asyncio
 import difflib
@@ -18,9 +18,9 @@ from quire.entrypoints.http.json_scan import JsonCounts, count_json
 
 logger = logging.getLogger("quire")
 
-SCANNED_BYTES = 1 << 16  # a smaller body cannot hold enough to matter
+SCANNED_BYTES = 1 << 16  # smaller bodies decode fast enough without counting first
 DEFAULT_VALUES = 1 << 18
-MAX_WARNINGS = 1000  # names come from outside, so remembering them has to end
+MAX_WARNINGS = 1000  # clients choose the names: bound the memory for them
 MAX_HINTS = 4  # in one request
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
@@ -29,48 +29,48 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ClientDisconnected(Exception):
-    """Nobody is left to answer."""
+    """The client closed its connection: there is no one to respond to."""
 
 
 class BodyReader:
-    """Bodies as requests, within the limits of one body and of all that are being read."""
+    """Decodes request bodies, within limits on each body and on all bodies in flight."""
 
     def __init__(self, config: ServerConfig, max_model_len: int) -> None:
         self.max_bytes = config.max_request_bytes
         self.max_total = config.max_request_bytes_in_all
         self.seconds = config.timeout_request_body
         values = config.max_request_values or max(DEFAULT_VALUES, 2 * max_model_len)
-        most = JsonCounts(values, config.max_request_objects, config.max_request_fields)
-        self.decoder = BodyDecoder(config.strict_fields, most)
-        self._held = 0  # bytes that have arrived, of bodies that are not decoded yet
+        limits = JsonCounts(values, config.max_request_objects, config.max_request_fields)
+        self.decoder = BodyDecoder(config.strict_fields, limits)
+        self._held = 0  # bytes received of bodies that are not decoded yet
 
     async def read(self, scope: Scope, receive: Receive, into: type[T]) -> tuple[T, int]:
-        """The request, and how many bytes it came in."""
-        arrived = bytearray()
+        """The request, and the size of its body in bytes."""
+        received = bytearray()
         try:
-            await self._read(scope, receive, arrived)
-            return await self.decoder.decode(bytes(arrived), into), len(arrived)
+            await self._read(scope, receive, received)
+            return await self.decoder.decode(bytes(received), into), len(received)
         finally:
-            self._held -= len(arrived)
+            self._held -= len(received)
 
-    async def _read(self, scope: Scope, receive: Receive, arrived: bytearray) -> None:
+    async def _read(self, scope: Scope, receive: Receive, received: bytearray) -> None:
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self.max_bytes:
             raise _too_large(self.max_bytes)
         try:
-            # One that stops in the middle must not hold its connection for ever.
+            # A body that stops halfway must not hold its connection forever.
             async with asyncio.timeout(self.seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnected
                     part = message.get("body", b"")
-                    arrived += part
+                    received += part
                     self._held += len(part)
-                    if len(arrived) > self.max_bytes:
+                    if len(received) > self.max_bytes:
                         raise _too_large(self.max_bytes)
                     if self._held > self.max_total:
-                        full = f"request bodies fill {self.max_total} bytes already (--max-request-bytes-in-all)"
+                        full = f"request bodies in flight exceed {self.max_total} bytes (--max-request-bytes-in-all)"
                         raise overloaded(full, 1, {"Connection": "close"})
                     if not message.get("more_body", False):
                         return
@@ -81,12 +81,12 @@ class BodyReader:
 
 def _too_large(limit: int) -> ApiError:
     message = f"the request body is larger than {limit} bytes (--max-request-bytes)"
-    # What is left of the body will not be read, so the connection cannot be used again.
+    # The rest of the body is not read, so the connection cannot be reused.
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
 class BodyDecoder:
-    """From bytes to a request, without building more than the limits allow."""
+    """Decodes bytes into a request, without building more objects than the limits allow."""
 
     def __init__(self, strict: bool, limits: JsonCounts) -> None:
         self.strict = strict
@@ -104,7 +104,7 @@ class BodyDecoder:
                 if unknown is None:
                     raise
             request = msgspec.json.decode(body, type=into)
-            names: Collection[str] = (unknown[1],)  # the first of them, which has to do for a large body
+            names: Collection[str] = (unknown[1],)  # the first unknown field; enough for a large body
             if len(body) <= SCANNED_BYTES:
                 names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
         except msgspec.ValidationError as error:
@@ -118,17 +118,17 @@ class BodyDecoder:
         return request
 
     def _check(self, found: JsonCounts) -> None:
-        for count, most, what, flag in (
+        for count, limit, what, flag in (
             (found.fields, self.limits.fields, "fields", "--max-request-fields"),
             (found.containers, self.limits.containers, "lists and objects", "--max-request-objects"),
             (found.values, self.limits.values, "values", "--max-request-values"),
         ):
-            if count > most:
-                raise bad_request(f"the body holds more than {most} {what} ({flag})", code="request_too_large")
+            if count > limit:
+                raise bad_request(f"the body holds more than {limit} {what} ({flag})", code="request_too_large")
 
     def _unknown(self, names: list[str], known: tuple[str, ...]) -> None:
         new = [name[:64] for name in names if name[:64] not in self._warned]
-        hints = {name: _hint(name, known) for name in new[:MAX_HINTS]}  # looking for one takes a millisecond
+        hints = {name: _hint(name, known) for name in new[:MAX_HINTS]}  # each costs a millisecond
         if self.strict and names:
             shown = names[0][:64]
             hint = hints.get(shown) or _hint(shown, known)

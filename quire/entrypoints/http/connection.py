@@ -1,4 +1,4 @@
-"""A client's connection, within limits that hold before anybody knows who the client is."""
+"""A client's connection: limits that apply before any authentication."""
 
 import asyncio
 import functools
@@ -20,11 +20,11 @@ logger = logging.getLogger("quire")
 
 MAX_CONNECTIONS = 8192
 WARN_SECONDS = 60.0
-MAX_PIPELINED = 16  # requests behind one that is being answered
-MAX_READ = 1 << 18  # bytes that arrive in one go
-MAX_DISCARDED = 1 << 16  # bytes of a body that come after the answer
-FREE_CHUNKS, CHUNK_BYTES = 4096, 64  # a body may have so many chunks of any size, and one more for so many bytes
-LAST_SECONDS = 1.0  # for the last bytes of a connection when the server ends
+MAX_PIPELINED = 16  # requests queued behind the one being processed
+MAX_READ = 1 << 18  # bytes of one socket read
+MAX_DISCARDED = 1 << 16  # body bytes received after the response was sent
+FREE_CHUNKS, CHUNK_BYTES = 4096, 64  # chunks allowed per body: FREE_CHUNKS, plus one per CHUNK_BYTES received
+LAST_SECONDS = 1.0  # to flush a connection at shutdown
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ConnectionLimits:
 
 
 def _raise_descriptor_limit() -> int:
-    """To as many file descriptors as this process may have: a connection is one."""
+    """Raise RLIMIT_NOFILE to its hard limit: every connection needs a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = max(soft, 4 * MAX_CONNECTIONS)
@@ -69,20 +69,20 @@ def _raise_descriptor_limit() -> int:
 
 @dataclass
 class OpenConnections:
-    """Of a server process."""
+    """Connection counts of one server process."""
 
     by_address: "Counter[str]" = field(default_factory=Counter)
     warned_at: float = -WARN_SECONDS
 
     def warn(self, message: str, now: float) -> None:
-        """Once a minute: whoever opens too many opens them all the time."""
+        """At most once a minute: a client over the limit keeps reconnecting."""
         if now - self.warned_at >= WARN_SECONDS:
             self.warned_at = now
             logger.warning("connections are refused: %s", message)
 
 
 class _Refused(Exception):
-    """The request is not read any further."""
+    """Stops parsing: the client gets this status and the connection closes."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -90,7 +90,7 @@ class _Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which limits none of this by itself."""
+    """uvicorn's HTTP protocol, with the limits that it lacks."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, opened: OpenConnections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,13 +99,13 @@ class Connection(HttpToolsProtocol):
         self._address = ""
         self._refused: _Refused | None = None
         self._header_bytes = 0  # of this request
-        self._silent_bytes = 0  # since the parser last reported anything: it keeps what is not complete
+        self._unparsed_bytes = 0  # since the parser's last callback: it buffers incomplete elements
         self._in_headers = True
         self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._close_timer: asyncio.TimerHandle | None = None
-        self._answering: list[RequestResponseCycle] = []  # the oldest first
-        self._num_chunks = 0  # of this body, as are the next
+        self._active_cycles: list[RequestResponseCycle] = []  # oldest first
+        self._num_chunks = 0  # of this body, as the next two
         self._body_bytes = 0
         self._discarded = 0
 
@@ -131,8 +131,8 @@ class Connection(HttpToolsProtocol):
         self.opened.by_address[self._address] -= 1
         if not self.opened.by_address[self._address]:
             del self.opened.by_address[self._address]
-        # uvicorn tells the newest request alone that its client has gone.
-        for cycle in self._answering:
+        # uvicorn signals the disconnect to the newest request only.
+        for cycle in self._active_cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
             cycle.message_event.set()
@@ -142,22 +142,22 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused is not None:
             return
-        if self._in_headers and self._request_timer is None:  # the first bytes of another request
+        if self._in_headers and self._request_timer is None:  # the first bytes of the next request
             self._expect_request()
-        self._silent_bytes += len(data)
-        if self._silent_bytes > self.limits.header_bytes + MAX_READ:
+        self._unparsed_bytes += len(data)
+        if self._unparsed_bytes > self.limits.header_bytes + MAX_READ:
             self._refuse(self._too_large())
             return
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # no other protocol is spoken here: the request is answered as it is
+            pass  # upgrades are not supported: handled as a normal request
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, "this is not an HTTP request"))
 
-    # What the parser finds
+    # Parser callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -180,33 +180,33 @@ class Connection(HttpToolsProtocol):
         self._in_headers = False
         self._cancel_request_timer()
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _Refused(503, f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+            raise _Refused(503, f"more than {MAX_PIPELINED} requests are pipelined")
         super().on_headers_complete()
-        self._answering = [cycle for cycle in self._answering if not cycle.response_complete] + [self.cycle]
-        if len(self._answering) > 1:
-            # uvicorn stops reading until the answer before is complete, and would not see that the client has left.
+        self._active_cycles = [cycle for cycle in self._active_cycles if not cycle.response_complete] + [self.cycle]
+        if len(self._active_cycles) > 1:
+            # uvicorn pauses reading until the previous response completes, and would miss a disconnect.
             self.flow.resume_reading()
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
         if self._num_chunks > FREE_CHUNKS + self._body_bytes // CHUNK_BYTES:
-            raise _Refused(400, f"the body comes in chunks of less than {CHUNK_BYTES} bytes; send larger ones")
+            raise _Refused(400, f"the body's chunks are smaller than {CHUNK_BYTES} bytes; send larger ones")
 
     def on_body(self, body: bytes) -> None:
-        self._silent_bytes = 0
+        self._unparsed_bytes = 0
         self._body_bytes += len(body)
         if self.cycle.response_complete:
             self._discarded += len(body)
             if self._discarded > MAX_DISCARDED:
-                raise _Refused(413, "the request was answered before its body came")
-        if len(self._answering) > 1 and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
-            raise _Refused(503, "a large request was sent ahead of the answer to the one before")
+                raise _Refused(413, "the response was sent before the request body arrived")
+        if len(self._active_cycles) > 1 and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
+            raise _Refused(503, "a pipelined request is too large; wait for the previous response")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_headers = True
-        self._silent_bytes = 0
+        self._unparsed_bytes = 0
         self._cancel_request_timer()
 
     def on_response_complete(self) -> None:
@@ -214,16 +214,16 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             self._close(self.limits.write_seconds)
         elif not self._in_headers:
-            # Answered before its body has arrived. It may take a moment to see that nobody reads it.
+            # The response was sent before the body arrived: give the client a moment to notice and stop.
             self._request_timer = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-    # Time
+    # Timeouts
 
     def _expect_request(self) -> None:
         self._cancel_request_timer()
-        self._request_timer = self.loop.call_later(self.limits.header_seconds, self._headers_late)
+        self._request_timer = self.loop.call_later(self.limits.header_seconds, self._headers_timed_out)
 
-    def _headers_late(self) -> None:
+    def _headers_timed_out(self) -> None:
         seconds = self.limits.header_seconds
         self._refuse(_Refused(408, f"no request arrived within {seconds:g} seconds (--timeout-request-headers)"))
 
@@ -236,7 +236,7 @@ class Connection(HttpToolsProtocol):
             self._close(LAST_SECONDS)
 
     def _close(self, seconds: float) -> None:
-        """A transport that closes waits for its client to read all that was written, without end."""
+        """transport.close() waits without limit for the client to read what was written; abort after `seconds`."""
         self.transport.close()
         if self._close_timer is not None:
             self._close_timer.cancel()
@@ -267,22 +267,22 @@ class Connection(HttpToolsProtocol):
     # Refusals
 
     def _count_header(self, size: int) -> None:
-        self._silent_bytes = 0
+        self._unparsed_bytes = 0
         self._header_bytes += size
         if self._header_bytes > self.limits.header_bytes:
             raise self._too_large()
 
     def _too_large(self) -> _Refused:
         most = self.limits.header_bytes
-        return _Refused(431, f"line and headers have more than {most} bytes (--h11-max-incomplete-event-size)")
+        return _Refused(431, f"request line and headers have more than {most} bytes (--h11-max-incomplete-event-size)")
 
     def _refuse(self, refused: _Refused) -> None:
-        """Answer and close, unless an answer is being written: then only close."""
+        """Send an error response and close; only close if another response is being written."""
         self._refused = refused
         self._cancel_timers()
         if self.transport.is_closing():
             return
-        if not any(cycle.response_started and not cycle.response_complete for cycle in self._answering):
+        if not any(cycle.response_started and not cycle.response_complete for cycle in self._active_cycles):
             kind = "invalid_request_error" if refused.status < 500 else "server_error"
             error = {"message": str(refused), "type": kind, "param": None, "code": None}
             body = json.dumps({"error": error}).encode()
@@ -293,5 +293,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_factory(config: ServerConfig) -> Callable[..., Connection]:
-    """What uvicorn makes of each new connection."""
+    """The protocol factory for uvicorn."""
     return functools.partial(Connection, limits=ConnectionLimits.of(config), opened=OpenConnections())

@@ -1,4 +1,4 @@
-"""Dialects: families of endpoints with request, response and error shapes of their own, as OpenAI's are."""
+"""API dialects: families of endpoints with their own request, response and error schemas, such as OpenAI's."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -12,27 +12,27 @@ from quire.entrypoints.http.errors import ApiError, openai_body
 
 @dataclass(frozen=True)
 class Dialect:
-    """`error_body` shapes what is refused or fails on one of its paths, before an answer has begun."""
+    """`error_body` encodes an error on one of the dialect's paths, if the response has not started."""
 
     name: str
     routes: Callable[[ServerContext], Sequence[Route]]
     error_body: Callable[[ApiError], bytes] = openai_body
 
 
-BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI",)  # imported with the server alone
+BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI",)  # imported only by servers
 
 _registered: dict[str, Dialect] = {}
 
 
 def register_dialect(dialect: Dialect) -> None:
-    """For plugins: the dialect's routes are served beside the others. Of two with one name the later counts."""
+    """For plugins: serve the dialect's routes beside the others. A later registration replaces one of the same name."""
     _registered[dialect.name] = dialect
 
 
 def dialects() -> list[Dialect]:
     found: dict[str, Dialect] = {}
-    for place in BUILT_IN:
-        module, _, name = place.partition(":")
+    for path in BUILT_IN:
+        module, _, name = path.partition(":")
         dialect = getattr(importlib.import_module(module), name)
         found[dialect.name] = dialect
     return list((found | _registered).values())

@@ -1,4 +1,4 @@
-"""Errors for clients: a status, and a body that names the field, in OpenAI's shape unless a dialect has its own."""
+"""Error responses: a status, and a body that names the field, in OpenAI's schema unless a dialect has its own."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -14,11 +14,11 @@ logger = logging.getLogger("quire")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-MAX_MESSAGE = 2000  # characters: what a client sent and is told again may be far longer
+MAX_MESSAGE = 2000  # characters: messages may quote what the client sent
 
 
 class ApiError(Exception):
-    """Answered to the client as it is, so its message must hold nothing internal."""
+    """Sent to the client verbatim, so its message must contain nothing internal."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-OTHER_NAMES = {"extra_args": "vllm_xargs"}  # of a field, in SamplingParams and in a body
+OTHER_NAMES = {"extra_args": "vllm_xargs"}  # SamplingParams field -> request field
 
 
 def refused_value(error: ValueError, fields: Collection[str], default: str | None = None) -> ApiError:
-    """Checks below the server name the field first: `temperature is -1; it must be ...`."""
+    """Validation errors name the field first: `temperature is -1; it must be ...`."""
     message = str(error)
     first = message.split(" ", 1)[0].rstrip(":;,").split("[")[0]
     first = OTHER_NAMES.get(first, first)
@@ -81,11 +81,11 @@ def engine_stalled(error: EngineStalledError) -> ApiError:
 
 
 def internal_error(request_id: str) -> ApiError:
-    return ApiError(500, f"an internal error; the server's log has it under request id {request_id}", type=SERVER)
+    return ApiError(500, f"internal error; see the server's log for request id {request_id}", type=SERVER)
 
 
 def as_api_error(error: BaseException, scope: Scope) -> ApiError:
-    """What a client may know of an error; the rest goes to the log."""
+    """The part of an error that is safe to send; internal errors are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):

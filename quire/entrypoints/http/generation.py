@@ -1,4 +1,4 @@
-"""Running a request's prompts through the engine, for as long as its client is there."""
+"""Runs a request's prompts through the engine while its client is connected."""
 
 import asyncio
 import logging
@@ -22,18 +22,18 @@ logger = logging.getLogger("quire")
 
 PUBLIC_CAUSES = {
     ErrorKind.OUT_OF_MEMORY: "out of memory",
-    ErrorKind.NOT_A_NUMBER: "the model's scores are not numbers, or allow no token",
+    ErrorKind.NOT_A_NUMBER: "the logits are NaN, or mask every token",
 }
-BUSY_SECONDS = 5  # after which a client may try again
+BUSY_SECONDS = 5  # Retry-After
 
 T = TypeVar("T")
-Batch = Sequence[tuple[int, RequestOutput]]  # which prompt, and its news
+Batch = Sequence[tuple[int, RequestOutput]]  # prompt index and its new output
 
 
 async def outputs(
     engine: AsyncEngine, job: Job, prompts: Sequence[ParsedPrompt], params: SamplingParams, priority: int
 ) -> AsyncGenerator[Batch, None]:
-    """Everything the engine has for this request, as often as there is something."""
+    """The engine's outputs for all prompts of this request, as they arrive."""
     streams = [
         engine.generate(prompt, params, id, priority=priority)
         for prompt, id in zip(prompts, job.engine_ids(), strict=True)
@@ -51,22 +51,22 @@ async def outputs(
 
 
 async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator[Batch, None]:
-    # A client that reads slowly fills the queue; the engine then merges what it has for each prompt.
+    # A slow client fills the queue; the engine then merges the outputs of each prompt.
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(2 * len(streams))
 
-    async def pump(place: int, stream: AsyncIterator[RequestOutput]) -> None:
+    async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
             async for output in stream:
-                await queue.put((place, output))
-            await queue.put((place, None))
+                await queue.put((index, output))
+            await queue.put((index, None))
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # also a panic of a Rust library: whoever waits for the queue must hear of it
-            await queue.put((place, error))
+        except BaseException as error:  # also panics of Rust libraries: the consumer must receive it
+            await queue.put((index, error))
         finally:
             await _close(stream)
 
-    tasks = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         running = len(streams)
         while running:
@@ -74,13 +74,13 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
             items = [await queue.get()]
             while not queue.empty():
                 items.append(queue.get_nowait())
-            for place, item in items:
+            for index, item in items:
                 if item is None:
                     running -= 1
                 elif isinstance(item, BaseException):
-                    raise _of_prompt(place, item)
+                    raise _of_prompt(index, item)
                 else:
-                    batch.append((place, item))
+                    batch.append((index, item))
             if batch:
                 yield batch
     finally:
@@ -90,34 +90,34 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
 
 
 async def _close(stream: AsyncIterator[RequestOutput]) -> None:
-    """Leaving a stream early aborts its request; closing says so at once instead of when it is collected."""
+    """Closing an unfinished stream aborts its request now, not at garbage collection."""
     if isinstance(stream, AsyncGenerator):
         await stream.aclose()
 
 
-def _of_prompt(place: int, error: BaseException) -> BaseException:
-    return ValueError(f"prompt[{place}]: {error}") if isinstance(error, ValueError) else error
+def _of_prompt(index: int, error: BaseException) -> BaseException:
+    return ValueError(f"prompt[{index}]: {error}") if isinstance(error, ValueError) else error
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive, job: Job, timeout: float | None) -> T:
-    """`work`, given up as soon as the client leaves, the time is over, or the server ends its requests."""
+    """`work`, cancelled when the client disconnects, the timeout expires, or the server aborts its requests."""
     task = asyncio.create_task(work)
-    left = asyncio.create_task(_disconnect(receive))
+    disconnected = asyncio.create_task(_disconnect(receive))
     aborted = asyncio.create_task(job.aborted.wait())
     try:
-        await asyncio.wait({task, left, aborted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected, aborted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
     finally:
-        for one in (task, left, aborted):
+        for one in (task, disconnected, aborted):
             one.cancel()
-        await asyncio.gather(task, left, aborted, return_exceptions=True)
-    if left.done() and not left.cancelled():
+        await asyncio.gather(task, disconnected, aborted, return_exceptions=True)
+    if disconnected.done() and not disconnected.cancelled():
         raise ClientDisconnected
     if job.aborted.is_set():
         if job.engine_died:
             raise engine_dead()
-        raise ApiError(503, "the server is shutting down; the request was ended", type=SERVER, code="shutting_down")
+        raise ApiError(503, "the server is shutting down; the request was aborted", type=SERVER, code="shutting_down")
     raise ApiError(504, f"the request took more than {timeout:g} seconds", type=SERVER, code="timeout")
 
 
@@ -127,8 +127,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def check_outputs(batch: Batch) -> None:
-    """The engine failed a request. What was wrong with it, or that there was no room for it, is for the client; any
-    other cause is for the log."""
+    """Raise the error of a request that the engine failed. Clients see invalid input and overload; other causes are
+    logged."""
     for _, output in batch:
         if any(choice.finish_reason == "error" for choice in output.outputs):
             message, kind = output.error or "", output.error_kind
@@ -138,6 +138,6 @@ def check_outputs(batch: Batch) -> None:
             if kind == ErrorKind.BUSY:
                 raise overloaded(message, BUSY_SECONDS)
             logger.error("the engine failed request %s: %s", output.request_id, message)
-            cause = PUBLIC_CAUSES.get(kind, "an internal error") if kind is not None else "an internal error"
-            where = f"the server's log has more under request id {output.request_id}"
+            cause = PUBLIC_CAUSES.get(kind, "internal error") if kind is not None else "internal error"
+            where = f"see the server's log for request id {output.request_id}"
             raise ApiError(500, f"the engine failed this request: {cause}; {where}", type=SERVER, code="engine_error")

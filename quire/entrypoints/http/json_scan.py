@@ -1,14 +1,14 @@
-"""How much a JSON text holds, counted before anything is built of it.
+"""Counts the values of a JSON text before it is decoded.
 
-Decoding holds Python's lock for as long as it takes: millions of small values would stop every other request. Counting
-them here takes no lock for long, so it can be left to a thread.
+Decoding holds the GIL throughout: millions of small values would stall every other request. Counting with numpy
+releases it, so it can run in a thread.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-SLICE = 1 << 20  # bytes looked at in one go: a few milliseconds
+SLICE = 1 << 20  # bytes per numpy call: a few milliseconds
 QUOTE, COMMA = ord('"'), ord(",")
 OPENING, CLOSING = (ord("["), ord("{")), (ord("]"), ord("}"))
 
@@ -22,17 +22,17 @@ class JsonCounts:
     fields: int = 1  # of the outermost object
 
 
-def count_json(text: bytes, most: JsonCounts) -> JsonCounts:
-    """Stops where the text holds more than `most`."""
+def count_json(text: bytes, limits: JsonCounts) -> JsonCounts:
+    """Stops once the text exceeds `limits`."""
     found = JsonCounts()
     inside, depth, carried = 0, 0, b""
     for start in range(0, len(text), SLICE):
         part = carried + text[start : start + SLICE]
         backslashes = len(part) - len(part.rstrip(b"\\"))
-        carried = b"\\" if backslashes % 2 else b""  # it escapes what comes next
+        carried = b"\\" if backslashes % 2 else b""  # it escapes the next slice's first byte
         part = part[: len(part) - len(carried)].replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
         codes = np.frombuffer(part, np.uint8)
-        # Of a count of quotes only the parity matters, which eight bits keep.
+        # Only the parity of the quote count matters, so uint8 may wrap.
         in_text = (np.cumsum(codes == QUOTE, dtype=np.uint8) + np.uint8(inside)) & 1
         inside = int(in_text[-1]) if len(in_text) else inside
         codes = np.where(in_text, np.uint8(0), codes)
@@ -45,6 +45,6 @@ def count_json(text: bytes, most: JsonCounts) -> JsonCounts:
         found.values += num_commas + num_opens
         found.containers += num_opens
         found.fields += int(np.count_nonzero(commas & (depths == 1)))
-        if found.values > most.values or found.containers > most.containers or found.fields > most.fields:
+        if found.values > limits.values or found.containers > limits.containers or found.fields > limits.fields:
             break
     return found

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them: the engine's, and what the server counts itself."""
+"""Metrics in Prometheus' text format, and the HTTP server's own counters."""
 
 from collections import Counter as Tally
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ class HttpMetrics:
         self.requests: Tally[tuple[str, str, int]] = Tally()
         self.seconds: dict[str, Observations] = {}
 
-    def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
-        """`handler` is a route of ours, never a path as it came: there would be no end of those."""
+    def record(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """`handler` is a known route, never a raw path: labels must be bounded."""
         self.requests[method, handler, status] += 1
         self.seconds.setdefault(handler, Observations(REQUEST_SECONDS)).add(seconds)
 
@@ -32,7 +32,7 @@ class HttpMetrics:
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """Metrics of one name are written together, under one HELP and one TYPE line, as the format asks."""
+    """Metrics of one name are grouped under one HELP and one TYPE line, as the format requires."""
     families: dict[str, list[str]] = {}
     for metric in metrics:
         name, kind = metric.name, _kind(metric)

@@ -1,4 +1,4 @@
-"""Small ASGI layers around the endpoints, each of which can be understood alone."""
+"""ASGI middleware: request tracking, error responses, API keys."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ from quire.entrypoints.http.metrics import HttpMetrics
 
 access_logger = logging.getLogger("quire.access")
 
-# Answered without a key and without a rate limit, for the probes of load balancers.
+# Need no API key and have no rate limit, for load balancers' probes.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
@@ -52,7 +52,7 @@ class Tracking:
         if CLIENT_REQUEST_ID.fullmatch(given):
             scope["quire.client_request_id"] = given
         request_id = scope["quire.request_id"] = scope.get("quire.client_request_id") or uuid.uuid4().hex
-        status = 499  # the client left before an answer began
+        status = 499  # the client disconnected before the response started
         began = time.perf_counter()
 
         async def send_start(message: Message) -> None:
@@ -72,7 +72,7 @@ class Tracking:
     def _ended(self, scope: Scope, status: int, seconds: float) -> None:
         path, method = path_of(scope), scope["method"]
         handler = path if path in self.routes else "other"
-        self.metrics.ended(method if method in METHODS else "other", handler, status, seconds)
+        self.metrics.record(method if method in METHODS else "other", handler, status, seconds)
         if self.log and path not in self.unlogged:
             client = scope["client"][0] if scope.get("client") else "-"
             raw = scope.get("raw_path", b"").decode("latin-1")  # still percent-encoded, so it cannot break the line
@@ -80,8 +80,8 @@ class Tracking:
             access_logger.info(text, client, method, raw, status, 1e3 * seconds, scope["quire.request_id"])
 
 
-class Errors:
-    """Whatever is raised within becomes an answer, in the shape of the path's dialect."""
+class ErrorResponses:
+    """Turns exceptions into error responses, in the schema of the path's dialect."""
 
     def __init__(self, app: ASGIApp, bodies: Mapping[str, Callable[[ApiError], bytes]] | None = None) -> None:
         self.app = app
@@ -93,22 +93,22 @@ class Errors:
             return
         started = False
 
-        async def send_noting(message: Message) -> None:
+        async def send_tracked(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self.app(scope, receive, send_noting)
+            await self.app(scope, receive, send_tracked)
         except ClientDisconnected:
             pass
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # also a panic of a Rust library
-            answer = as_api_error(error, scope)
+        except BaseException as error:  # also panics of Rust libraries
+            api_error = as_api_error(error, scope)
             if not started:
                 body = self.bodies.get(path_of(scope))
-                await answer.response(body)(scope, receive, send)
+                await api_error.response(body)(scope, receive, send)
 
 
 class ApiKeys:
@@ -135,12 +135,12 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def import_middleware(place: str) -> Any:
-    """`module:Class`, a class that takes the app."""
-    module, _, name = place.partition(":")
+def import_middleware(path: str) -> Any:
+    """`module:Class`, a class whose first argument is the app."""
+    module, _, name = path.partition(":")
     if not module or not name:
-        raise ValueError(f"middleware {place!r} must be written module:Class (--middleware)")
+        raise ValueError(f"middleware {path!r} must be written module:Class (--middleware)")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"middleware {place!r} cannot be imported: {error} (--middleware)") from error
+        raise ValueError(f"middleware {path!r} cannot be imported: {error} (--middleware)") from error

@@ -1,4 +1,4 @@
-"""What the API processes of one server know of each other, so that clients see one server."""
+"""State shared between the API processes of one server, so that clients see one server."""
 
 import asyncio
 import itertools
@@ -35,49 +35,49 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-ANSWER_SECONDS = 2.0  # a process that does not answer by then is left out
-SLOTS = 2  # of each process on the board: its open requests, and those that the engine has not finished
+REPLY_SECONDS = 2.0  # a process that has not replied by then is left out
+LOAD_FIELDS = 2  # per process on the load board: open HTTP requests, unfinished engine sequences
 
 
 class Peers:
-    """No others: the server has one API process."""
+    """The single API process of a server: there are no peers."""
 
-    def __init__(self, board: MutableSequence[int] | None = None, index: int = 0) -> None:
-        self._board = board if board is not None else [0] * SLOTS
-        self._place = SLOTS * index
+    def __init__(self, load_board: MutableSequence[int] | None = None, index: int = 0) -> None:
+        self._load_board = load_board if load_board is not None else [0] * LOAD_FIELDS
+        self._offset = LOAD_FIELDS * index
 
-    def note(self, jobs: int, unfinished: int) -> None:
-        """How much this process has to do."""
-        self._board[self._place] = jobs
-        self._board[self._place + 1] = unfinished
+    def report(self, jobs: int, unfinished: int) -> None:
+        """Publish this process's load."""
+        self._load_board[self._offset] = jobs
+        self._load_board[self._offset + 1] = unfinished
 
     @property
     def num_jobs(self) -> int:
-        """Of the whole server, as is the next."""
-        return sum(self._board[0::SLOTS])
+        """Over all API processes, as `num_unfinished`."""
+        return sum(self._load_board[0::LOAD_FIELDS])
 
     @property
     def num_unfinished(self) -> int:
-        return sum(self._board[1::SLOTS])
+        return sum(self._load_board[1::LOAD_FIELDS])
 
     async def metrics(self) -> list[list[Metric]] | None:
-        """What each of the others counts, or None if that cannot be known now."""
+        """Each peer's metrics, or None if one did not reply."""
         return []
 
     async def abort(self, request_ids: list[str]) -> list[str]:
-        """Those that ran elsewhere, and were aborted there."""
+        """The ids that peers found and aborted."""
         return []
 
 
-class Fleet(Peers):
-    """An API process among others. The supervisor passes questions on; counts are on a board in shared memory, where
-    each process writes its own places and reads all."""
+class RemotePeers(Peers):
+    """One of several API processes. The supervisor forwards questions; the load board is shared memory, where each
+    process writes its own fields and reads all."""
 
-    def __init__(self, sock: socket.socket, board: MutableSequence[int], index: int) -> None:
-        super().__init__(board, index)
+    def __init__(self, sock: socket.socket, load_board: MutableSequence[int], index: int) -> None:
+        super().__init__(load_board, index)
         self._sock = sock
         self._numbers = itertools.count()
-        self._awaited: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._channel: MessageChannel | None = None
 
     async def open(self) -> MessageChannel:
@@ -85,19 +85,19 @@ class Fleet(Peers):
         return self._channel
 
     async def metrics(self) -> list[list[Metric]] | None:
-        answers = await self._ask(GetMetrics())
-        if answers is None or not answers.complete:
+        result = await self._ask(GetMetrics())
+        if result is None or not result.complete:
             return None
-        return [reply.all() for reply in answers.replies if isinstance(reply, Metrics)]
+        return [reply.all() for reply in result.replies if isinstance(reply, Metrics)]
 
     async def abort(self, request_ids: list[str]) -> list[str]:
-        answers = await self._ask(Abort(request_ids))
-        replies = answers.replies if answers is not None else []
+        result = await self._ask(Abort(request_ids))
+        replies = result.replies if result is not None else []
         return [id for reply in replies if isinstance(reply, Aborted) for id in reply.request_ids]
 
-    async def take(self, client: bytes, count: int) -> RateLimitExceeded | None:
-        """The server's rate limits are kept by the supervisor. One that does not answer holds up no request."""
-        reply = await self._answer(lambda number: RateLimitRequest(number, client, count), ANSWER_SECONDS)
+    async def acquire(self, client: bytes, count: int) -> RateLimitExceeded | None:
+        """The supervisor keeps the rate limits. If it does not reply, the request is admitted."""
+        reply = await self._request(lambda number: RateLimitRequest(number, client, count), REPLY_SECONDS)
         return reply.refusal if isinstance(reply, RateLimitReply) else None
 
     def charge(self, client: bytes, tokens: int) -> None:
@@ -105,12 +105,12 @@ class Fleet(Peers):
             self._channel.send(TokensUsed(client, tokens))
 
     async def serve(self, server: "Server", engine: AsyncLLM) -> None:
-        """Do what the supervisor says, until it has gone."""
+        """Handle the supervisor's messages until it exits."""
         assert self._channel is not None
         while (message := await self._channel.receive()) is not None:
             match message:
                 case PeerReplies(number) | RateLimitReply(number):
-                    waiting = self._awaited.get(number)
+                    waiting = self._pending.get(number)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
                 case PeerQuestion(number, question):
@@ -129,20 +129,20 @@ class Fleet(Peers):
         return Metrics.of(context.own_metrics())
 
     async def _ask(self, question: Question) -> PeerReplies | None:
-        # The supervisor waits as long for the others; its own way here and back comes on top.
-        answers = await self._answer(lambda number: AskPeers(number, question), ANSWER_SECONDS + 1)
-        return answers if isinstance(answers, PeerReplies) else None
+        # The supervisor waits REPLY_SECONDS for the peers; add the round trip to it.
+        result = await self._request(lambda number: AskPeers(number, question), REPLY_SECONDS + 1)
+        return result if isinstance(result, PeerReplies) else None
 
-    async def _answer(self, question: Any, timeout: float) -> Any | None:
+    async def _request(self, question: Any, timeout: float) -> Any | None:
         if self._channel is None:
             return None
         number = next(self._numbers)
-        waiting = self._awaited[number] = asyncio.get_running_loop().create_future()
+        waiting = self._pending[number] = asyncio.get_running_loop().create_future()
         self._channel.send(question(number))
         try:
             return await asyncio.wait_for(waiting, timeout)
         except TimeoutError:
-            logger.warning("the supervisor has not answered for %g s", timeout)
+            logger.warning("the supervisor has not replied within %g s", timeout)
             return None
         finally:
-            del self._awaited[number]
+            del self._pending[number]

@@ -1,4 +1,4 @@
-"""What the supervisor of a server and its API processes say to each other, over a socket pair for each process."""
+"""Messages between a server's supervisor and its API processes, over one socket pair per process."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ LENGTH = struct.Struct("<I")
 
 
 class RateLimitExceeded(msgspec.Struct, tag=True):
-    """A rate limit is used up."""
+    """Which rate limit refused a request, and when its window ends."""
 
     kind: str
     message: str
@@ -57,14 +57,13 @@ Reply = Metrics | Aborted
 
 
 class Started(msgspec.Struct, tag=True):
-    """It listens."""
+    """The process listens."""
 
     model_name: str
-    summary: list[str]
 
 
 class Failed(msgspec.Struct, tag=True):
-    """It cannot start."""
+    """The process cannot start."""
 
     cause: str
 
@@ -82,7 +81,7 @@ class PeerReply(msgspec.Struct, tag=True):
 
 
 class RateLimitRequest(msgspec.Struct, tag=True):
-    """May this client have so many more requests?"""
+    """Acquire `count` requests of the client's rate limit."""
 
     number: int
     client: bytes
@@ -105,7 +104,7 @@ class PeerQuestion(msgspec.Struct, tag=True):
 class PeerReplies(msgspec.Struct, tag=True):
     number: int
     replies: list[Reply]
-    complete: bool  # whether all have answered in time
+    complete: bool  # whether all replied in time
 
 
 class RateLimitReply(msgspec.Struct, tag=True):
@@ -114,11 +113,11 @@ class RateLimitReply(msgspec.Struct, tag=True):
 
 
 class Drain(msgspec.Struct, tag=True):
-    """Admit no more requests, let those that run end, then end."""
+    """Admit no more requests, finish the running ones, then exit."""
 
 
 class End(msgspec.Struct, tag=True):
-    """End now: a part of the server has died. `engine_cause` is set if that was the engine."""
+    """Exit now: a process of the server died. `engine_cause` is set if it was the engine."""
 
     engine_cause: str | None
 
@@ -128,10 +127,10 @@ ToApi = PeerQuestion | PeerReplies | RateLimitReply | Drain | End
 
 
 class MessageChannel:
-    """Messages over a stream socket, each with its length in front."""
+    """Length-prefixed messages over a stream socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
-        """`received` is the union of messages that this side takes."""
+        """`received` is the union of messages that this side accepts."""
         self._reader = reader
         self._writer = writer
         self._decoder = msgspec.msgpack.Decoder(received)
@@ -141,11 +140,11 @@ class MessageChannel:
         return cls(*await asyncio.open_unix_connection(sock=sock), received)
 
     def send(self, message: Any) -> None:
-        """A side that has gone hears nothing; its end is noticed elsewhere."""
+        """Sending to a process that has exited does nothing; its exit is detected elsewhere."""
         self._writer.write(frame(message))
 
     async def receive(self) -> Any | None:
-        """None when the other side has gone."""
+        """None once the other side has closed."""
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             return self._decoder.decode(await self._reader.readexactly(length))

@@ -1,4 +1,4 @@
-"""So many requests, and so many tokens, per interval for each client."""
+"""Rate limits: requests and tokens per client and interval, in fixed windows."""
 
 import time
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from quire.entrypoints.http.errors import ApiError, retry
 from quire.entrypoints.http.middleware import OPEN_PATHS, path_of
 from quire.entrypoints.http.process_messages import RateLimitExceeded
 
-MAX_CLIENTS = 65536  # remembered; the one not seen for longest is forgotten first
+MAX_CLIENTS = 65536  # tracked; the least recently seen is evicted
 
 
 @dataclass(slots=True)
@@ -23,17 +23,17 @@ class Window:
     tokens: int = 0
 
 
-class Limiter(Protocol):
-    async def take(self, client: bytes, count: int) -> RateLimitExceeded | None:
-        """So many more requests of this client, unless they are refused."""
+class RateLimiter(Protocol):
+    async def acquire(self, client: bytes, count: int) -> RateLimitExceeded | None:
+        """Count `count` more requests of this client, unless that exceeds its limit."""
         ...
 
     def charge(self, client: bytes, tokens: int) -> None: ...
 
 
-class Windows:
-    """What each client has used of its interval. Tokens are known only at the end of a request: who has used up an
-    interval's waits for the next one."""
+class FixedWindowLimiter:
+    """Each client's usage in its current window. Tokens are charged when a request ends, so a request is refused only
+    once the window's tokens are already used up."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Windows:
         self.windows: OrderedDict[bytes, Window] = OrderedDict()
 
     @classmethod
-    def of(cls, config: ServerConfig) -> "Windows | None":
-        """None if nothing is limited."""
+    def of(cls, config: ServerConfig) -> "FixedWindowLimiter | None":
+        """None if no rate limit is configured."""
         if config.rate_limit_requests is None and config.rate_limit_token is None:
             return None
         return cls(config.rate_limit_interval, config.rate_limit_requests, config.rate_limit_token)
 
-    async def take(self, client: bytes, count: int) -> RateLimitExceeded | None:
-        return self.take_now(client, count)
+    async def acquire(self, client: bytes, count: int) -> RateLimitExceeded | None:
+        return self.acquire_now(client, count)
 
-    def take_now(self, client: bytes, count: int = 1) -> RateLimitExceeded | None:
+    def acquire_now(self, client: bytes, count: int = 1) -> RateLimitExceeded | None:
         """A request counts as many times as it has sequences."""
         window = self._window(client)
         for kind, used, more, limit in (
@@ -66,8 +66,8 @@ class Windows:
             ("tokens", window.tokens, 1, self.tokens),
         ):
             if limit is not None and used + more > limit:
-                asked = f" and {more} asked for" if more > 1 else ""
-                message = f"{used} {kind} used{asked} within {self.interval:g} seconds; the limit is {limit}"
+                requested = f" and {more} requested" if more > 1 else ""
+                message = f"{used} {kind} used{requested} within {self.interval:g} seconds; the limit is {limit}"
                 return RateLimitExceeded(kind, message, window.began + self.interval - self.clock())
         window.requests += count
         return None
@@ -87,9 +87,9 @@ class Windows:
 
 
 class RateLimit:
-    """A client is an API key, or an address where there are no keys."""
+    """Middleware. A client is an API key, or an address if the server has no keys."""
 
-    def __init__(self, app: ASGIApp, limiter: Limiter) -> None:
+    def __init__(self, app: ASGIApp, limiter: RateLimiter) -> None:
         self.app = app
         self.limiter = limiter
 
@@ -98,13 +98,13 @@ class RateLimit:
             address = scope["client"][0] if scope.get("client") else ""
             client: bytes = scope.get("quire.key") or address.encode()
 
-            async def take(count: int) -> None:
-                refusal = await self.limiter.take(client, count)
+            async def acquire(count: int) -> None:
+                refusal = await self.limiter.acquire(client, count)
                 if refusal is not None:
                     headers = retry(refusal.seconds_left)
                     raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
 
-            await take(1)
-            scope["quire.take"] = take
+            await acquire(1)
+            scope["quire.acquire"] = acquire
             scope["quire.charge"] = lambda tokens: self.limiter.charge(client, tokens)
         await self.app(scope, receive, send)

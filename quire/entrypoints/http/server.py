@@ -1,4 +1,4 @@
-"""Running the application: the socket, the signals, and an orderly end."""
+"""Runs the application: socket, signals, graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ logger = logging.getLogger("quire")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 2048
-GRACE = 2.0  # seconds for the last bytes of requests that were ended
-TICKS_PER_CHECK = 5  # uvicorn's, of a tenth of a second
+GRACE = 2.0  # seconds to flush the responses of aborted requests
+TICKS_PER_CHECK = 5  # uvicorn ticks every 0.1 s
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Take the port before anything slow happens. It does not listen yet, so early clients are refused, not kept
+    """Reserve the port before the slow start. It does not listen yet, so early clients are refused instead of
     waiting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -58,7 +58,7 @@ def base_url(sock: socket.socket, config: ServerConfig) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with our order of events at the end. `exit_code` is 1 if the engine died, `failure` says how."""
+    """uvicorn's server, with draining at shutdown. `exit_code` is 1 if the engine died; `failure` is the cause."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Server(uvicorn.Server):
         *,
         supervised: bool = False,
     ) -> None:
-        """`ready` is called in the event loop when the server listens. A supervised server leaves signals, and words
-        about the end, to its supervisor."""
+        """`ready` is called in the event loop when the server listens. A supervised server leaves signals, and
+        logging of failures, to its supervisor."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -104,18 +104,18 @@ class Server(uvicorn.Server):
             self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        self.context.note_load()
+        self.context.report_load()
         if counter % TICKS_PER_CHECK == 0 and not self.should_exit:
             try:
                 await self.context.engine.check_health()
             except EngineDeadError as error:
                 self.fail(str(error))
             except EngineStalledError:
-                pass  # it may recover; until then /health says so
+                pass  # it may recover; /health reports it until then
         return await super().on_tick(counter)
 
     def fail(self, engine_cause: str | None) -> None:
-        """A part of the server has died: every request ends with an error, and then the server."""
+        """A process of the server died: end every request with an error, then exit."""
         if engine_cause is not None:
             self.failure = f"the engine has died: {engine_cause}"
             if not self.supervised:
@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
         open_requests = len(self.context.jobs)
         if open_requests and not self.exit_code:
             logger.info("shutting down; %d requests have %g s to end", open_requests, seconds)
-        # A client that does not even read its error cannot hold up the end.
+        # A client that does not read its error response must not delay the exit.
         end = functools.partial(self.context.abort_all, engine_died=self.failure is not None)
         timers = [loop.call_later(seconds, end), loop.call_later(seconds + GRACE, self._force)]
         await super().shutdown(sockets)
@@ -138,7 +138,7 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(self.context.tracer.close)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second leaves at once."""
+        """The first signal drains, the second exits at once."""
         if self.should_exit:
             self.force_exit, self.signal = True, sig
         self.should_exit = True
@@ -148,11 +148,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        # uvicorn would raise the signal again afterwards, which ends the process before its engine is shut down.
+        # uvicorn re-raises the signal afterwards, which would kill the process before its engine is shut down.
         if self.supervised or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in signals_to_act_on()}
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in handled_signals()}
         try:
             yield
         finally:
@@ -160,8 +160,8 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
 
-def signals_to_act_on() -> list[signal.Signals]:
-    """Not those that the server was started to ignore, as `nohup` does with SIGHUP."""
+def handled_signals() -> list[signal.Signals]:
+    """Without signals that are ignored at start, as SIGHUP is under `nohup`."""
     return [sig for sig in SIGNALS if signal.getsignal(sig) is not signal.SIG_IGN]
 
 

@@ -1,4 +1,4 @@
-"""`use_beam_search`: what of a request's fields applies to it, and the search over the asynchronous engine."""
+"""`use_beam_search`: its parameters from a request's fields, and the search over the asynchronous engine."""
 
 import asyncio
 import time
@@ -19,9 +19,9 @@ from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, Ge
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
-# They change any other response, and a beam search knows nothing of them: refused, rather than dropped. With the value
-# that asks for nothing. Fields that only matter for drawing (temperature, top_p, seed, ...) are accepted.
-UNSUITABLE: dict[str, Any] = {
+# Fields that beam search does not implement, with their neutral values: any other value is refused rather than ignored.
+# Fields that only matter for random sampling (top_p, seed, ...) are accepted.
+INCOMPATIBLE: dict[str, Any] = {
     "stop": [],
     "stop_token_ids": [],
     "bad_words": [],
@@ -51,12 +51,12 @@ T = TypeVar("T")
 class BeamRequest:
     beams: BeamSearchParams
     n: int  # sequences to return
-    params: SamplingParams  # the same as a sampled request would have it: for the text, for traces
+    params: SamplingParams  # for detokenization and traces
     num_logprobs: int | None
 
 
 def beam_request(request: GenerationRequest, context: ServerContext, builder: ParamsBuilder) -> BeamRequest:
-    _refuse_unsuitable(request)
+    _refuse_incompatible(request)
     n = 1 if request.n is None else request.n
     width, limit, logprobs = n, request.max_tokens, None
     if isinstance(request, CompletionRequest):
@@ -95,10 +95,10 @@ def beam_request(request: GenerationRequest, context: ServerContext, builder: Pa
     return BeamRequest(beams, n, params, logprobs)
 
 
-def _refuse_unsuitable(request: GenerationRequest) -> None:
+def _refuse_incompatible(request: GenerationRequest) -> None:
     if request.stream:
-        raise bad_request("use_beam_search: beams are known at the end only; send the request without stream", "stream")
-    for name, neutral in UNSUITABLE.items():
+        raise bad_request("use_beam_search: beams are only known at the end; send the request without stream", "stream")
+    for name, neutral in INCOMPATIBLE.items():
         if getattr(request, name, None) not in (None, neutral):
             raise bad_request(f"{name} cannot be used with use_beam_search; leave one of them out", name)
     if (request.response_format or {}).get("type", "text") != "text":
@@ -113,39 +113,39 @@ async def outputs(
     context: ServerContext,
     job: Job,
     prompts: Sequence[ParsedPrompt],
-    asked: BeamRequest,
+    search_request: BeamRequest,
     params: SamplingParams,
     priority: int,
 ) -> AsyncGenerator[Batch, None]:
-    """One output for each prompt, when its search has ended; none if it was aborted. `params` are those of `asked`,
-    adjusted to the prompt."""
-    asked = replace(asked, params=params)
+    """One output per prompt, when its search is complete; none if it was aborted. `params` are those of
+    `search_request`, adjusted to the prompt."""
+    search_request = replace(search_request, params=params)
 
-    async def one(place: int, prompt: ParsedPrompt, name: str) -> tuple[int, RequestOutput | None]:
+    async def one(prompt_index: int, prompt: ParsedPrompt, name: str) -> tuple[int, RequestOutput | None]:
         try:
-            return place, await _search(context, job, prompt, name, asked, priority)
+            return prompt_index, await _search(context, job, prompt, name, search_request, priority)
         except ValueError as error:
-            raise ValueError(f"prompt[{place}]: {error}") if len(prompts) > 1 else error from None
+            raise ValueError(f"prompt[{prompt_index}]: {error}") if len(prompts) > 1 else error from None
 
     names = job.engine_ids()
     async with _tasks(one(i, prompt, names[i]) for i, prompt in enumerate(prompts)) as tasks:
         for task in asyncio.as_completed(tasks):
-            place, output = await task
+            prompt_index, output = await task
             if output is not None:
-                yield ((place, output),)
+                yield ((prompt_index, output),)
 
 
 async def _search(
-    context: ServerContext, job: Job, prompt: ParsedPrompt, name: str, asked: BeamRequest, priority: int
+    context: ServerContext, job: Job, prompt: ParsedPrompt, name: str, search_request: BeamRequest, priority: int
 ) -> RequestOutput | None:
     engine, model = context.engine, context.engine_config.model
-    search = BeamSearch(prompt, asked.beams, engine.max_model_len, model.eos_token_ids, model.vocab_size)
+    search = BeamSearch(prompt, search_request.beams, engine.max_model_len, model.eos_token_ids, model.vocab_size)
     params = search.step_params
-    if asked.num_logprobs is not None:
-        params = params.replace(logprobs=max(params.logprobs or 0, asked.num_logprobs))
+    if search_request.num_logprobs is not None:
+        params = params.replace(logprobs=max(params.logprobs or 0, search_request.num_logprobs))
     first: RequestOutput | None = None
     while not search.done:
-        if job.ended:
+        if job.aborted_by_admin:
             return None
         beams = search.prompts()
         ids = [f"{name} beam {search.length} {i}" for i in range(len(beams))]
@@ -159,12 +159,12 @@ async def _search(
             job.beams.difference_update(ids)
         for step in steps:
             if step.error is not None:
-                return step  # says so to the client
+                return step  # check_outputs() raises its error
             if step.outputs[0].finish_reason == "abort":
                 return None
         first = first or steps[0]
-        search.take(steps)
-    return _output(engine, name, search, asked, first)
+        search.process_outputs(steps)
+    return _output(engine, name, search, search_request, first)
 
 
 async def _step(
@@ -180,7 +180,7 @@ async def _step(
 
 @asynccontextmanager
 async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """None goes on when the block is left, which aborts what runs in the engine."""
+    """Cancels unfinished tasks on exit, which aborts their engine requests."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         yield tasks
@@ -191,9 +191,9 @@ async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[a
 
 
 def _output(
-    engine: AsyncEngine, name: str, search: BeamSearch, asked: BeamRequest, first: RequestOutput | None
+    engine: AsyncEngine, name: str, search: BeamSearch, search_request: BeamRequest, first: RequestOutput | None
 ) -> RequestOutput:
-    best = search.finished[: asked.n]
+    best = search.finished[: search_request.n]
     times = first.metrics if first is not None else None
     if times is not None:
         times.last_token_time = times.finished_time = time.time()
@@ -202,7 +202,7 @@ def _output(
         request_id=name,
         prompt=search.prompt.text,
         prompt_token_ids=search.prompt.token_ids,
-        outputs=[_completion(engine, i, search, beam, asked) for i, beam in enumerate(best)],
+        outputs=[_completion(engine, i, search, beam, search_request) for i, beam in enumerate(best)],
         finished=True,
         num_cached_tokens=search.num_cached_tokens,
         metrics=times,
@@ -210,20 +210,20 @@ def _output(
 
 
 def _completion(
-    engine: AsyncEngine, index: int, search: BeamSearch, beam: Beam, asked: BeamRequest
+    engine: AsyncEngine, index: int, search: BeamSearch, beam: Beam, search_request: BeamRequest
 ) -> CompletionOutput:
     text = ""
     if engine.tokenizer is not None:
-        hidden = beam.finish_reason == "stop" and not asked.beams.include_stop_str_in_output
-        skip, visible = asked.params.skip_special_tokens, frozenset(asked.params.visible_token_ids)
+        hidden = beam.finish_reason == "stop" and not search_request.beams.include_stop_str_in_output
+        skip, visible = search_request.params.skip_special_tokens, frozenset(search_request.params.visible_token_ids)
         decoder = IncrementalDetokenizer(engine.tokenizer, search.prompt.token_ids, skip, visible=visible)
         decoder.add(beam.token_ids[: len(beam.token_ids) - hidden])
         decoder.flush()
         text = decoder.text
     logprobs = None
-    if asked.num_logprobs is not None:
+    if search_request.num_logprobs is not None:
         logprobs = [
-            _chosen_and_best(token, entry, asked.num_logprobs)
+            _chosen_and_best(token, entry, search_request.num_logprobs)
             for token, entry in zip(beam.token_ids, beam.entries, strict=True)
         ]
     return CompletionOutput(
@@ -237,5 +237,5 @@ def _completion(
 
 
 def _chosen_and_best(token: int, entry: dict[int, Logprob], count: int) -> dict[int, Logprob]:
-    """As other responses have them: the token itself first, then the likeliest."""
+    """In the order of sampled responses: the token itself first, then the most likely."""
     return {token: entry[token], **dict(list(entry.items())[:count])}

@@ -57,7 +57,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return ParsedChatResponse(id, model, self.context.fingerprint, request, logprobs, parsing)
 
     def parsing(self, request: ChatRequest) -> OutputParsing | None:
-        """None where the text is the response as it is."""
+        """None if the generated text is the content, unparsed."""
         tools = self.tools.use(request)
         if self.reasoning is None and tools is None:
             return None
@@ -66,14 +66,14 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
 
 def takes_long(request: ChatRequest | TokenizeRequest, size: int) -> bool:
-    """A template of the client's own may take seconds, however short the body is."""
+    """A chat template from the request may take seconds, however short the body is."""
     return size > LONG_TEXT or request.chat_template is not None
 
 
 def render(
     context: ServerContext, request: ChatRequest | TokenizeRequest, template_kwargs: dict[str, Any], size: int
 ) -> ParsedPrompt:
-    """`size` is that of the body, in bytes: texts that it holds are no longer."""
+    """`size` is the body's, in bytes: an upper bound on the length of its texts."""
     if request.chat_template is not None and not context.config.trust_request_chat_template:
         raise bad_request(
             "chat_template in a request is only allowed on servers started with --trust-request-chat-template",
@@ -87,15 +87,15 @@ def render(
     kwargs = template_kwargs | (request.chat_template_kwargs or {})
     if size > LONG_TEXT or config.max_prompt_chars is not None:
         context.check_chars(count_chars([messages, tools, kwargs]), "messages")
-    goes_on = bool(request.continue_final_message)
-    begins = not goes_on if request.add_generation_prompt is None else request.add_generation_prompt
+    continues = bool(request.continue_final_message)
+    add_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     try:
         text = context.renderer.render(
             messages,
             chat_template=request.chat_template,
             tools=tools,
-            add_generation_prompt=begins,
-            continue_final_message=goes_on,
+            add_generation_prompt=add_prompt,
+            continue_final_message=continues,
             template_kwargs=kwargs,
         )
         context.check_chars(len(text), "messages")
@@ -105,7 +105,7 @@ def render(
 
 
 def count_chars(value: Any) -> int:
-    """Of all texts in there, keys among them."""
+    """Total length of all strings in a JSON value, including keys."""
     count, left = 0, [value]
     while left:
         part = left.pop()

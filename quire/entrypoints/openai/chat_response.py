@@ -1,4 +1,4 @@
-"""What /v1/chat/completions responses."""
+"""Responses of /v1/chat/completions."""
 
 from typing import Any
 
@@ -10,29 +10,31 @@ from quire.entrypoints.openai.response import ResponseBuilder, encode
 
 class ChatResponse(ResponseBuilder):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
-    text_opens, text_closes = b',"delta":{"content":', b"}"
+    text_prefix, text_suffix = b',"delta":{"content":', b"}"
     no_text = b',"delta":{}'
 
     def __init__(self, id: str, model: str, fingerprint: str, request: ChatRequest, logprobs: LogprobFormat) -> None:
         self.request = request
-        self.before = text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
+        self.echoed = text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
         super().__init__(id, model, fingerprint, request, logprobs)
 
     @property
     def with_logprobs(self) -> bool:
         return bool(self.request.logprobs)
 
-    def first_events(self, choice: int, place: int, output: RequestOutput) -> list[bytes]:
-        beside = b""
+    def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        event_fields = b""
         if choice == 0 and self.with_token_ids:
-            beside += b',"prompt_token_ids":' + encode(output.prompt_token_ids)
+            event_fields += b',"prompt_token_ids":' + encode(output.prompt_token_ids)
         if choice == 0 and self.with_prompt_logprobs:
-            beside += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
-        delta = b',"delta":{"role":"assistant","content":%b}' % encode(self.before)
-        return [self.event(choice, delta, beside=beside)]
+            event_fields += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
+        delta = b',"delta":{"role":"assistant","content":%b}' % encode(self.echoed)
+        return [self.event(choice, delta, event_fields=event_fields)]
 
-    def choice(self, index: int, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self.before + completion.text, "refusal": None}
+    def choice(
+        self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": self.echoed + completion.text, "refusal": None}
         shape = {
             "index": index,
             "message": message,

@@ -14,7 +14,7 @@ from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.entrypoints.openai.response import ResponseBuilder, encode
 from quire.messages.sampling_params import SamplingParams
 
-GROUP_CHARS = 1 << 20  # of prompts that are tokenized together
+GROUP_CHARS = 1 << 20  # characters of prompts tokenized in one call
 
 
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
@@ -34,10 +34,10 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         return given
 
     def prompts(self, request: CompletionRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        several = len(sources) > 1
+        multiple = len(sources) > 1
         if not isinstance(sources[0], str):
-            for place, ids in enumerate(sources):
-                self.check_length(request, len(ids), place if several else None)
+            for prompt_index, ids in enumerate(sources):
+                self.check_length(request, len(ids), prompt_index if multiple else None)
             return [ParsedPrompt(None, ids) for ids in sources]
         for text in sources:
             self.context.check_chars(len(text), "prompt")
@@ -48,12 +48,12 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
             except ValueError as error:
                 raise refused_value(error, (), "prompt") from None
             for text, ids in zip(texts, encoded, strict=True):
-                self.check_length(request, len(ids), len(prompts) if several else None)
+                self.check_length(request, len(ids), len(prompts) if multiple else None)
                 prompts.append(ParsedPrompt(text, ids))
         return prompts
 
     def prompt_copies(self, request: CompletionRequest, params: SamplingParams) -> int:
-        """Every choice shows them, also within what it echoes."""
+        """Every choice repeats them, and so does an echoed prompt."""
         shown = (request.prompt_logprobs is not None) + bool(request.echo and request.logprobs is not None)
         return params.n * shown
 
@@ -62,7 +62,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Tokenizing takes two hundred bytes per character, and the first group with a prompt that is too long ends it."""
+    """Tokenizing needs 200 bytes per character; groups bound that, and let a prompt that is too long fail early."""
     group: list[str] = []
     size = 0
     for text in texts:
@@ -76,20 +76,20 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def as_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """A text, token ids, or several of either."""
+    """The prompts of a request: one string or token list, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
     kinds = {type(one) for one in prompt}
     if len(kinds) > 1:
-        raise bad_request("prompt mixes texts and token ids; send one kind", "prompt")
+        raise bad_request("prompt mixes strings and token ids; send one kind", "prompt")
     return [prompt] if kinds == {int} else prompt
 
 
 class CompletionResponse(ResponseBuilder):
     object = chunk_object = "text_completion"
-    text_opens, text_closes = b',"text":', b""
+    text_prefix, text_suffix = b',"text":', b""
     no_text = b',"text":""'
 
     def __init__(
@@ -110,18 +110,20 @@ class CompletionResponse(ResponseBuilder):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         return super().whole([without_generated(output) for output in outputs] if self.only_prompt else outputs)
 
-    def first_events(self, choice: int, place: int, output: RequestOutput) -> list[bytes]:
-        more = b""
+    def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        choice_fields = b""
         if self.with_token_ids:
-            more += b',"prompt_token_ids":' + encode(output.prompt_token_ids) + b',"token_ids":[]'
+            choice_fields += b',"prompt_token_ids":' + encode(output.prompt_token_ids) + b',"token_ids":[]'
         if self.with_prompt_logprobs:
-            more += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
+            choice_fields += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
         if not self.request.echo:
-            return [self.event(choice, self.no_text, more=more)] if more else []
+            return [self.event(choice, self.no_text, choice_fields=choice_fields)] if choice_fields else []
         logprobs = encode(self._prompt_part(choice, output)) if self.with_logprobs else b"null"
-        return [self.event(choice, self.text(self._prompt_text(output)), logprobs, more=more)]
+        return [self.event(choice, self.text(self._prompt_text(output)), logprobs, choice_fields=choice_fields)]
 
-    def choice(self, index: int, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def choice(
+        self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
         echo = bool(self.request.echo)
         logprobs = None
         if self.with_logprobs:
@@ -162,6 +164,6 @@ class CompletionResponse(ResponseBuilder):
 
 
 def without_generated(output: RequestOutput) -> RequestOutput:
-    """For clients that only want their prompt scored: max_tokens is 0, but the engine makes at least one token."""
+    """For max_tokens=0 with echo (prompt scoring): drops the one token that the engine generates at least."""
     choices = [dataclasses.replace(one, text="", token_ids=[], logprobs=[]) for one in output.outputs]
     return dataclasses.replace(output, outputs=choices)

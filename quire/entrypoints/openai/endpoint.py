@@ -1,4 +1,4 @@
-"""What both kinds of generation do with a request, from its body to the last byte of the response."""
+"""A generation request, from its body to the last byte of the response; shared by completions and chat."""
 
 import asyncio
 import re
@@ -33,7 +33,7 @@ from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.entrypoints.openai.response import DONE, ResponseBuilder, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
-LARGE_RESPONSE = 10_000  # logprobs; writing them would hold up every other stream
+LARGE_RESPONSE = 10_000  # logprobs; encoding them on the event loop would stall every stream
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -59,14 +59,14 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     @abstractmethod
     def sources(self, request: R) -> Sequence[Any]:
-        """What is to become prompts: texts, token ids or conversations."""
+        """The unprocessed prompts: strings, token ids or conversations."""
 
     @abstractmethod
     def prompts(self, request: R, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        """`size` is that of the body, in bytes."""
+        """`size` is the body's, in bytes."""
 
     def adjusted(self, request: R, params: SamplingParams, prompts: list[ParsedPrompt]) -> SamplingParams:
-        """What can only be said once the prompts are known."""
+        """Parameters that depend on the prompts."""
         return params
 
     @abstractmethod
@@ -78,21 +78,21 @@ class GenerationEndpoint(ABC, Generic[R]):
         model = context.check_model(request.model)
         context.admit()
 
-        def prepared() -> tuple[BeamRequest | None, SamplingParams, Sequence[Any]]:
+        def prepare() -> tuple[BeamRequest | None, SamplingParams, Sequence[Any]]:
             search = beam.beam_request(request, context, self.builder) if request.use_beam_search else None
             params = self.params(request) if search is None else search.params
             return search, params, self.sources(request)
 
-        def tokenized() -> tuple[list[ParsedPrompt], SamplingParams]:
+        def tokenize() -> tuple[list[ParsedPrompt], SamplingParams]:
             prompts = self.prompts(request, sources, size)
             return prompts, self.adjusted(request, params, prompts)
 
-        search, params, sources = await context.off_loop_if(size > LONG_TEXT, prepared)
+        search, params, sources = await context.in_thread_if(size > LONG_TEXT, prepare)
         num_sequences = len(sources) * (params.n if search is None else search.beams.beam_width)
-        wanted = self._wanted_id(request, scope)
+        request_id = self._request_id(request, scope)
         await self._admit(num_sequences, scope)
-        with context.job(self.id_prefix, wanted, len(sources), num_sequences) as job:
-            prompts, params = await context.off_loop_if(self.takes_long(request, size), tokenized)
+        with context.job(self.id_prefix, request_id, len(sources), num_sequences) as job:
+            prompts, params = await context.in_thread_if(self.takes_long(request, size), tokenize)
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
@@ -110,8 +110,8 @@ class GenerationEndpoint(ABC, Generic[R]):
                     await self._stream(outputs, response, large, job, scope, receive, send)
                 else:
                     collected = self._collect(outputs, len(prompts))
-                    finals = await self._watched(collected, receive, job)
-                    body = await context.off_loop_if(large, lambda: response.body(finals))
+                    finals = await self._while_connected(collected, receive, job)
+                    body = await context.in_thread_if(large, lambda: response.body(finals))
                     await Response(body, media_type="application/json")(scope, receive, send)
             finally:
                 charge = scope.get("quire.charge")
@@ -119,25 +119,25 @@ class GenerationEndpoint(ABC, Generic[R]):
                     charge(response.usage.total)
 
     def takes_long(self, request: R, size: int) -> bool:
-        """Whether making the prompts would hold up every other stream."""
+        """Whether rendering and tokenizing would stall the event loop."""
         return size > LONG_TEXT
 
     async def _admit(self, num_sequences: int, scope: Scope) -> None:
-        """Refuses what is too much, before anything is tokenized."""
-        most = self.context.config.max_sequences
-        if num_sequences > most:
-            message = f"prompts times n are {num_sequences} sequences; at most {most} are allowed (--max-sequences)"
+        """Enforce limits on the number of sequences, before anything is tokenized."""
+        limit = self.context.config.max_sequences
+        if num_sequences > limit:
+            message = f"prompts times n are {num_sequences} sequences; at most {limit} are allowed (--max-sequences)"
             raise bad_request(message, "n", "too_many_sequences")
-        if num_sequences > 1 and "quire.take" in scope:
-            await scope["quire.take"](num_sequences - 1)
+        if num_sequences > 1 and "quire.acquire" in scope:
+            await scope["quire.acquire"](num_sequences - 1)
         self.context.admit(num_sequences)
 
     def _check_logprobs(self, request: R, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> int:
-        """How many the response may hold. What a single sequence generates is not limited: it takes its time."""
+        """The most logprobs the response may hold. A single sequence is not limited: its tokens arrive over time."""
         vocab, longest = self.builder.vocab_size, self.context.engine.max_model_len
         per_prompt, per_output = (
-            0 if asked is None else 1 + (vocab if asked == ALL_LOGPROBS else asked)
-            for asked in (params.prompt_logprobs, params.logprobs)
+            0 if count is None else 1 + (vocab if count == ALL_LOGPROBS else count)
+            for count in (params.prompt_logprobs, params.logprobs)
         )
         of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * per_prompt * self.prompt_copies(request, params)
         of_outputs = len(prompts) * params.n * min(params.max_tokens or longest, longest) * per_output
@@ -149,14 +149,14 @@ class GenerationEndpoint(ABC, Generic[R]):
         return of_prompts + of_outputs
 
     def prompt_copies(self, request: R, params: SamplingParams) -> int:
-        """How often the response shows a prompt's logprobs."""
+        """How often the response repeats a prompt's logprobs."""
         return 1
 
-    async def _watched(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
+    async def _while_connected(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
         return await generation.while_connected(work, receive, job, self.context.config.request_timeout)
 
     async def _first(self, outputs: AsyncGenerator[Batch, None]) -> Batch:
-        """Whatever the engine refuses, it refuses before its first output."""
+        """The engine validates before its first output, so only this await can raise ValueError."""
         try:
             return await anext(outputs, None) or []  # a tuple as the default trips up CPython 3.11
         except ValueError as error:
@@ -173,7 +173,7 @@ class GenerationEndpoint(ABC, Generic[R]):
                 finals.update(batch)
         if len(finals) < count:
             raise ApiError(503, "the request was aborted", type=SERVER, code="aborted")
-        return [finals[place] for place in range(count)]
+        return [finals[prompt_index] for prompt_index in range(count)]
 
     async def _stream(
         self,
@@ -194,36 +194,36 @@ class GenerationEndpoint(ABC, Generic[R]):
                 generation.check_outputs(batch)
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                data = response.events(batch) if not large else await self.context.off_loop(response.events, batch)
+                data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
                     generation.check_outputs(batch)
-                    # Every token of every stream comes by here: no coroutine for it.
-                    data = response.events(batch) if not large else await self.context.off_loop(response.events, batch)
+                    # Per-token path: avoid an extra coroutine.
+                    data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 
         try:
-            await self._watched(events(), receive, job)
+            await self._while_connected(events(), receive, job)
             last = response.end()
         except ClientDisconnected:
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # also a panic of a Rust library
+        except BaseException as error:  # also panics of Rust libraries
             if not started:
                 raise
             last = event(openai_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def check_length(self, request: R, num_tokens: int, place: int | None = None) -> None:
+    def check_length(self, request: R, num_tokens: int, prompt_index: int | None = None) -> None:
         longest = self.context.engine.max_model_len - 1
         if num_tokens > longest and request.truncate_prompt_tokens is None:
-            which = "the prompt" if place is None else f"prompt[{place}]"
-            message = f"{which} has {num_tokens} tokens; the model takes at most {longest} and one more"
+            which = "the prompt" if prompt_index is None else f"prompt[{prompt_index}]"
+            message = f"{which} has {num_tokens} tokens; at most {longest} are allowed, plus one generated token"
             raise bad_request(message, self.prompt_field, "context_length_exceeded")
 
-    def _wanted_id(self, request: R, scope: Scope) -> str | None:
+    def _request_id(self, request: R, scope: Scope) -> str | None:
         if request.request_id is None:
             return scope.get("quire.client_request_id")
         if not REQUEST_ID.fullmatch(request.request_id):

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes, and the prompt's in vLLM's."""
+"""Logprobs in OpenAI's two schemas, and prompt logprobs in vLLM's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class LogprobFormat:
     def completion(
         self, token_ids: Sequence[int], entries: Sequence[Entry | None], offset: int
     ) -> tuple[dict[str, Any], int]:
-        """Lists side by side, and where the next token's text begins."""
+        """Parallel lists, and the text offset of the next token."""
         tokens, offsets = [], []
         for token in token_ids:
             tokens.append(self.text(token))

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI and vLLM that generate nothing: the models served, and a tokenizer's work."""
+"""Endpoints that generate nothing: /v1/models, and vLLM's /tokenize and /detokenize."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class ModelEndpoints:
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
 
-        def tokenized() -> tuple[list[int], list[str] | None]:
+        def encode() -> tuple[list[int], list[str] | None]:
             if request.messages is not None:
                 ids = render(context, request, {}, size).token_ids
             else:
@@ -61,7 +61,7 @@ class ModelEndpoints:
                     raise refused_value(error, (), "prompt") from None
             return ids, tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
 
-        ids, strings = await context.off_loop_if(takes_long(request, size), tokenized)
+        ids, strings = await context.in_thread_if(takes_long(request, size), encode)
         shape = {"count": len(ids), "max_model_len": self.engine.max_model_len, "tokens": ids, "token_strs": strings}
         return json_response(shape)
 
@@ -72,5 +72,5 @@ class ModelEndpoints:
         if len(ids) > longest:
             raise bad_request(f"tokens holds {len(ids)} ids; at most {longest} are allowed (--max-model-len)", "tokens")
         skip = bool(request.skip_special_tokens)
-        text = await self.context.off_loop_if(size > LONG_TEXT, lambda: tokenizer.decode(ids, skip))
+        text = await self.context.in_thread_if(size > LONG_TEXT, lambda: tokenizer.decode(ids, skip))
         return json_response({"prompt": text})

@@ -1,5 +1,4 @@
-"""GET /openapi.json: the endpoints for tools that read OpenAPI, made from the routes, the request bodies and the
-server's limits."""
+"""GET /openapi.json: the OpenAPI document, generated from the routes, the request bodies and the server's limits."""
 
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from quire import __version__
 from quire.config.server import ServerConfig
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
+from quire.entrypoints.http.middleware import OPEN_PATHS
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.params import MAX_PRIORITY
 from quire.entrypoints.openai.protocol import (
@@ -23,7 +23,7 @@ from quire.entrypoints.openai.protocol import (
 from quire.entrypoints.openai.structured import FORMATS
 from quire.messages.sampling_params import MAX_TEMPERATURE
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -37,15 +37,13 @@ ERRORS = {
     "404": "the model does not exist",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
-    "429": "the rate limit is used up",
-    "500": "the request failed inside",
-    "503": "too many requests wait, or the engine is not running",
+    "429": "the rate limit is exceeded",
+    "500": "internal error",
+    "503": "too many requests are waiting, or the engine is not running",
     "504": "the request took longer than the server allows",
 }
-ANYWHERE = ("401", "429", "500", "503")
-WITH_BODY = ("400", "404", "408", "413")
-OPEN_PATHS = ("/health", "/ready", "/ping")
-EMPTY_PATHS = OPEN_PATHS  # the status is all they return
+COMMON_STATUSES = ("401", "429", "500", "503")
+BODY_STATUSES = ("400", "404", "408", "413")
 TEXT_PATHS = {"/metrics": "text/plain"}
 ERROR_SCHEMA = {
     "type": "object",
@@ -123,7 +121,7 @@ def openapi_document(
 
 
 def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What a type alone does not say, by field. The checks themselves are in params.py and SamplingParams."""
+    """Constraints by field, beyond its type. They are enforced in params.py and SamplingParams."""
     return {
         "model": {"enum": list(model_names)},
         "n": {"minimum": 1, "maximum": config.max_n},
@@ -150,7 +148,7 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
         "request_id": {"pattern": r"^[\x21-\x7e]{1,128}$"},
         "messages": {"minItems": 1, "items": MESSAGE},
-        "suffix": {"maxLength": 0},  # accepted when it asks for nothing
+        "suffix": {"maxLength": 0},  # only accepted if empty
         "tool_choice": {"enum": ["none", "auto", "required"]},
         "modalities": {"items": {"const": "text"}},
         "functions": {"maxItems": 0},
@@ -160,8 +158,8 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
     }
 
 
-# A limit belongs to one of the types that a field may have.
-TYPE_OF = {
+# A constraint applies to one of the types that a field may have.
+KEYWORD_TYPES = {
     "minimum": ("integer", "number"),
     "maximum": ("integer", "number"),
     "exclusiveMinimum": ("integer", "number"),
@@ -184,7 +182,7 @@ def _add_limits(properties: dict[str, Any], limits: dict[str, dict[str, Any]]) -
     for name in properties.keys() & limits.keys():
         schema = properties[name]
         for choice in schema.get("anyOf", [schema]):
-            choice |= {key: value for key, value in limits[name].items() if choice.get("type") in TYPE_OF[key]}
+            choice |= {key: value for key, value in limits[name].items() if choice.get("type") in KEYWORD_TYPES[key]}
 
 
 def _operation(
@@ -192,8 +190,8 @@ def _operation(
 ) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     names = re.findall(r"{(\w+)", route.path)
-    statuses = [*ANYWHERE, *(WITH_BODY if body else ()), *(["404"] if names else [])]
-    statuses += ["504"] if route.path in GENERATING else []
+    statuses = [*COMMON_STATUSES, *(BODY_STATUSES if body else ()), *(["404"] if names else [])]
+    statuses += ["504"] if route.path in GENERATION_PATHS else []
     responses = {"200": {"description": "the response", **_content(route.path, response)}}
     responses |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
     operation: dict[str, Any] = {"responses": responses}
@@ -209,11 +207,11 @@ def _operation(
 
 
 def _content(path: str, response: dict[str, Any] | None) -> dict[str, Any]:
-    if path in EMPTY_PATHS:
+    if path in OPEN_PATHS:  # they return a status only
         return {}
     if path in TEXT_PATHS:
         return {"content": {TEXT_PATHS[path]: {"schema": {"type": "string"}}}}
     content: dict[str, Any] = {"application/json": {"schema": response or {"type": "object"}}}
-    if path in GENERATING:
+    if path in GENERATION_PATHS:
         content["text/event-stream"] = {}
     return {"content": content}

@@ -1,6 +1,6 @@
-"""What the endpoints return, for the OpenAPI document only: responses themselves are joined from bytes.
+"""Response schemas, for the OpenAPI document only: responses themselves are assembled from bytes.
 
-A test compares these shapes with real responses.
+A test validates real responses against them.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class Usage(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Lists side by side, an entry per token."""
+    """Parallel lists, one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -155,7 +155,7 @@ class Aborted(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """What is held right now: requests, streams, blocks."""
+    """Current counts of requests, streams and blocks."""
 
     front_end: dict[str, int]
     core: dict[str, int]

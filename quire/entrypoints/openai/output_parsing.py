@@ -1,4 +1,4 @@
-"""Which parsers a response's text goes through, and what they need of the engine."""
+"""The parsers for a response's text, and the sampling parameters that they need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from quire.messages.sampling_params import ReasoningTokens, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 BUDGET = "thinking_token_budget"
-MAX_BEFORE_START = 32  # tokens; reasoning that has not begun by then does not come
+MAX_BEFORE_START = 32  # tokens; a response without a start tag by then has no reasoning
 
 
 class ReasoningSetup:
-    """A reasoning format in the tokens of a model."""
+    """A reasoning format's tags as tokens of the served model."""
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         self.format: ReasoningFormat = reasoning_format(name)
@@ -24,22 +24,23 @@ class ReasoningSetup:
         special = (tokenizer.special_id(marker) for marker in self.format.markers)
         self.visible = sorted({token for token in special if token is not None})
         ends = [tokenizer.encode(end, add_special_tokens=False) for end in self.format.end_markers]
-        # Tags of several tokens have other tokens beside other text, so they are not counted by.
+        # A tag of several tokens is tokenized differently depending on its neighbours, so it cannot be matched by id.
         self.end_ids = frozenset(ids[0] for ids in ends if len(ids) == 1)
         self.countable = len(self.start) == 1 and len(self.end) == 1
 
     def adjust(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
-        """What the engine has to know: grammars begin after the reasoning, a thinking budget ends it."""
+        """Tells the engine the tags: grammars apply after the reasoning, a thinking budget ends it."""
         if params.thinking_token_budget is not None and not self.countable:
             tags = f"{self.format.start!r} and {self.format.end!r}"
-            raise bad_request(f"{BUDGET}: {tags} are not tokens of this model, so none are counted", BUDGET)
+            message = f"{BUDGET}: {tags} are not single tokens of this model, so reasoning cannot be counted"
+            raise bad_request(message, BUDGET)
         reasoning = ReasoningTokens(start=self.start, end=self.end, open=is_open)
         visible = sorted({*params.visible_token_ids, *self.visible})
-        return params.with_known(reasoning=reasoning, visible_token_ids=visible)
+        return params.replace_unchecked(reasoning=reasoning, visible_token_ids=visible)
 
 
 class ReasoningCount:
-    """Tokens of reasoning, without its tags."""
+    """Counts reasoning tokens, without the tags."""
 
     def __init__(self, start: int, ends: frozenset[int], is_open: bool | None) -> None:
         self.start, self.ends = start, ends
@@ -48,7 +49,7 @@ class ReasoningCount:
         self.seen = 0
 
     def add(self, token_ids: Sequence[int]) -> int:
-        """How many of these are reasoning."""
+        """The number of reasoning tokens among `token_ids`."""
         count = 0
         for token in token_ids:
             if self.over:
@@ -67,10 +68,10 @@ class ReasoningCount:
 
 @dataclass
 class OutputParsing:
-    """Of one request."""
+    """Parsers and parameters for one request."""
 
     reasoning: ReasoningSetup | None = None
-    continued: str | None = None  # the text of the response so far, where the request goes on with one
+    continued: str | None = None  # the final message that continue_final_message continues
     tools: ToolUse | None = None
 
     def adjust(self, params: SamplingParams, prompt: str) -> SamplingParams:
@@ -83,11 +84,11 @@ class OutputParsing:
         if self.reasoning is None:
             return False
         if self.continued:
-            return self.reasoning.format.is_open(self.continued, goes_on=True)
+            return self.reasoning.format.is_open(self.continued, continues=True)
         return self.reasoning.format.is_open(prompt)
 
     def parser(self, is_open: bool | None) -> TextParser:
-        """For one response."""
+        """A new parser, for one choice."""
         tools = self.tools.parser() if self.tools is not None else None
         if self.reasoning is None:
             assert tools is not None

@@ -9,8 +9,8 @@ from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, Ge
 from quire.entrypoints.openai.structured import structured_outputs
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 
-# The same name and meaning on both sides.
-PASSED_ON = (
+# Fields with the same name and meaning in requests and SamplingParams.
+SHARED_FIELDS = (
     "n",
     "temperature",
     "top_p",
@@ -44,7 +44,7 @@ class ParamsBuilder:
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         self.defaults = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
-        self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: the model has no opinion
+        self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: generation_config.json sets none
 
     def for_completion(self, request: CompletionRequest) -> SamplingParams:
         if request.suffix:
@@ -54,7 +54,7 @@ class ParamsBuilder:
         given = self._given(request)
         limit = self.completion_max_tokens if request.max_tokens is None else request.max_tokens
         if request.echo and limit == 0:
-            limit = 1  # the prompt is all that is wanted; what is generated is left out of the response
+            limit = 1  # prompt scoring: the generated token is dropped from the response
         given["max_tokens"] = limit
         if request.logprobs is not None:
             if request.logprobs < -1:
@@ -86,7 +86,7 @@ class ParamsBuilder:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def _given(self, request: GenerationRequest) -> dict[str, Any]:
-        given = {name: getattr(request, name) for name in PASSED_ON}
+        given = {name: getattr(request, name) for name in SHARED_FIELDS}
         given = self.defaults | {name: value for name, value in given.items() if value is not None}
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]
@@ -106,16 +106,17 @@ class ParamsBuilder:
             message = f"allowed_token_ids has {allowed} entries; the model's vocabulary has {self.vocab_size}"
             raise bad_request(message, "allowed_token_ids")
         if self.vocab_size and given.get("top_k", 0) > self.vocab_size:
-            given["top_k"] = 0  # more than there are: all
+            given["top_k"] = 0  # no restriction
         if request.stream_options is not None and not request.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
-            raise bad_request(f"priority is {request.priority}; its size may be {MAX_PRIORITY} at most", "priority")
+            bounds = f"it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+            raise bad_request(f"priority is {request.priority}; {bounds}", "priority")
         return given
 
     def _build(self, request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
         if given["max_tokens"] is not None:
-            # What does not fit ends with finish_reason "length", so a larger number changes nothing.
+            # Generation stops at max_model_len with finish_reason "length" anyway.
             given["max_tokens"] = min(given["max_tokens"], self.max_model_len)
         kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         try:
@@ -126,8 +127,8 @@ class ParamsBuilder:
 
 def _refuse_in_chat(request: ChatRequest) -> None:
     if request.functions:
-        raise bad_request("functions is OpenAI's former name; use tools", "functions")
+        raise bad_request("functions is deprecated; use tools", "functions")
     if request.function_call not in (None, "none", "auto"):
-        raise bad_request("function_call is OpenAI's former name; use tool_choice", "function_call")
+        raise bad_request("function_call is deprecated; use tool_choice", "function_call")
     if request.audio is not None or (request.modalities or ["text"]) != ["text"]:
         raise not_available("audio" if request.audio is not None else "modalities", "output other than text")

@@ -22,16 +22,16 @@ class ParsedChatResponse(ChatResponse):
         parsing: OutputParsing,
     ) -> None:
         super().__init__(id, model, fingerprint, request, logprobs)
-        self._plain = False
+        self._text_only = False
         self.parsing = parsing
         self.with_reasoning = request.include_reasoning is not False
         self._parsers: dict[int, TextParser] = {}
         self._counts: dict[int, ReasoningCount] = {}
-        self._called: set[int] = set()
+        self._choices_with_calls: set[int] = set()
 
-    def first_events(self, choice: int, place: int, output: RequestOutput) -> list[bytes]:
+    def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
         self._begin(choice, output)
-        return super().first_events(choice, place, output)
+        return super().first_events(choice, prompt_index, output)
 
     def _begin(self, choice: int, output: RequestOutput) -> TextParser:
         is_open = self.parsing.is_open(output.prompt or "")
@@ -46,14 +46,14 @@ class ParsedChatResponse(ChatResponse):
     def _full_event(self, index: int, completion: CompletionOutput) -> bytes:
         self._count(index, completion)
         deltas = self._deltas(index, self._parsers[index].feed(completion.text, completion.token_ids))
-        more = b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
-        if not deltas and (self.with_logprobs or more):
-            deltas = [{}]  # the tokens are told at once, even if their text is held back
+        choice_fields = b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
+        if not deltas and (self.with_logprobs or choice_fields):
+            deltas = [{}]  # send token ids and logprobs now, even if the text is held back
         events = []
-        for place, delta in enumerate(deltas):
-            first = place == 0
+        for i, delta in enumerate(deltas):
+            first = i == 0
             logprobs = encode(self.logprobs(index, completion)) if first and self.with_logprobs else b"null"
-            events.append(self.event(index, _delta(delta), logprobs, more=more if first else b""))
+            events.append(self.event(index, _delta(delta), logprobs, choice_fields=choice_fields if first else b""))
         return b"".join(events)
 
     def last_event(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
@@ -63,31 +63,33 @@ class ParsedChatResponse(ChatResponse):
         return b"".join(events)
 
     def _deltas(self, index: int, found: ParsedDelta) -> list[dict[str, Any]]:
-        """One for each kind of news: many clients look for one at a time."""
+        """One delta per field: many clients read only one field of a delta."""
         deltas: list[dict[str, Any]] = []
         if found.reasoning and self.with_reasoning:
             deltas.append({"reasoning": found.reasoning, "reasoning_content": found.reasoning})
         if found.content:
             deltas.append({"content": found.content})
         for call in found.tool_calls:
-            self._called.add(index)
+            self._choices_with_calls.add(index)
             deltas.append({"tool_calls": [_call_delta(call)]})
         return deltas
 
     # Whole responses
 
-    def choice(self, index: int, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def choice(
+        self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
         parser = self._begin(index, output)
         self._count(index, completion)
         fed, held = parser.feed(completion.text, completion.token_ids), parser.finish()
         calls = _whole_calls([*fed.tool_calls, *held.tool_calls])
         if calls:
-            self._called.add(index)
-        content: str | None = self.before + fed.content + held.content
+            self._choices_with_calls.add(index)
+        content: str | None = self.echoed + fed.content + held.content
         reasoning: str | None = fed.reasoning + held.reasoning if self.with_reasoning else None
         if not content and (calls or fed.reasoning or held.reasoning):
             content = None
-        shape = super().choice(index, place, output, completion)
+        shape = super().choice(index, prompt_index, output, completion)
         message = {"role": "assistant", "content": content, "refusal": None}
         if self.parsing.reasoning is not None or reasoning:
             message |= {"reasoning": reasoning or None, "reasoning_content": reasoning or None}
@@ -100,7 +102,7 @@ class ParsedChatResponse(ChatResponse):
     def _finish_reason(self, index: int, reason: Any) -> Any:
         # OpenAI keeps "stop" where the request named the function.
         named = isinstance(self.request.tool_choice, dict)
-        return "tool_calls" if reason == "stop" and index in self._called and not named else reason
+        return "tool_calls" if reason == "stop" and index in self._choices_with_calls and not named else reason
 
     def _count(self, index: int, completion: CompletionOutput) -> None:
         if index in self._counts:

@@ -1,4 +1,4 @@
-"""The request bodies: OpenAI's fields and vLLM's extra ones. Null means that a field was not given.
+"""The request bodies: OpenAI's fields and vLLM's additions. Null means that a field was not given.
 
 Fields under "no effect" are accepted because clients send them.
 """
@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-# Whole numbers that every part of the engine can carry; a field's own range is checked where its meaning is known.
+# int64, so that every part of the engine can hold it; a field's own range is checked in SamplingParams.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Ignored = msgspec.Raw  # a value that is not even decoded
+Ignored = msgspec.Raw  # not decoded
 NOTHING = msgspec.Raw(b"null")
 
 
@@ -61,9 +61,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    vllm_xargs: dict[str, Any] | None = None  # for logits processors of users
+    vllm_xargs: dict[str, Any] | None = None  # for custom logits processors
 
-    # The form of the response: see structured.py
+    # Structured output: see structured.py
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -111,11 +111,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None  # for templates that know it
+    reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
     thinking_token_budget: Int | None = None
 
-    # Refused unless they ask for nothing
+    # Refused unless neutral
     modalities: list[str] | None = None
     audio: Any = None
     functions: list[Any] | None = None

@@ -1,7 +1,6 @@
-"""Building a response: what completions and chat share, whole or as events of a stream.
+"""Builds responses, whole or as server-sent events; shared by completions and chat.
 
-On the way of a token there are no objects but its text: an event is joined from bytes that were made when the request
-came in.
+The per-token path encodes only the token's text: the rest of an event is bytes prepared when the request arrived.
 """
 
 import time
@@ -21,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(body: bytes) -> bytes:
-    """Of server-sent events."""
+    """A server-sent event."""
     return b"data: " + body + b"\n\n"
 
 
@@ -30,7 +29,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    reasoning_tokens: int | None = None  # None: not known
+    reasoning_tokens: int | None = None  # None: unknown
 
     @property
     def total(self) -> int:
@@ -53,9 +52,9 @@ class ResponseBuilder(ABC):
 
     object: str
     chunk_object: str
-    text_opens: bytes  # around the text of an event
-    text_closes: bytes
-    no_text: bytes  # instead of it, in the last event of a choice
+    text_prefix: bytes  # before the text in an event's JSON
+    text_suffix: bytes
+    no_text: bytes  # replaces the text in the last event of a choice
 
     def __init__(
         self, id: str, model: str, fingerprint: str, request: GenerationRequest, logprobs: LogprobFormat
@@ -73,25 +72,27 @@ class ResponseBuilder(ABC):
 
         options = request.stream_options
         self.with_usage = bool(options and options.include_usage)
-        self.usage_everywhere = bool(self.with_usage and options and options.continuous_usage_stats)
+        self.continuous_usage = bool(self.with_usage and options and options.continuous_usage_stats)
         head = {**self.head, "object": self.chunk_object, "system_fingerprint": fingerprint}
         self._head = b"data: " + encode(head)[:-1]
-        self._opens: list[bytes] = []
-        self._closes = self.text_closes + b',"logprobs":null,"finish_reason":null}]' + self._tail()
-        self._plain = not (self.with_logprobs or self.with_token_ids or self.usage_everywhere)
+        self._event_heads: list[bytes] = []
+        self._event_tail = self.text_suffix + b',"logprobs":null,"finish_reason":null}]' + self._tail()
+        self._text_only = not (self.with_logprobs or self.with_token_ids or self.continuous_usage)
 
-    # What differs
+    # Endpoint-specific
 
     @property
     @abstractmethod
     def with_logprobs(self) -> bool: ...
 
     @abstractmethod
-    def first_events(self, choice: int, place: int, output: RequestOutput) -> list[bytes]:
-        """What goes before the text of a choice."""
+    def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        """Events before the first text of a choice."""
 
     @abstractmethod
-    def choice(self, index: int, place: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def choice(
+        self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
         """One choice of a whole response."""
 
     @abstractmethod
@@ -105,17 +106,17 @@ class ResponseBuilder(ABC):
 
     def events(self, batch: Batch) -> bytes:
         parts: list[bytes] = []
-        for place, output in batch:
-            if place not in self._prompts_seen:
-                self._count_prompt(place, output)
+        for prompt_index, output in batch:
+            if prompt_index not in self._prompts_seen:
+                self._count_prompt(prompt_index, output)
             for completion in output.outputs:
-                index = place * self.n + completion.index
+                index = prompt_index * self.n + completion.index
                 self.usage.completion_tokens += len(completion.token_ids)
                 if index not in self._started:
-                    self._start(index, place, output, parts)
-                if self._plain:
+                    self._start(index, prompt_index, output, parts)
+                if self._text_only:
                     if completion.text:
-                        parts += (self._opens[index], encode(completion.text), self._closes)
+                        parts += (self._event_heads[index], encode(completion.text), self._event_tail)
                 elif completion.token_ids or completion.text:
                     parts.append(self._full_event(index, completion))
                 if completion.finish_reason is not None:
@@ -124,7 +125,7 @@ class ResponseBuilder(ABC):
         return b"".join(parts)
 
     def end(self) -> bytes:
-        # The engine lets go of a request without a last word if an administrator aborts it.
+        # A request aborted by an administrator ends without a final output.
         parts = [self.last_event(index, "abort", None) for index in sorted(self._started - self._finished)]
         if self.with_usage:
             parts.append(self._head + b',"choices":[],"usage":' + encode(self.usage.shape()) + b"}\n\n")
@@ -136,43 +137,52 @@ class ResponseBuilder(ABC):
         content: bytes,
         logprobs: bytes = b"null",
         finish: bytes = b"null",
-        more: bytes = b"",
-        beside: bytes = b"",
+        choice_fields: bytes = b"",
+        event_fields: bytes = b"",
     ) -> bytes:
-        """`more` are fields of the choice, `beside` fields of the event."""
-        parts = (self._open(index), content, b',"logprobs":', logprobs, b',"finish_reason":', finish, more, b"}]")
-        return b"".join((*parts, beside, self._tail()))
+        """`choice_fields` are fields of the choice, `event_fields` fields of the event."""
+        parts = (
+            self._open(index),
+            content,
+            b',"logprobs":',
+            logprobs,
+            b',"finish_reason":',
+            finish,
+            choice_fields,
+            b"}]",
+        )
+        return b"".join((*parts, event_fields, self._tail()))
 
     def last_event(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
-        more = b',"stop_reason":' + encode(stop_reason)
-        return self.event(index, self.no_text, finish=encode(finish_reason), more=more)
+        choice_fields = b',"stop_reason":' + encode(stop_reason)
+        return self.event(index, self.no_text, finish=encode(finish_reason), choice_fields=choice_fields)
 
     def text(self, text: str) -> bytes:
-        return self.text_opens + encode(text) + self.text_closes
+        return self.text_prefix + encode(text) + self.text_suffix
 
     def _full_event(self, index: int, completion: CompletionOutput) -> bytes:
-        more = b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
+        choice_fields = b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
         logprobs = encode(self.logprobs(index, completion)) if self.with_logprobs else b"null"
-        return self.event(index, self.text(completion.text), logprobs, more=more)
+        return self.event(index, self.text(completion.text), logprobs, choice_fields=choice_fields)
 
-    def _start(self, index: int, place: int, output: RequestOutput, parts: list[bytes]) -> None:
+    def _start(self, index: int, prompt_index: int, output: RequestOutput, parts: list[bytes]) -> None:
         self._started.add(index)
-        while len(self._opens) <= index:
-            self._opens.append(self._open(len(self._opens)) + self.text_opens)
-        parts += self.first_events(index, place, output)
+        while len(self._event_heads) <= index:
+            self._event_heads.append(self._open(len(self._event_heads)) + self.text_prefix)
+        parts += self.first_events(index, prompt_index, output)
 
     def _open(self, index: int) -> bytes:
         return self._head + b',"choices":[{"index":%d' % index
 
     def _tail(self) -> bytes:
-        if self.usage_everywhere:
+        if self.continuous_usage:
             return b',"usage":' + encode(self.usage.shape()) + b"}\n\n"
         return b',"usage":null}\n\n' if self.with_usage else b"}\n\n"
 
     # Whole responses
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
-        """A whole response. Choice by choice: one call would hold Python's lock while a large one is written."""
+        """A whole response, encoded choice by choice: one call would hold the GIL throughout a large one."""
         shape = self.whole(outputs)
         choices = b",".join([encode(choice) for choice in shape["choices"]])
         before, after = encode(shape | {"choices": None}).split(b'"choices":null', 1)
@@ -180,16 +190,16 @@ class ResponseBuilder(ABC):
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []
-        for place, output in enumerate(outputs):
-            self._count_prompt(place, output)
+        for prompt_index, output in enumerate(outputs):
+            self._count_prompt(prompt_index, output)
             for completion in sorted(output.outputs, key=lambda one: one.index):
                 self.usage.completion_tokens += len(completion.token_ids)
-                choices.append(self.choice(place * self.n + completion.index, place, output, completion))
+                choices.append(self.choice(prompt_index * self.n + completion.index, prompt_index, output, completion))
         usage = self.usage.shape()
         head = {**self.head, "system_fingerprint": self.fingerprint}
         return {**head, "choices": choices, "usage": usage, **self.extras(outputs)}
 
-    def _count_prompt(self, place: int, output: RequestOutput) -> None:
-        self._prompts_seen.add(place)
+    def _count_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        self._prompts_seen.add(prompt_index)
         self.usage.prompt_tokens += len(output.prompt_token_ids)
         self.usage.cached_tokens += output.num_cached_tokens or 0

@@ -1,4 +1,4 @@
-"""The fields that give the response a form: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+"""The structured-output fields: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """What the request asks for, checked as far as that is quick."""
+    """The request's structured-output parameters, after the cheap checks."""
     given = [name for name in FIELDS if getattr(request, name, None) is not None and name != "tool_choice"]
     if (request.response_format or {}).get("type") == "text":
         given.remove("response_format")
     if not given:
         return None
     if len(given) > 1:
-        raise bad_request(f"{' and '.join(given)} each give the response a form; send only one of them", given[-1])
+        raise bad_request(f"{' and '.join(given)} each constrain the response; send only one of them", given[-1])
     name = given[0]
     try:
         return _build(name, getattr(request, name), request)
@@ -62,7 +62,7 @@ def _response_format(value: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _structural_tag(value: dict[str, Any]) -> dict[str, Any]:
-    """The present form, with `format`, or the former one of `structures` and `triggers`."""
+    """The current schema, with `format`, or the legacy one of `structures` and `triggers`."""
     if "format" in value:
         return {"type": "structural_tag", "format": value["format"]}
     structures, triggers = value.get("structures"), value.get("triggers")

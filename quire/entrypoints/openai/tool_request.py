@@ -1,4 +1,4 @@
-"""What a chat request asks of tools: which are offered, whether they must be called, and who reads the calls."""
+"""Tool calling of a chat request: offered tools, tool_choice, and the parser for the calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import StructuredOutputsParams
 from quire.tokenizer.tokenizer import Tokenizer
 
-NEEDS_FLAGS = (
+AUTO_NEEDS_FLAGS = (
     'tool_choice "auto", which is the default with tools, needs a server started with --enable-auto-tool-choice and '
     '--tool-call-parser; use "none", "required" or a named function'
 )
 
 
 class ToolSetup:
-    """Of a server."""
+    """The server's tool-call parser and settings."""
 
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
         self.max_tools = config.max_tools
@@ -38,7 +38,7 @@ class ToolSetup:
         self.visible = sorted({token for token in special if token is not None})
 
     def check(self, request: ChatRequest) -> None:
-        """Refuses what cannot be; tools that must not be called are not offered."""
+        """Validate tools and tool_choice; with tool_choice "none", drop the tools."""
         check_tools(request.tools or [], self.max_tools)
         name = named_function(request.tool_choice)
         if name is not None or request.tool_choice == "required":
@@ -50,10 +50,10 @@ class ToolSetup:
         elif request.tool_choice == "none":
             request.tools = None
         elif request.tools and not self.auto:
-            raise bad_request(NEEDS_FLAGS, "tool_choice")
+            raise bad_request(AUTO_NEEDS_FLAGS, "tool_choice")
 
     def use(self, request: ChatRequest) -> "ToolUse | None":
-        """Of a request that was checked; None where no call is to be looked for."""
+        """For a checked request; None if its response cannot hold calls."""
         if not request.tools:
             return None
         name = named_function(request.tool_choice)
@@ -65,7 +65,7 @@ class ToolSetup:
 
 @dataclass
 class ToolUse:
-    """Of a request: a factory reads the model's own format; without one a grammar makes the calls."""
+    """A request's tool calls: `factory` parses the model's native format; without one a grammar forces JSON calls."""
 
     tools: Sequence[Mapping[str, Any]]
     parallel: bool
@@ -74,14 +74,14 @@ class ToolUse:
     visible: list[int]
 
     def parser(self) -> TextParser:
-        """A new one, for one response."""
+        """A new parser, for one choice."""
         if self.factory is not None:
             parser = self.factory(self.tools)
-            return parser if self.parallel else OneCall(parser)
+            return parser if self.parallel else FirstCallOnly(parser)
         return RequiredParser(self.tools) if self.name is None else NamedParser(self.name, self.tools)
 
     def schema(self) -> dict[str, Any] | None:
-        """What the response has to be; None where the model decides."""
+        """The JSON schema that the response must match; None if the model decides."""
         if self.factory is not None:
             return None
         if self.name is None:
@@ -91,12 +91,12 @@ class ToolUse:
     def adjust(self, params: SamplingParams) -> SamplingParams:
         schema = self.schema()
         if schema is None:
-            return params.with_known(visible_token_ids=sorted({*params.visible_token_ids, *self.visible}))
+            return params.replace_unchecked(visible_token_ids=sorted({*params.visible_token_ids, *self.visible}))
         if params.structured_outputs is not None:
-            raise bad_request("tool_choice and structured output both want the form of the response", "tool_choice")
+            raise bad_request("tool_choice and structured output both constrain the response; use one", "tool_choice")
         try:
-            # Where line breaks, or arguments of the model's own, are allowed anywhere, small models may write nothing
-            # else until their tokens run out.
+            # If whitespace or additional properties are allowed anywhere, small models may generate nothing else until
+            # max_tokens.
             form = StructuredOutputsParams(
                 json=schema, disable_any_whitespace=True, disable_additional_properties=True, field="tool_choice"
             )
@@ -105,8 +105,8 @@ class ToolUse:
             raise refused_value(error, ("tool_choice",), "tool_choice") from None
 
 
-class OneCall:
-    """Leaves out all calls but the first: the request has parallel_tool_calls false."""
+class FirstCallOnly:
+    """Drops all calls but the first, for parallel_tool_calls=false."""
 
     def __init__(self, parser: TextParser) -> None:
         self.parser = parser

@@ -1,4 +1,4 @@
-"""What a request may say about tools."""
+"""Validation of a request's tools and tool_choice."""
 
 import json
 import re
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.entrypoints.http.errors import ApiError, bad_request
-from quire.messages.checks import outsize, shown
+from quire.messages.checks import oversize_reason, shown
 
-MAX_SCHEMA_BYTES = 256 * 1024  # of one function, and of what a grammar is made of
-MAX_TOOLS_BYTES = 1024 * 1024  # of all
+MAX_SCHEMA_BYTES = 256 * 1024  # of one function, and of the schema compiled into a grammar
+MAX_TOOLS_BYTES = 1024 * 1024  # of all tools
 MAX_DEPTH = 64
 MAX_DESCRIPTION = 64 * 1024
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -32,7 +32,7 @@ def check_tools(tools: Sequence[Any], most: int) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise _wrong(f"{where}.function.name must be 1 to 128 letters, digits, underscores, dots or dashes")
         if name in names:
-            raise _wrong(f"{where}.function.name is {name!r}, as that of an earlier tool; names must differ")
+            raise _wrong(f"{where}.function.name is {name!r}, already the name of an earlier tool; names must differ")
         names.add(name)
         size += _check_function(function, f"{where}.function")
     if size > MAX_TOOLS_BYTES:
@@ -53,7 +53,7 @@ def _check_function(function: Mapping[str, Any], where: str) -> int:
             raise _wrong(f"{where}.parameters must be the schema of an object: type is {shown(parameters['type'])}")
         if not isinstance(parameters.get("properties", {}), Mapping):
             raise _wrong(f"{where}.parameters.properties must be an object")
-    if reason := outsize(function, MAX_SCHEMA_BYTES, MAX_DEPTH):
+    if reason := oversize_reason(function, MAX_SCHEMA_BYTES, MAX_DEPTH):
         raise _wrong(f"{where} {reason}")
     size = len(json.dumps(function))
     if size > MAX_SCHEMA_BYTES:
@@ -62,7 +62,7 @@ def _check_function(function: Mapping[str, Any], where: str) -> int:
 
 
 def named_function(choice: Any) -> str | None:
-    """The function's name in a tool_choice; None where it names none."""
+    """The function named by tool_choice, or None."""
     if choice is None or choice in CHOICES:
         return None
     if isinstance(choice, Mapping) and choice.get("type", "function") == "function":

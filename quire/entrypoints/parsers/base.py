@@ -1,6 +1,6 @@
-"""What parsers of generated text share: reasoning and tool calls are told from content while the text comes.
+"""The interface of streaming parsers, which split generated text into content, reasoning and tool calls.
 
-A whole answer is one feed() and finish() of the same parser, so streamed and whole answers agree by construction.
+A whole response is one feed() and finish() of the same parser, so streamed and whole responses agree by construction.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass
 class ToolCallDelta:
-    """The first one of a call has its id and name; those after it have more of its arguments."""
+    """A call's first delta has its id and name; later ones append to its arguments."""
 
     index: int
     id: str | None = None
@@ -26,17 +26,17 @@ class ParsedDelta:
 
 
 class TextParser(Protocol):
-    """Splits generated text as it comes. Linear in the text: each character is looked at a bounded number of times."""
+    """Splits generated text incrementally, in time linear in the text."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta: ...
 
     def finish(self) -> ParsedDelta:
-        """What was held back."""
+        """The text held back so far, at the end of the response."""
         ...
 
 
 class Chain:
-    """Reasoning first; what is left as content goes to the second parser, which never sees the reasoning."""
+    """Feeds the first parser's content to the second: tool calls are only looked for outside the reasoning."""
 
     def __init__(self, first: TextParser, second: TextParser) -> None:
         self.first = first

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quire.kernels.native.build import library
-from quire.kernels.paged_attention import Scoring
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.platforms.cpu_facts import cpu_flags
 from quire.platforms.cpu_isa import allows
 
@@ -20,6 +20,7 @@ logger = logging.getLogger("quire")
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32
 NO_MEMORY = 2  # as status.h numbers it
+ATTENTION_SLOTS = 1024  # for partial results; rows that need more are attended to some at a time
 SILU = 0  # of the activations, as kernels.c numbers them
 
 LINEAR_KINDS = ("portable", "avx2", "avx512", "avx512-bf16", "neon")  # as linear.c numbers them
@@ -61,7 +62,7 @@ _SIGNATURES = {
     "quire_quantized_lookup": "i ppp lll i",
     "quire_quantized_linear": "pp l pp lll ii",
     "quire_attention_fits": "lll",
-    "quire_attention": "ppppppp lllllllll ff pp ii",
+    "quire_attention": "ppppppp lllllllll ff ppp l ii",
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_replay": "p lllll",
@@ -225,6 +226,12 @@ def attention_fits(num_heads: int, num_kv_heads: int, head_size: int) -> bool:
     return library() is not None and bool(native_function("quire_attention_fits")(num_heads, num_kv_heads, head_size))
 
 
+def attention_slots(shapes: Sequence[AttentionShape]) -> torch.Tensor:
+    """Memory for partial results in any of those layers: a head's sums of values, greatest score and total weight."""
+    size = max((shape.num_heads * (shape.head_size + 2) for shape in shapes), default=0)
+    return torch.empty(ATTENTION_SLOTS * size, dtype=torch.float32)
+
+
 def attention(
     q: torch.Tensor,  # [N, H, D]
     kv_cache: torch.Tensor,  # [blocks, 2, KV, block_size, D]
@@ -232,23 +239,28 @@ def attention(
     query_start: torch.Tensor,  # [n + 1] int32
     seq_lens: torch.Tensor,  # [n] int32
     block_table: torch.Tensor,  # [rows, max_blocks] int32
-    scoring: Scoring,
+    features: AttentionFeatures,
+    slots: torch.Tensor | None = None,
     shared: int = 0,
 ) -> torch.Tensor:
-    """`shared`: leading keys, in blocks that all rows have, that are read once for all of them; then each row has one
-    query, keys beyond those, and no window. Tokens after the last row's belong to nobody and get zeros, which keeps
-    them finite."""
+    """`slots`: of attention_slots(), which no other call may use meanwhile. `shared`: leading keys, in blocks that all
+    rows have, that are read once for all of them; then each row has one query, keys beyond those, and no window. Tokens
+    after the last row's belong to nobody and get zeros, which keeps them finite. A row's bits depend on its own inputs
+    and on `shared`, not on other rows or the number of threads."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     q = q.contiguous()
     out = torch.empty_like(q)
-    window, softcap = scoring.window or 0, float(scoring.softcap or 0.0)
-    slopes, sinks = (x.data_ptr() if x is not None else None for x in (scoring.slopes, scoring.sinks))
+    if slots is None:
+        slots = attention_slots([AttentionShape(num_heads, kv_heads, head_size)])
+    window, softcap = features.window or 0, float(features.softcap or 0.0)
+    slopes, sinks = (x.data_ptr() if x is not None else None for x in (features.slopes, features.sinks))
     native_function("quire_attention")(
         q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), rows.data_ptr(), query_start.data_ptr(),
         seq_lens.data_ptr(), block_table.data_ptr(),
         q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window, shared,
-        float(scoring.scale), softcap, slopes, sinks, TYPES[q.dtype], has_amx(),
+        float(features.scale), softcap, slopes, sinks, slots.data_ptr(), slots.numel() // (num_heads * (head_size + 2)),
+        TYPES[q.dtype], has_amx(),
     )  # fmt: skip
     return out
 

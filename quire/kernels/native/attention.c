@@ -1,400 +1,181 @@
-/* Attention over pages. A task is a block of queries of one row and some of its KV heads, each with all query heads of
- * its group: m rows that see the same keys. Keys come in tiles, the softmax is brought up to date after each. */
+/* Attention over pages: the tasks of a step (attention_task.h), shared among threads. */
 
 #include <stdlib.h>
-#include <string.h>
-#include "attention_vectors.h"
-#include "elements.h"
+#include "attention_task.h"
 #include "threads.h"
 
-enum { MAX_M = 192, MAX_D = 256 };
-
-typedef struct {
-    const void *q, *cache;
-    void *out;
-    const int32_t *pages; /* of the row */
-    int64_t heads, kv_heads, d, block_size, first_head, num_heads, first_token, num_queries, position, window;
-    int64_t shared;  /* leading keys that all rows share: attended to for many rows at once, before the rest */
-    float *parts;    /* what came of that, [tokens, heads] of d sums, the greatest score and the total; or NULL */
-    int makes_parts; /* whether this task is one of those for many rows, each of one query */
-    float scale, softcap;        /* softcap 0: none */
-    const float *slopes, *sinks; /* of each head, or NULL */
-    const int32_t *lengths;      /* of each row */
-    int type, tiles;             /* tiles: whether there are AMX's */
-} Task;
-
-static inline int64_t key_place(const Task *t, int64_t head, int64_t key, int kind) {
-    int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + head;
-    return (page * t->block_size + key % t->block_size) * t->d;
-}
-
-static inline int64_t first_key(const Task *t) {
-    return t->window > 0 && t->position - t->window + 1 > 0 ? t->position - t->window + 1 : 0;
-}
-
-/* The keys that a task attends to. */
-static inline int64_t begin_of(const Task *t) { return t->parts && !t->makes_parts ? t->shared : first_key(t); }
-static inline int64_t end_of(const Task *t) { return t->makes_parts ? t->shared : t->position + t->num_queries; }
-
-/* The keys [first, last) of a tile that query `position` sees. */
-static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t count, int64_t *first, int64_t *last) {
-    *last = position - tile + 1 < count ? position - tile + 1 : count;
-    *first = t->window > 0 ? position - t->window + 1 - tile : 0;
-    if (*first < 0) *first = 0;
-    if (*last < *first) *last = *first;
-}
-
-/* Whether queries first to last, counted from the task's first, see every key of a tile. */
-static inline int see_all(const Task *t, int64_t first, int64_t last, int64_t tile, int64_t count) {
-    if (count < TILE || t->position + first - tile + 1 < TILE) return 0;
-    return t->window <= 0 || t->position + last - t->window + 1 <= tile;
-}
-
-/* Products of row i with keys [first, last) of a tile -> scores with soft-cap and ALiBi. The softmax only scales those of
- * a layer that has neither, so that they cost it nothing. */
-static void bend(const Task *t, float *s, int64_t head, int64_t group, int64_t i, int64_t tile, int64_t first,
-                 int64_t last) {
-    if (t->softcap > 0) {
-        float by = 2.0f * t->scale / t->softcap, cap = t->softcap;
-        _Pragma("omp simd") for (int64_t j = first; j < last; j++) {
-            float e = exp_fast(-fabsf(s[j] * by)); /* tanh |x| = (1 - exp -2|x|) / (1 + exp -2|x|) */
-            s[j] = copysignf(cap * (1.0f - e) / (1.0f + e), s[j]);
-        }
-    } else {
-        for (int64_t j = first; j < last; j++) s[j] *= t->scale;
-    }
-    if (t->slopes) {
-        int64_t query = t->makes_parts ? t->lengths[t->first_token + i / group] - 1 : t->position + i / group;
-        float slope = t->slopes[head * group + i % group];
-        int32_t from = (int32_t)(tile - query);
-        for (int32_t j = first; j < last; j++) s[j] += slope * (float)(from + j);
-    }
-}
-
-static inline int bends(const Task *t) { return t->softcap > 0 || t->slopes; }
-
-/* Scores [m][TILE] of a tile -> weights in place; greatest, sum and what is accumulated so far are brought up to date. */
-static void soften(const Task *t, float *scores, int64_t head, int64_t tile, int64_t count, int64_t group, int64_t m,
-                   float *most, float *total, float *acc) {
-    float scale = bends(t) ? 1.0f : t->scale;
-    for (int64_t i = 0; i < m; i++) {
-        float *s = scores + i * TILE;
-        int64_t first, last;
-        seen(t, t->position + i / group, tile, count, &first, &last);
-        float greatest = most[i];
-        if (bends(t)) bend(t, s, head, group, i, tile, first, last);
-        for (int64_t j = first; j < last; j++) {
-            s[j] *= scale;
-            greatest = s[j] > greatest ? s[j] : greatest;
-        }
-        for (int64_t j = 0; j < first && j < TILE; j++) s[j] = 0;
-        for (int64_t j = last; j < TILE; j++) s[j] = 0;
-        if (last <= first) continue;
-        float sum = 0;
-        _Pragma("omp simd reduction(+ : sum)") for (int64_t j = first; j < last; j++) {
-            s[j] = exp_fast(s[j] - greatest);
-            sum += s[j];
-        }
-        if (greatest > most[i]) {
-            float shrink = most[i] == -INFINITY ? 0.0f : exp_fast(most[i] - greatest);
-            total[i] *= shrink;
-            for (int64_t j = 0; j < t->d; j++) acc[i * t->d + j] *= shrink;
-            most[i] = greatest;
-        }
-        total[i] += sum;
-    }
-}
-
-/* Where row i of a KV head's queries lies, in q and in out. */
-static inline int64_t query_place(const Task *t, int64_t head, int64_t group, int64_t i) {
-    return ((t->first_token + i / group) * t->heads + head * group + i % group) * t->d;
-}
-
-static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, float *acc, float *most, float *total,
-                         int64_t begin, int64_t end) {
-    float q[MAX_D], k[MAX_D], scores[MAX_M * TILE];
-    for (int64_t tile = begin; tile < end; tile += TILE) {
-        int64_t count = end - tile < TILE ? end - tile : TILE;
-        for (int64_t j = 0; j < count; j++) {
-            int64_t at = key_place(t, head, tile + j, 0);
-            for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
-            for (int64_t i = 0; i < m; i++) {
-                int64_t from = query_place(t, head, group, i);
-                float sum = 0;
-                for (int64_t e = 0; e < t->d; e++) q[e] = load(t->q, from + e, t->type);
-                _Pragma("omp simd reduction(+ : sum)") for (int64_t e = 0; e < t->d; e++) sum += q[e] * k[e];
-                scores[i * TILE + j] = sum;
-            }
-        }
-        soften(t, scores, head, tile, count, group, m, most, total, acc);
-        for (int64_t j = 0; j < count; j++) {
-            int64_t at = key_place(t, head, tile + j, 1);
-            for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
-            for (int64_t i = 0; i < m; i++) {
-                float w = scores[i * TILE + j];
-                for (int64_t e = 0; e < t->d; e++) acc[i * t->d + e] += w * k[e];
-            }
-        }
-    }
-}
-
-#ifdef HAVE_BF16_VECTORS
-
-/* Rows [begin, end) of a KV head, those from m on being padding; scores and weights are theirs alone. */
-static void soften_bf16(const Task *t, float *scores, bf16 *weights, int64_t head, int64_t tile, int64_t count,
-                        int64_t group, int64_t begin, int64_t end, int64_t m, float *most, float *total, float *acc) {
-    float scale = bends(t) ? 1.0f : t->scale;
-    for (int64_t i = begin; i < end; i++) {
-        if (i + 16 <= end && i + 16 <= m && !bends(t) && see_all(t, i / group, (i + 15) / group, tile, count)) {
-            soften_rows(scores + (i - begin) * TILE, weights + (i - begin) * TILE, scale, t->d, most + i, total + i,
-                        acc + i * t->d);
-            i += 15;
-            continue;
-        }
-        int64_t first = 0, last = 0;
-        float *s = scores + (i - begin) * TILE;
-        bf16 *to = weights + (i - begin) * TILE;
-        if (i < m) seen(t, t->position + i / group, tile, count, &first, &last);
-        if (last <= first) {
-            memset(to, 0, TILE * 2);
-            continue;
-        }
-        if (bends(t)) bend(t, s, head, group, i, tile, first, last);
-        if (last - first == TILE) soften_row(s, to, scale, t->d, 0, TILE, 1, most + i, total + i, acc + i * t->d);
-        else soften_row(s, to, scale, t->d, first, last, 0, most + i, total + i, acc + i * t->d);
-    }
-}
-
-/* Where the keys of a tile are; past the last, the last again: it is finite, and gets no weight. */
-static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, const bf16 **rows) {
-    const int32_t *page = t->pages + tile / t->block_size;
-    int64_t left = t->block_size - tile % t->block_size; /* of a page */
-    const bf16 *row = (const bf16 *)t->cache + key_place(t, head, tile, 0);
-    for (int64_t j = 0; j < count; j++, row += t->d) {
-        if (left-- == 0) {
-            row = (const bf16 *)t->cache + ((int64_t)*++page * 2 * t->kv_heads + head) * t->block_size * t->d;
-            left = t->block_size - 1;
-        }
-        rows[j] = row;
-    }
-    for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
-}
-
-/* after: the task that follows, whose first keys are asked for with the last of this one; or NULL. */
-static inline __attribute__((always_inline)) void attend_few(const Task *t, const Task *after, int64_t m, int64_t d,
-                                                             float *acc, float *most, float *total) {
-    int64_t begin = begin_of(t), end = end_of(t);
-    int64_t to_values = t->kv_heads * t->block_size * d;
-    bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
-    float scores[FEW * TILE] __attribute__((aligned(64)));
-    const bf16 *tiles[2][TILE];
-    int64_t count = end - begin < TILE ? end - begin : TILE, turn = 0;
-    if (begin < end) find_rows(t, t->first_head, begin, count, tiles[0]);
-    for (int64_t tile = begin; tile < end; tile += TILE)
-        for (int64_t h = 0; h < t->num_heads; h++, turn ^= 1) {
-            const bf16 **rows = tiles[turn], **next = tiles[turn ^ 1];
-            count = end - tile < TILE ? end - tile : TILE;
-            int64_t head = t->first_head + h, last = h + 1 == t->num_heads, later = last ? tile + TILE : tile;
-            if (later < end) {
-                int64_t some = end - later < TILE ? end - later : TILE;
-                find_rows(t, last ? t->first_head : head + 1, later, some, next);
-            } else if (after && begin_of(after) < end_of(after)) {
-                int64_t first = begin_of(after), some = end_of(after) - first < TILE ? end_of(after) - first : TILE;
-                find_rows(after, after->first_head, first, some, next);
-            } else next = rows;
-            memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
-            score_few(q, rows, next, scores, m, d, count);
-            float *sums = acc + h * FEW * d;
-            soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
-            weigh_few(weights, rows, next, to_values, sums, m, d, count);
-        }
-}
-
-/* bf16 with d a multiple of 32. Keys are packed [d / 2][TILE] pairs of elements, values [TILE / 2][d] pairs of keys, so
- * that one instruction multiplies 16 outputs by a pair, or one tile 16 rows by 16 pairs. Rows past m are zero. */
-static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *acc,
-                                                  float *most, float *total, int64_t begin, int64_t end) {
-    int64_t d = t->d, to_values = t->kv_heads * t->block_size * d; /* from a key to its value */
-    static const bf16 zeros[MAX_D];
-    bf16 q[MAX_M * MAX_D] __attribute__((aligned(64)));
-    int32_t keys[MAX_D / 2 * TILE] __attribute__((aligned(64)));
-    bf16 values[TILE * MAX_D] __attribute__((aligned(64)));
-    float scores[ROWS * TILE] __attribute__((aligned(64)));
-    bf16 weights[ROWS * TILE] __attribute__((aligned(64)));
-    const bf16 *rows[TILE];
-    for (int64_t h = 0; h < t->num_heads; h++)
-        for (int64_t i = 0; i < all; i++) {
-            const bf16 *from = i < m ? (const bf16 *)t->q + query_place(t, t->first_head + h, group, i) : zeros;
-            memcpy(q + (h * all + i) * d, from, d * 2);
-        }
-    if (t->tiles) quire_tiles_begin();
-    const __m512i low = PAIRS_LOW, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int64_t tile = begin; tile < end; tile += TILE)
-        for (int64_t h = 0; h < t->num_heads; h++) {
-            int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
-            int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
-            find_rows(t, head, tile, count, rows);
-            for (int64_t b = 0; b < blocks; b++)
-                for (int64_t e = 0; e < d / 2; e += 16) {
-                    __m512i r[16];
-                    for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512((const int32_t *)rows[b * 16 + j] + e);
-                    transpose16(r);
-                    for (int j = 0; j < 16; j++) _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
-                }
-            for (int64_t j = 0; j < pairs; j++) {
-                const bf16 *x = rows[2 * j] + to_values, *y = rows[2 * j + 1] + to_values;
-                for (int64_t e = 0; e < d; e += 32) {
-                    __m512i a = _mm512_loadu_si512(x + e), b = _mm512_loadu_si512(y + e);
-                    _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(a, low, b));
-                    _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(a, high, b));
-                }
-            }
-            float *sums = acc + h * all * d;
-            for (int64_t i = 0; i < all; i += ROWS) {
-                int64_t some = all - i < ROWS ? all - i : ROWS;
-                if (t->tiles) quire_tile_scores(q + (h * all + i) * d, keys, scores, some, d, blocks);
-                else score(q + (h * all + i) * d, keys, scores, some, d, blocks);
-                soften_bf16(t, scores, weights, head, tile, count, group, i, i + some, m, most + h * all,
-                            total + h * all, sums);
-                if (t->tiles) quire_tile_values(weights, values, sums + i * d, some, d, blocks / 2);
-                else weigh(weights, values, sums + i * d, some, d, (count + 1) / 2);
-            }
-        }
-    if (t->tiles) quire_tiles_end();
-}
-#endif
-
-/* Whether queries are multiplied one by one: one of a group of few heads. */
-static int is_few(int64_t queries, int64_t group, int type, int64_t d) {
-#ifdef HAVE_BF16_VECTORS
-    return queries == 1 && group <= FEW && type == 1 && d % 32 == 0;
-#else
-    return 0;
-#endif
-}
-
-/* A KV head's rows, padded to what is multiplied at a time. */
-static int64_t padded(int64_t queries, int64_t group, int type, int64_t d, int tiles) {
-    int64_t unit = tiles && !is_few(queries, group, type, d) ? 16 : 4;
-    return (queries * group + unit - 1) / unit * unit;
-}
-
-static void attend(const Task *t, const Task *after) {
-    float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
-    float most[MAX_M], total[MAX_M];
-    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
-    int64_t all = padded(t->num_queries, group, t->type, d, t->tiles);
-    for (int64_t i = 0; i < t->num_heads * all; i++) most[i] = -INFINITY, total[i] = 0;
-    if (t->sinks) /* as if one key had been seen; what starts from parts finds it in them */
-        for (int64_t h = 0; h < t->num_heads; h++)
-            for (int64_t i = 0; i < m; i++)
-                most[h * all + i] = t->sinks[(t->first_head + h) * group + i % group], total[h * all + i] = 1;
-    memset(acc, 0, sizeof(float) * t->num_heads * all * d);
-    int64_t begin = begin_of(t), end = end_of(t);
-    if (t->parts && !t->makes_parts)
-        for (int64_t h = 0; h < t->num_heads; h++)
-            for (int64_t i = 0; i < m; i++) {
-                const float *part = t->parts + query_place(t, t->first_head + h, group, i) / d * (d + 2);
-                memcpy(acc + (h * all + i) * d, part, d * 4);
-                most[h * all + i] = part[d], total[h * all + i] = part[d + 1];
-            }
-#ifdef HAVE_BF16_VECTORS
-    int few = is_few(t->num_queries, group, t->type, d);
-    if (few && d == 64) attend_few(t, after, m, 64, acc, most, total);
-    else if (few && d == 128) attend_few(t, after, m, 128, acc, most, total);
-    else if (few) attend_few(t, after, m, d, acc, most, total);
-    else if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, acc, most, total, begin, end);
-    else
-#endif
-        for (int64_t h = 0; h < t->num_heads; h++)
-            attend_plain(t, t->first_head + h, group, m, acc + h * all * d, most + h * all, total + h * all,
-                         begin, end);
-    for (int64_t h = 0; h < t->num_heads; h++)
-        for (int64_t i = 0; i < m; i++) {
-            int64_t to = query_place(t, t->first_head + h, group, i), row = h * all + i;
-            if (t->makes_parts) {
-                float *part = t->parts + to / d * (d + 2);
-                memcpy(part, acc + row * d, d * 4);
-                part[d] = most[row], part[d + 1] = total[row];
-                continue;
-            }
-            float scale = total[row] > 0 ? 1.0f / total[row] : 0.0f;
-            for (int64_t e = 0; e < d; e++) store(t->out, to + e, acc[row * d + e] * scale, t->type);
-        }
-}
+/* A single query's keys are split from twice PART on. */
+enum { PART = 1024, MAX_PARTS = 32 };
 
 int quire_attention_fits(int64_t heads, int64_t kv_heads, int64_t d) {
     return heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= MAX_M && d > 0 && d <= MAX_D;
 }
 
-/* A thread takes `some` tasks at a time, and knows which follows. */
-static void attend_all(const Task *tasks, int64_t count, int64_t some) {
-    int pinned = quire_pinned();
-#pragma omp parallel for schedule(dynamic, 1) if (count > 1)
-    for (int64_t first = (count - 1) / some * some; first >= 0; first -= some) {
-        int64_t last = first + some < count ? first + some : count;
-        quire_stay(pinned);
-        for (int64_t i = first; i < last; i++) attend(tasks + i, i + 1 < last ? tasks + i + 1 : NULL);
+/* How many keys a part has. It depends on the number of keys alone, so that a row's result, to the bit, depends neither
+ * on the rows beside it nor on the number of threads. */
+static int64_t part_size(int64_t keys) {
+    int64_t parts = keys / PART < MAX_PARTS ? keys / PART : MAX_PARTS;
+    return parts < 2 ? keys : ((keys + parts - 1) / parts + TILE - 1) / TILE * TILE;
+}
+
+static int64_t count_parts(int64_t keys) { return keys > 0 ? (keys + part_size(keys) - 1) / part_size(keys) : 1; }
+
+/* A step's rows, and memory for partial results. */
+typedef struct {
+    const int64_t *rows;
+    const int32_t *query_start, *seq_lens, *table;
+    int64_t table_stride, shared;
+    float *slots; /* of a query's partial results each */
+} Batch;
+
+static inline int64_t queries_of(const Batch *b, int64_t i) { return b->query_start[i + 1] - b->query_start[i]; }
+
+/* Of a row of one query, the first of the keys that are its own. */
+static inline int64_t first_own(const Batch *b, int64_t i, int64_t window) {
+    return b->shared ? b->shared : first_key(b->seq_lens[i] - 1, window);
+}
+
+static inline int64_t own_parts(const Batch *b, int64_t i, int64_t window) {
+    return queries_of(b, i) == 1 ? count_parts(b->seq_lens[i] - first_own(b, i, window)) : 1;
+}
+
+/* The slots that a row may need: for each part of the shared keys or, later, of its own; and for the result of the former. */
+static int64_t slots_needed(const Batch *b, int64_t i, int64_t window) {
+    int64_t own = own_parts(b, i, window), before = b->shared ? count_parts(b->shared) : 1;
+    int64_t parts = own > before ? own : before;
+    return (parts > 1 ? parts : 0) + (b->shared > 0);
+}
+
+/* Appends the parts of a task. Returns how many they are. */
+static int64_t append_parts(Task *tasks, const Task *whole, float *partials, int64_t stride) {
+    int64_t keys = whole->end - whole->begin, size = part_size(keys), count = count_parts(keys);
+    for (int64_t p = 0; p < count; p++) {
+        Task *t = tasks + p;
+        *t = *whole;
+        t->begin = whole->begin + p * size, t->end = p + 1 < count ? t->begin + size : whole->end;
+        t->part = p, t->num_parts = count, t->first_part = tasks, t->unfinished = (int)count;
+        t->partials = partials, t->stride = stride;
+        if (p) t->from = NULL;
     }
+    return count;
+}
+
+/* A thread takes tasks of `keys_at_once` keys or more at a time, and knows which follows. starts: room for count + 1. */
+static void attend_all(const Task *tasks, int64_t count, int64_t keys_at_once, int64_t *starts) {
+    int64_t shares = 0, keys = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!i || keys >= keys_at_once) starts[shares++] = i, keys = 0;
+        keys += tasks[i].end - tasks[i].begin;
+    }
+    starts[shares] = count;
+    int pinned = quire_pinned();
+#pragma omp parallel for schedule(dynamic, 1) if (shares > 1)
+    for (int64_t s = shares - 1; s >= 0; s--) {
+        int64_t last = starts[s + 1] - 1;
+        quire_stay(pinned);
+        for (int64_t i = starts[s]; i <= last; i++) attend(tasks + i, i < last ? tasks + i + 1 : NULL);
+    }
+}
+
+/* The shared keys, for rows [first, last), `at_once` of them to a task. Returns how many tasks were made. */
+static int64_t make_shared_tasks(Task *tasks, const Task *common, const Batch *b, int64_t first, int64_t last,
+                                 int64_t at_once, int64_t slot) {
+    int64_t made = 0, stride = (last - first) * slot;
+    Task t = *common;
+    t.pages = b->table + b->rows[0] * b->table_stride, t.many_rows = 1, t.position = t.end = b->shared, t.num_heads = 1;
+    for (int64_t row = first; row < last; row += at_once)
+        for (t.first_head = 0; t.first_head < common->kv_heads; t.first_head++) {
+            t.first_token = row, t.num_queries = last - row < at_once ? last - row : at_once;
+            t.to = b->slots + (row - first) * slot;
+            made += append_parts(tasks + made, &t, t.to + stride, stride);
+        }
+    return made;
+}
+
+/* Rows [first, last), for which there are slots. */
+static int attend_rows(const Task *common, const Batch *b, int64_t first, int64_t last) {
+    int64_t kv_heads = common->kv_heads, group = common->heads / kv_heads, most = MAX_M / group;
+    int64_t n = last - first, slot = common->heads * (common->d + 2);
+    int64_t units = 0, singles = 0, others = 0, keys = 0;
+    for (int64_t i = first; i < last; i++) {
+        int64_t queries = queries_of(b, i), parts = own_parts(b, i, common->window);
+        units += parts;
+        if (queries == 1) singles += parts, keys += b->seq_lens[i] - first_own(b, i, common->window);
+        else others += (queries + most - 1) / most * kv_heads;
+    }
+    /* A page holds the keys and values of all heads: reading them together is reading in order, which memory does three
+     * times as fast. So a single query takes all heads at once, if that leaves every thread enough to do. */
+    int64_t shares = 4 * omp_get_max_threads();
+    int64_t rows_of_head = padded(1, group, common->type, common->d, common->tiles);
+    int64_t together = units >= shares && kv_heads * rows_of_head <= MAX_M ? kv_heads : 1;
+    int64_t at_once = most > 1 ? most / 2 : 1; /* rows that share keys: tasks enough for all threads */
+    int64_t count = singles * (kv_heads / together) + others;
+    int64_t before = b->shared ? (n + at_once - 1) / at_once * kv_heads * count_parts(b->shared) : 0;
+    if (!count) return DONE;
+    int64_t room = (count > before ? count : before) + 1;
+    Task *tasks = malloc((sizeof(Task) + sizeof(int64_t)) * room);
+    if (!tasks) return NO_MEMORY;
+    int64_t *starts = (int64_t *)(tasks + room);
+    float *partials = b->slots;
+    if (b->shared) {
+        attend_all(tasks, make_shared_tasks(tasks, common, b, first, last, at_once, slot), 0, starts);
+        partials += n * slot;
+    }
+    int64_t made = 0;
+    for (int64_t i = first; i < last; i++) {
+        int64_t queries = queries_of(b, i), parts = own_parts(b, i, common->window);
+        Task t = *common;
+        t.pages = b->table + b->rows[i] * b->table_stride;
+        if (queries == 1) {
+            t.first_token = b->query_start[i], t.num_queries = 1, t.position = b->seq_lens[i] - 1;
+            t.begin = first_own(b, i, t.window), t.end = b->seq_lens[i], t.num_heads = together;
+            if (b->shared) t.from = b->slots + (i - first) * slot;
+            for (t.first_head = 0; t.first_head < kv_heads; t.first_head += together)
+                made += append_parts(tasks + made, &t, partials, slot);
+            partials += parts > 1 ? parts * slot : 0;
+            continue;
+        }
+        t.num_heads = t.num_parts = 1;
+        for (int64_t query = 0; query < queries; query += most)
+            for (t.first_head = 0; t.first_head < kv_heads; t.first_head++) {
+                t.num_queries = queries - query < most ? queries - query : most;
+                t.first_token = b->query_start[i] + query, t.position = b->seq_lens[i] - queries + query;
+                t.begin = first_key(t.position, t.window), t.end = t.position + t.num_queries;
+                tasks[made++] = t;
+            }
+    }
+    /* Single queries are alike: shares can be larger. */
+    attend_all(tasks, made, others ? 0 : keys * (kv_heads / together) / shares, starts);
+    free(tasks);
+    return DONE;
 }
 
 /* q, out [tokens, heads, d]; rows [n] of table; query_start [n + 1]; seq_lens [n]; window 0: none; shared: leading keys
  * in pages that all rows have, if they are worth a pass of their own: every row has one query then, there is no window,
- * and each has keys beyond them; softcap 0: none; slopes (ALiBi) and sinks [heads] or NULL; tiles: whether
- * quire_amx_start found that AMX works. */
+ * and each has keys beyond them; softcap 0: none; slopes (ALiBi) and sinks [heads] or NULL; slots: memory for
+ * num_slots * heads * (d + 2) numbers, more than MAX_PARTS, nobody else's meanwhile; tiles: whether quire_amx_start found
+ * that AMX works. */
 int quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
                     const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
                     int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, int64_t shared,
-                    float scale, float softcap, const float *slopes, const float *sinks, int type, int tiles) {
-    if (n < 0 || block_size < 1 || shared < 0 || !quire_attention_fits(heads, kv_heads, d)) return BAD_SIZE;
+                    float scale, float softcap, const float *slopes, const float *sinks, float *slots,
+                    int64_t num_slots, int type, int tiles) {
+    if (n < 0 || block_size < 1 || shared < 0 || num_slots <= MAX_PARTS) return BAD_SIZE;
+    if (!quire_attention_fits(heads, kv_heads, d)) return BAD_SIZE;
     int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
     if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
-    int64_t group = heads / kv_heads, most = MAX_M / group, count = 0;
-    /* A page holds the keys and values of all heads: reading them together is reading in order, which memory does three
-     * times as fast. So a single query takes all heads at once, if that leaves every thread enough to do. */
-    int64_t together = n >= 4 * omp_get_max_threads() && kv_heads * padded(1, group, type, d, tiles) <= MAX_M ? kv_heads : 1;
-    for (int64_t i = 0; i < n; i++) {
-        int64_t queries = query_start[i + 1] - query_start[i];
-        count += queries == 1 ? kv_heads / together : (queries + most - 1) / most * kv_heads;
+    Task common = {.q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d,
+                   .block_size = block_size, .window = window, .scale = scale, .softcap = softcap, .slopes = slopes,
+                   .sinks = sinks, .lengths = seq_lens, .type = type, .tiles = tiles};
+    Batch batch = {rows, query_start, seq_lens, table, table_stride, shared, slots};
+    int status = DONE;
+    for (int64_t first = 0, last; first < n && status == DONE; first = last) { /* as many as there are slots for */
+        int64_t needed = 0;
+        for (last = first; last < n; last++) {
+            needed += slots_needed(&batch, last, window);
+            if (needed > num_slots) break;
+        }
+        status = attend_rows(&common, &batch, first, last);
     }
-    if (!count) return DONE;
-    Task *tasks = malloc(sizeof(Task) * (count > n * kv_heads ? count : n * kv_heads)), common = {
-        .q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d, .block_size = block_size,
-        .window = window, .shared = shared, .scale = scale, .softcap = softcap, .slopes = slopes, .sinks = sinks,
-        .lengths = seq_lens, .type = type, .tiles = tiles};
-    if (tasks && shared) common.parts = malloc(sizeof(float) * n * heads * (d + 2));
-    if (!tasks || (shared && !common.parts)) {
-        free(tasks);
-        return NO_MEMORY;
-    }
-    if (shared) {
-        int64_t at_once = most > 1 ? most / 2 : 1, made = 0; /* tasks enough for all threads */
-        for (int64_t first = 0; first < n; first += at_once)
-            for (int64_t h = 0; h < kv_heads; h++) {
-                Task *t = tasks + made++;
-                *t = common;
-                t->pages = table + rows[0] * table_stride, t->makes_parts = 1, t->position = shared;
-                t->first_token = first, t->num_queries = n - first < at_once ? n - first : at_once;
-                t->first_head = h, t->num_heads = 1;
-            }
-        attend_all(tasks, made, 1);
-    }
-    int64_t made = 0;
-    for (int64_t i = 0; i < n; i++) {
-        int64_t queries = query_start[i + 1] - query_start[i], taken = queries == 1 ? together : 1;
-        for (int64_t first = 0; first < queries; first += most)
-            for (int64_t h = 0; h < kv_heads; h += taken) {
-                Task *t = tasks + made++;
-                *t = common;
-                t->pages = table + rows[i] * table_stride, t->position = seq_lens[i] - queries + first;
-                t->first_token = query_start[i] + first, t->num_queries = queries - first < most ? queries - first : most;
-                t->first_head = h, t->num_heads = taken;
-            }
-    }
-    /* Single queries are alike: shares can be larger. */
-    int64_t shares = 4 * omp_get_max_threads(), one_each = query_start[n] - query_start[0] == n;
-    attend_all(tasks, made, one_each && made > shares ? made / shares : 1);
-    free(common.parts);
-    free(tasks);
-    return DONE;
+    return status;
 }

@@ -1,5 +1,5 @@
 /* What attention in bf16 computes on a tile of keys and values, 16 numbers at a time: scores, their softmax, and the sums
- * of values. attention.c knows where keys are and who sees them. */
+ * of values. attention_task.h knows where keys are and who sees them. */
 
 #pragma once
 #include "elements.h"

@@ -15,7 +15,7 @@ int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *,
                            int);
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                    float, float, const float *, const float *, int, int);
+                    float, float, const float *, const float *, float *, int64_t, int, int);
 int quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
 int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
@@ -29,7 +29,7 @@ typedef union {
 } Argument;
 typedef struct {
     int64_t kind;
-    Argument a[22];
+    Argument a[24];
 } Call;
 
 /* Calls noted for a step of `size` tokens, made for one of `tokens` tokens in `rows` rows. What counts rows of numbers is a
@@ -64,7 +64,7 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
         case ATTENTION: /* with a window (14) nothing is shared */
             status = quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
                                      rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[14].i ? 0 : shared, a[16].f,
-                                     a[17].f, a[18].p, a[19].p, a[20].i, a[21].i);
+                                     a[17].f, a[18].p, a[19].p, a[20].p, a[21].i, a[22].i, a[23].i);
             break;
         case ROUTE:
             status = quire_route(a[0].p, a[1].p, a[2].p, OF_TOKENS(a[3]), a[4].i, a[5].i, a[6].i, a[7].i);

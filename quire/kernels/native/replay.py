@@ -27,7 +27,7 @@ KINDS = {
     "activate": 2,
 }
 ROWS_OF_ATTENTION = 9  # its argument that counts requests
-MAX_ARGUMENTS = 22
+MAX_ARGUMENTS = 24
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 _aten = torch.ops.aten

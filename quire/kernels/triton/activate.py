@@ -30,7 +30,7 @@ def _activate_kernel(
     elif KIND == 2:  # gelu
         result = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
     else:  # relu
-        result = tl.where(wide < 0.0, 0.0, wide)  # NaN stays
+        result = tl.where(wide < 0.0, 0.0, wide)  # keeps NaN
     if GATED:
         result *= tl.load(start + width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, result.to(values.dtype), mask=inside)

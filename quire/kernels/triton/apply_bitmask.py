@@ -16,7 +16,7 @@ def _apply_bitmask_kernel(logits, stride, bitmask, mask_stride, places, vocab, n
     token = word[:, None] * 32 + bit[None, :]
     banned = ((bits[:, None] >> bit[None, :]) & 1) == 0
     target = logits + tl.load(places + i).to(tl.int64) * stride + token
-    # Allowed logits stay as they are: nothing is read, and little is written.
+    # Only forbidden logits are written, and none is read.
     never = tl.full([WORDS, 32], -float("inf"), tl.float32).to(logits.dtype.element_ty)
     tl.store(target, never, mask=banned & (token < vocab))
 

@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties on the rows that ask for them."""
+"""Repetition, frequency and presence penalties on the rows that use them."""
 
 import torch
 import triton

@@ -1,9 +1,9 @@
-"""The loop that all attention kernels share: softmax over tiles of keys, computed as they come."""
+"""The loop that all attention kernels share: online softmax over tiles of keys."""
 
 import triton
 import triton.language as tl
 
-from quire.kernels.paged_attention import Scoring
+from quire.kernels.paged_attention import AttentionFeatures
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -12,14 +12,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def attend(
     q,  # [M, DP], in the compute dtype
     acc,  # [M, DP] float32
-    most,  # [M] float32: the greatest score so far, in powers of two
-    total,  # [M] float32: the sum of weights so far
+    max_score,  # [M] float32: running maximum, as a power of two
+    total,  # [M] float32: running sum of weights
     kv_cache,  # [blocks, 2, KV, BLOCK_SIZE, D]
     pages,  # the row's block table
     kv_head,
     begin,  # first key
     end,  # one past the last key
-    q_pos,  # [M]: keys after it are hidden
+    q_pos,  # [M]: keys after it are masked
     slope,  # [M]: ALiBi's, or unused
     scale,
     softcap,
@@ -33,10 +33,10 @@ def attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    # Plain scores are scaled in the one multiply-add that the exponential needs anyway; scale > 0. Others become powers
-    # of two by what is done to them.
-    PLAIN: tl.constexpr = not (SOFTCAP or ALIBI)
-    factor = scale * LOG2E if PLAIN else 1.0
+    # Without soft-cap and ALiBi, scores are scaled in the multiply-add that the exponential needs anyway; scale > 0.
+    # Otherwise the scale is applied with those.
+    LATE_SCALE: tl.constexpr = not (SOFTCAP or ALIBI)
+    factor = scale * LOG2E if LATE_SCALE else 1.0
     if SOFTCAP:
         twice, cap = 2.0 * LOG2E * scale / softcap, softcap * LOG2E
     columns = tl.arange(0, DP)
@@ -64,37 +64,37 @@ def attend(
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > q_pos[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1) * factor)
-        # A row that has seen no key yet has -inf, and -inf - -inf is no number.
-        base = tl.where(new_most == float("-inf"), 0.0, new_most) if MASKED else new_most
+        new_max = tl.maximum(max_score, tl.max(scores, 1) * factor)
+        # A row without a visible key so far has -inf, and -inf - -inf is NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         weights = tl.math.exp2(scores * factor - base[:, None])
-        shrink = tl.math.exp2(most - base)
+        shrink = tl.math.exp2(max_score - base)
         total = total * shrink + tl.sum(weights, 1)
         if MASKED or D != DP:
             v = tl.load(v_at, mask=inside[:, None] & in_head[None, :], other=0.0).to(q.dtype)
         else:
             v = tl.load(v_at).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        most = new_most
-    return acc, most, total
+        max_score = new_max
+    return acc, max_score, total
 
 
 @triton.jit
 def start(sinks, head, real, M: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr):
-    """What `attend` begins with: nothing seen, or a sink, which is like one key seen whose value is nothing."""
+    """The initial state of `attend`: empty, or with a sink, which acts as one key whose value is zero."""
     acc = tl.zeros([M, DP], tl.float32)
-    most = tl.full([M], float("-inf"), tl.float32)
+    max_score = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     if SINKS:
-        most = tl.load(sinks + head, mask=real, other=float("-inf")) * LOG2E
+        max_score = tl.load(sinks + head, mask=real, other=float("-inf")) * LOG2E
         total = tl.where(real, 1.0, 0.0)
-    return acc, most, total
+    return acc, max_score, total
 
 
-def features(scoring: Scoring) -> dict[str, bool]:
-    """What kernels leave out where a layer has no need of it."""
+def feature_flags(features: AttentionFeatures) -> dict[str, bool]:
+    """Compile-time flags: kernels are compiled without the features a layer lacks."""
     return {
-        "SOFTCAP": scoring.softcap is not None,
-        "ALIBI": scoring.slopes is not None,
-        "SINKS": scoring.sinks is not None,
+        "SOFTCAP": features.softcap is not None,
+        "ALIBI": features.slopes is not None,
+        "SINKS": features.sinks is not None,
     }

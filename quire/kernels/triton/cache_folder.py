@@ -1,4 +1,4 @@
-"""Triton's cache, from which it runs compiled code whoever wrote it."""
+"""Triton's cache folder, which must be private: Triton runs the compiled code it finds there."""
 
 import logging
 from pathlib import Path
@@ -10,8 +10,7 @@ logger = logging.getLogger("quire")
 
 
 def secure_cache() -> None:
-    """Point Triton, here and in processes started from here, to a folder of this process where others can write to its
-    cache."""
+    """If others can write to Triton's cache, use a temporary folder instead, here and in child processes."""
     folder = TRITON_CACHE_DIR.get() or Path(TRITON_HOME.get() or Path("~").expanduser(), ".triton", "cache")
     try:
         require_private_tree(Path(folder))

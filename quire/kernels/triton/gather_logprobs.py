@@ -8,12 +8,12 @@ BLOCK = 8192
 
 
 @triton.jit
-def _gather_logprobs_kernel(scores, stride, chosen, own_out, logsumexp, ranks, vocab, BLOCK: tl.constexpr):
+def _gather_logprobs_kernel(logits, stride, chosen, own_out, logsumexp, ranks, vocab, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
-    source = scores + i * stride
+    source = logits + i * stride
     own = tl.load(source + tl.load(chosen + i)).to(tl.float32)
     column = tl.arange(0, BLOCK)
-    # Every lane keeps its own maximum and sum; they meet once, at the end.
+    # Every lane keeps its own maximum and sum; they are reduced once, at the end.
     largest = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     above = tl.zeros([BLOCK], tl.int32)
@@ -34,11 +34,11 @@ def _gather_logprobs_kernel(scores, stride, chosen, own_out, logsumexp, ranks, v
 
 
 def gather_logprobs(
-    scores: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor, logsumexp: torch.Tensor, ranks: torch.Tensor
+    logits: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor, logsumexp: torch.Tensor, ranks: torch.Tensor
 ) -> None:
-    m, vocab = scores.shape
+    m, vocab = logits.shape
     if m:
         block = min(BLOCK, triton.next_power_of_2(vocab))
         _gather_logprobs_kernel[(m,)](
-            scores, scores.stride(0), chosen, own, logsumexp, ranks, vocab, BLOCK=block, num_warps=16
+            logits, logits.stride(0), chosen, own, logsumexp, ranks, vocab, BLOCK=block, num_warps=16
         )

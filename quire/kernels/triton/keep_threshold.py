@@ -1,4 +1,4 @@
-"""The lowest logit that min-p, top-k and top-p let pass, without a sort.
+"""The lowest logit that min-p, top-k and top-p keep, without a sort.
 
 Both conditions grow as the threshold falls: top-k wants k tokens at or above it, top-p a share of their mass. So the
 threshold is found by bisection over the values a float can have, exactly, ties included.
@@ -17,13 +17,13 @@ from quire.kernels.sample_tokens import DrawParameters
 LOG2E = tl.constexpr(1.4426950408889634)
 
 TILE = 8192  # logits handled at once
-# Low bits that are alike in all float32 made from a dtype need no search.
+# Low bits that are equal in every float32 converted from a dtype need no search.
 SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
 def _key(x, SPARE: tl.constexpr):
-    """An integer that orders as the float32 does."""
+    """An integer with the order of the float32."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SPARE
 
@@ -36,7 +36,7 @@ def _value(key, SPARE: tl.constexpr):
 
 @triton.jit
 def _middle(low, high):
-    """Rounded up, and without the overflow that low + high may have."""
+    """Rounded up, without overflow of low + high."""
     return (low >> 1) + (high >> 1) + ((low | high) & 1)
 
 
@@ -54,7 +54,7 @@ def _load_tile(source, candidates, start, count, vocab, PIECE: tl.constexpr, TIL
 def _reaching(
     source, candidates, count, vocab, v, top, scale, MASS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr
 ):
-    """How many logits are at least v, or their mass."""
+    """The number of logits that are at least v, or their probability mass."""
     found = tl.zeros([TILE // PIECE], tl.float32)
     for start in range(0, count, TILE // PIECE):
         x, _, _ = _load_tile(source, candidates, start, count, vocab, PIECE, TILE)
@@ -80,7 +80,7 @@ def _highest(
     TILE: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """The highest v that `wanted` tokens, or so much mass, reach; `least` if none does."""
+    """The highest v that `wanted` tokens, or that much mass, reach; `least` if none does."""
     low, high = _key(least, SPARE), _key(top, SPARE)
     while low < high:
         middle = _middle(low, high)
@@ -98,7 +98,7 @@ def _keep_kernel(
     stride,
     rows,  # [n]
     piece_max,  # [n, pieces]
-    piece_sum,  # [n, pieces]: becomes the sum over the tokens that stay
+    piece_sum,  # [n, pieces]: becomes the sum over the tokens that are kept
     floors,  # [n]
     candidates,  # [n, pieces]
     temperature,  # by row from here
@@ -122,7 +122,7 @@ def _keep_kernel(
         log_least_p = tl.load(log_min_p + row)
         has_min_p = log_least_p > -float("inf")
         limited = (k > 0) & (k < vocab)
-        asks = (limited | has_min_p | (p < 1.0)) & (tl.load(greedy + row) == 0)
+        needs_threshold = (limited | has_min_p | (p < 1.0)) & (tl.load(greedy + row) == 0)
         piece = tl.arange(0, BLOCK)
         exists = piece < num_pieces
         piece_max += i * num_pieces
@@ -130,15 +130,15 @@ def _keep_kernel(
         candidates += i * num_pieces
         largest = tl.load(piece_max + piece, mask=exists, other=-float("inf"))
         top = tl.max(largest, 0)
-        if asks & (top > -float("inf")) & (top < float("inf")):
+        if needs_threshold & (top > -float("inf")) & (top < float("inf")):
             scale = LOG2E / tl.load(temperature + row)
             shares = tl.exp2((largest - top) * scale)
             sums = tl.load(piece_sum + piece, mask=exists, other=0.0)
             mass = tl.sum(sums * shares, 0)
             least = tl.where(has_min_p, top + log_least_p * tl.load(temperature + row), -float("inf"))
 
-            # A lower bound from the pieces' maxima. Min-p is one by itself, and the only one when top-p follows it
-            # directly: top-p then needs the mass of all that min-p left.
+            # A lower bound from the pieces' maxima. Min-p is a bound by itself, and the only one if top-p follows it
+            # directly: top-p then needs the mass of all tokens that min-p keeps.
             wanted = tl.where(limited, k.to(tl.float32), p * mass)
             weights = tl.where(limited, tl.where(largest > -float("inf"), 1.0, 0.0), shares)
             if (limited | (p < 1.0)) & (limited | (has_min_p == 0)) & (tl.sum(weights, 0) >= wanted):
@@ -155,7 +155,7 @@ def _keep_kernel(
             chosen = (largest >= least) & (largest > -float("inf"))
             count = tl.sum(chosen.to(tl.int32), 0)
             tl.store(candidates + tl.cumsum(chosen.to(tl.int32), 0) - 1, piece, mask=chosen)
-            tl.debug_barrier()  # the list is read by other threads than wrote it
+            tl.debug_barrier()  # the list is read by other threads than those that wrote it
 
             source = logits + i * stride
             if limited:

@@ -1,4 +1,4 @@
-"""LayerNorm of a row, with the addition of a residual."""
+"""LayerNorm of a row, optionally of the sum with a residual."""
 
 import torch
 import triton
@@ -33,7 +33,7 @@ def _layer_norm_kernel(
         gdc_launch_dependents()
     values = tl.load(x + row + columns, mask=inside, other=0.0)
     if HAS_RESIDUAL:
-        # Rounded before it is normed, as in rms_norm.
+        # Rounded before the norm, as in rms_norm.
         total = values.to(tl.float32) + tl.load(residual + row + columns, mask=inside, other=0.0).to(tl.float32)
         values = total.to(values.dtype)
         tl.store(residual + row + columns, values, mask=inside)
@@ -48,7 +48,7 @@ def _layer_norm_kernel(
 def layer_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Where there is a residual the sum is written over it."""
+    """The sum, if any, overwrites the residual."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]

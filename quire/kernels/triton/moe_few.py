@@ -1,7 +1,7 @@
-"""The experts of few rows: nothing is sorted, each pair of row and expert reads its expert's weights.
+"""The experts of few rows: without sorting, each pair of row and expert reads its expert's weights.
 
-Two kernels, both the time of reading those weights. Programs that may share an expert's weights are neighbours, so that
-the second of them finds them in the cache.
+Two kernels, both bound by reading those weights. Programs that may share an expert's weights are neighbours, so that
+the second one hits the cache.
 """
 
 import torch
@@ -11,12 +11,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.moe_table import FewConfig
+from quire.kernels.rms_norm import RMSNormParams
 
 
 @triton.jit
 def activate(gate, up, SWIGLUOAI: tl.constexpr):
     if SWIGLUOAI:
-        # Comparisons leave NaN as it is.
+        # Comparisons, unlike minimum and maximum, keep NaN.
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         return gate / (1.0 + tl.exp(-1.702 * gate)) * up
@@ -29,7 +30,7 @@ def _gate_up_kernel(
     w,  # [E, 2 * D, H]
     inner,  # [rows * TOP_K, D]
     bias,  # [E, 2 * D]
-    norm,  # [H]: weight of an RMSNorm of x
+    norm_weight,  # [H] of an RMSNorm of x
     experts,  # [rows * TOP_K]
     H,
     D,
@@ -47,7 +48,7 @@ def _gate_up_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # In this order: when the next kernel starts, the one before this is done, and the experts are known.
+        # In this order: the next kernel may start only after the previous one has written the experts.
         gdc_wait()
         gdc_launch_dependents()
     pair = tl.program_id(0)
@@ -72,12 +73,12 @@ def _gate_up_kernel(
             values = tl.load(x_row + k, mask=k < H, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += values * values
-            values *= tl.load(norm + k, mask=k < H, other=0.0).to(tl.float32)
+            values *= tl.load(norm_weight + k, mask=k < H, other=0.0).to(tl.float32)
         acc += gate * values[None, :]
         acc_up += up * values[None, :]
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if HAS_NORM:
-        # The norm's factor is one number per row and comes out of the sum.
+        # The norm's factor is one number per row, so it is applied to the sum.
         factor = tl.rsqrt(tl.sum(squares, 0) / H + eps)
         total *= factor
         total_up *= factor
@@ -117,13 +118,13 @@ def _down_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, BLOCK_J)
     pair = row * TOP_K + tl.minimum(j, TOP_K - 1)
-    # All experts of the row at once: their weights are on their way before the kernel that makes `inner` has ended.
+    # All experts of the row at once: their weights are being loaded before the kernel that writes `inner` has ended.
     expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
     w_rows = w + (expert[:, None] * H + tl.minimum(n, H - 1)[None, :])[:, :, None] * D
     inner_rows = inner + pair.to(tl.int64)[:, None] * D
     acc = tl.zeros([BLOCK_J, BLOCK_N, BLOCK_K], tl.float32)
     if PDL and STAGES > 1:
-        # A pipelined loop asks for its first values ahead of everything in it, a wait among that.
+        # A pipelined loop issues its first loads before everything in it, a wait included.
         gdc_wait()
     for start in tl.range(0, BLOCK_K if ONE_STEP else D, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
@@ -154,7 +155,7 @@ def few_experts(
     experts: torch.Tensor,
     w: ExpertWeights,
     config: FewConfig,
-    norm: tuple[torch.Tensor, float] | None,
+    norm: RMSNormParams | None,
     residual: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The experts of many rows: pairs of row and expert are sorted by expert, each expert's padded to whole tiles, and
 every tile is multiplied by its expert's weights.
 
-Nothing here depends on the host knowing the counts: there are as many programs as the worst distribution needs, and
-those without a tile end at once. The weights stand on the left of the product, because the left side of a Hopper matrix
-instruction has 64 rows and the right one as few as 8.
+The host need not know the counts: there are as many programs as the worst distribution needs, and those without a tile
+return at once. The weights are the left operand of the product, because the left side of a Hopper matrix instruction
+has 64 rows and the right one as few as 8.
 """
 
 import functools
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.moe_table import GroupedConfig, TileConfig
 from quire.kernels.triton.moe_few import activate
-from quire.kernels.triton.moe_route import Counters
+from quire.kernels.triton.moe_route import RouteWorkspace
 
 COMPARED = 4096  # pairs of (pair, expert) that a program of the sort holds in registers
 COLUMNS = 1024  # that a program sums up
@@ -27,9 +27,9 @@ COLUMNS = 1024  # that a program sums up
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(
     experts,  # [pairs]
-    places,  # [pairs]: which of its expert's pairs each is
+    places,  # [pairs]: its index among its expert's pairs
     counts,  # [E]
-    order,  # [tiles * BLOCK_M]: the pair at each position; what is past an expert's last stays unwritten
+    order,  # [tiles * BLOCK_M]: the pair at each position; positions past an expert's last pair are not written
     tile_expert,  # [tiles]
     tile_rows,  # [tiles]: how many positions of a tile are pairs
     pairs,
@@ -85,7 +85,7 @@ def _grouped_kernel(
     SWIGLUOAI: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # An expert's tiles are neighbours, and a tile's columns: both sides of the product come from the cache.
+    # An expert's tiles, and a tile's columns, are neighbours: both operands of the product hit the cache.
     blocks = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_N
@@ -178,7 +178,7 @@ def _combine_kernel(
 
 
 def max_tiles(pairs: int, num_experts: int, block_m: int) -> int:
-    """However pairs are distributed: an expert's first tile needs one, each further tile block_m."""
+    """For any distribution: an expert's first tile has at least one pair, each further tile means block_m more."""
     used = min(pairs, num_experts)
     return used + (pairs - used) // block_m
 
@@ -193,17 +193,17 @@ def grouped_experts(
     residual: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """`places` are route()'s, whose counts this uses up."""
+    """`places` are route()'s, whose counts are reset to zero here."""
     rows, top_k = experts.shape
     num_experts, hidden, width = w.down.shape
     pairs, device = rows * top_k, x.device
     block_m, block_e = config.block_m, triton.next_power_of_2(num_experts)
     tiles = max_tiles(pairs, num_experts, block_m)
-    counts = Counters.of(device).counts
+    counts = RouteWorkspace.of(device).counts
     launch: dict[str, bool] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
 
     order = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
-    # Two, so that both begin at a multiple of 16 bytes: Triton compiles other kernels for other pointers.
+    # Two tensors, so that both begin at a multiple of 16 bytes: Triton compiles other kernels for unaligned pointers.
     tile_expert, tile_rows = (torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(2))
     some = max(16, COMPARED // block_e)
     _place_kernel[(triton.cdiv(max(pairs, tiles), some),)](

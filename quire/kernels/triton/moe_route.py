@@ -1,7 +1,7 @@
-"""Which experts a row goes to: the router's product, top-k and weights.
+"""Routing of rows to experts: the router's product, top-k and weights.
 
-An expert's place among the chosen is the number of those before it, found by comparing all with all: one reduction
-where taking the largest k times would be k of them, one behind the other.
+An expert's rank is the number of experts before it, found by comparing all with all: one reduction, where selecting the
+maximum k times would be k in sequence.
 """
 
 import torch
@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
 from quire.kernels.moe_table import MAX_EXPERTS, MAX_FUSED_ROWS
-from quire.kernels.triton.workspace import Workspace
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.workspace import SharedWorkspace
 
 TILE = 8192  # weights of the router that a program holds in registers
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -20,7 +20,7 @@ COMPARED = 4096  # pairs of experts that a program compares at a time
 
 @triton.jit
 def _numbers(at, inside):
-    """Logits, with inf for NaN: whatever a row holds, the experts chosen for it exist, and its weights are NaN."""
+    """Logits, with inf for NaN: the chosen experts exist even for a row with NaN, and its weights are NaN."""
     read = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     return tl.where(read == read, read, float("inf"))
 
@@ -30,7 +30,7 @@ def _choose(
     logits,  # [E], of one row
     weights,  # [TOP_K]
     experts,  # [TOP_K]
-    places,  # [TOP_K]: which of its expert's pairs each is
+    places,  # [TOP_K]: its index among its expert's pairs
     counts,  # [E]: pairs of each expert so far
     E,
     TOP_K: tl.constexpr,
@@ -49,12 +49,12 @@ def _choose(
         rank += tl.sum((before & (o < E)[None, :]).to(tl.int32), 1)
     chosen = (rank < TOP_K) & (e < E)
     share = tl.where(e < E, tl.exp(mine - tl.max(mine, 0)), 0.0)
-    # The softmax over the chosen ones is the softmax over all, divided by their sum.
+    # The softmax over the chosen experts is the softmax over all, divided by their sum.
     total = tl.sum(tl.where(chosen, share, 0.0), 0) if OF_CHOSEN else tl.sum(share, 0)
     tl.store(weights + rank, share / total, mask=chosen)
     tl.store(experts + rank, e, mask=chosen)
     if COUNT:
-        # In any order: it decides where a row of an expert's matrix lies, but not one bit of what is computed.
+        # In any order: it decides the row in an expert's matrix, but not one bit of the result.
         place = tl.atomic_add(counts + e, tl.full([BLOCK_E], 1, tl.int32), mask=chosen, sem="relaxed")
         tl.store(places + rank, place, mask=chosen)
 
@@ -89,7 +89,7 @@ def _route_kernel(
 @triton.jit
 def _router_kernel(
     x,  # [N, H]
-    norm,  # [H]: weight of an RMSNorm of x
+    norm_weight,  # [H] of an RMSNorm of x
     router,  # [E, H]
     bias,  # [E]
     logits,  # [N, E] float32
@@ -118,7 +118,9 @@ def _router_kernel(
     inside = h < H
     at = router + tl.minimum(e, E - 1).to(tl.int64)[:, None] * H + h[None, :]
     tile = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
-    gain = tl.load(norm + h, mask=inside, other=0.0).to(tl.float32) if HAS_NORM else tl.zeros([BLOCK_H], tl.float32)
+    gain = (
+        tl.load(norm_weight + h, mask=inside, other=0.0).to(tl.float32) if HAS_NORM else tl.zeros([BLOCK_H], tl.float32)
+    )
     if PDL:
         gdc_wait()
     values = tl.load(x + row * x_stride + h, mask=inside, other=0.0).to(tl.float32)
@@ -128,7 +130,7 @@ def _router_kernel(
     if HAS_BIAS:
         found += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
     tl.store(logits + row * E + e, found, mask=e < E)
-    # Every thread's part must be written before one thread says so.
+    # Every thread's part must be written before one thread counts it as arrived.
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") != tl.num_programs(1) - 1:
         return
@@ -140,12 +142,11 @@ def _router_kernel(
     )  # fmt: skip
 
 
-class Counters(Workspace):
-    """Zero between uses."""
-
+class RouteWorkspace(SharedWorkspace):
     def __init__(self, device: torch.device) -> None:
-        self.counts = zeroed_counters(MAX_EXPERTS, device)
-        self.arrived = zeroed_counters(MAX_FUSED_ROWS, device)
+        super().__init__(device)
+        self.counts = self.new_counters(MAX_EXPERTS)
+        self.arrived = self.new_counters(MAX_FUSED_ROWS)
 
 
 def route(
@@ -157,9 +158,10 @@ def route(
     places = torch.empty_like(experts) if count else None
     if rows:
         block = triton.next_power_of_2(num_experts)
+        counts = RouteWorkspace.of(logits.device).counts
         _route_kernel[(rows,)](
-            logits, weights, experts, places if places is not None else experts, Counters.of(logits.device).counts,
-            num_experts, logits.stride(0), TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), OF_CHOSEN=of_chosen,
+            logits, weights, experts, places if places is not None else experts, counts, num_experts,
+            logits.stride(0), TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), OF_CHOSEN=of_chosen,
             COUNT=count, num_warps=4 if block > 32 else 1, **early_launch(logits),
         )  # fmt: skip
     return weights, experts, places
@@ -169,7 +171,7 @@ def router(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    norm: tuple[torch.Tensor, float] | None,
+    norm: RMSNormParams | None,
     top_k: int,
     of_chosen: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +185,7 @@ def router(
     block_n = max(1, TILE // block_h)
     gain, eps = norm if norm is not None else (None, 0.0)
     _router_kernel[(rows, triton.cdiv(num_experts, block_n))](
-        x, gain, weight, bias, logits, Counters.of(x.device).arrived, weights, experts,
+        x, gain, weight, bias, logits, RouteWorkspace.of(x.device).arrived, weights, experts,
         num_experts, hidden, x.stride(0), eps, TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), BLOCK_N=block_n,
         BLOCK_H=block_h, OF_CHOSEN=of_chosen, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, num_warps=4,
         **early_launch(x),

@@ -1,4 +1,4 @@
-"""Rows of one query token. A row's keys are split among programs; the last of them to finish adds up."""
+"""Decode attention: rows of one query token. Programs split a row's keys; the last to finish combines the parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.counters import zeroed_counters
 from quire.kernels.dispatch import early_launch
-from quire.kernels.paged_attention import AttentionShape, Scoring
-from quire.kernels.triton.attend import attend, features, start
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
+from quire.kernels.triton.attend import attend, feature_flags, start
+from quire.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,16 @@ class Tuning:
     tile: int = 64
     warps: int = 4
     stages: int = 3
-    min_tiles: int = 1  # of a split: shorter ones cost more to add up than they save
+    min_tiles: int = 1  # of a split: shorter ones cost more to combine than they save
     two_loops: bool = True
-    programs: int = 1056  # wanted: they fill the device several times over, so that a tail of idle ones costs little
+    programs: int = 1056  # target: several waves, so that a partly idle last one costs little
 
 
 FLOAT32 = Tuning(tile=32, stages=2)
 MAX_SPLITS = 64
-MOST_PROGRAMS = 8192
+MAX_PROGRAMS = 8192
 PREFIX_SPLITS = 8
-# In a step with prompts, rows of one token are few among those it is padded to.
+# In a mixed step, rows of one token are few among those it is padded to.
 MIXED_SPLITS, MIXED_ROWS = 8, 64
 
 
@@ -42,7 +42,7 @@ def tuning_for(num_rows: int, group: int, padded_head: int, dtype: torch.dtype) 
 
 
 def padded_group(group: int) -> int:
-    """To what a matrix product takes."""
+    """To the smallest size of a matrix product."""
     return max(16, triton.next_power_of_2(group))
 
 
@@ -53,10 +53,10 @@ def measured_tuning(num_rows: int, group: int, dtype: torch.dtype) -> Tuning:
         return Tuning(64, warps=2, stages=3, two_loops=False, programs=528)
     if num_rows <= 48:
         return Tuning(128, warps=4, stages=2, programs=528)
-    if group > 2:  # each part is larger to add up: fewer of them
+    if group > 2:  # each part is larger to combine: fewer of them
         return Tuning(128, warps=4, stages=2, min_tiles=4, programs=2048)
     # Several splits each, so that rows of uneven length end together.
-    return Tuning(64, warps=2, stages=3, min_tiles=4, programs=MOST_PROGRAMS)
+    return Tuning(64, warps=2, stages=3, min_tiles=4, programs=MAX_PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride"])
@@ -69,9 +69,9 @@ def _decode_kernel(
     seq_lens,
     block_table,
     table_stride,
-    prefix_len,  # [1]: leading keys that another kernel attends to
+    prefix_len,  # [1]: leading keys, handled by the shared-prefix kernel
     partial_out,  # [n, KV, splits + PREFIX_SPLITS, G, D] float32
-    partial_sum,  # [n, KV, splits + PREFIX_SPLITS, G, 2] float32: greatest score, sum of weights
+    partial_sum,  # [n, KV, splits + PREFIX_SPLITS, G, 2] float32: maximum score, sum of weights
     arrived,  # [n, KV] int32: zero before and after
     slopes,
     sinks,
@@ -83,12 +83,12 @@ def _decode_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    GP: tl.constexpr,  # the group, padded to what a matrix product takes
-    GM: tl.constexpr,  # and to a power of two
+    GP: tl.constexpr,  # the group, padded to the smallest size of a matrix product
+    GM: tl.constexpr,  # the group, padded to a power of two
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,  # 0: no shared prefix
-    PURE: tl.constexpr,  # every row has one query
+    DECODE_ONLY: tl.constexpr,  # every row has one query
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
@@ -103,7 +103,7 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     token = i
-    if not PURE:
+    if not DECODE_ONLY:
         token = tl.load(query_start + i)
         if tl.load(query_start + i + 1) - token != 1:
             return
@@ -131,17 +131,17 @@ def _decode_kernel(
     q_pos = tl.zeros([GP], tl.int32) + (length - 1)
     begin = first + split * tiles_per_split * TILE
     end = tl.minimum(begin + tiles_per_split * TILE, length)
-    # A sink counts in the first split alone, of which there is one in every row.
-    acc, most, total = start(sinks, head, (g < G) & (split == 0), GP, DP, SINKS)
+    # A sink counts in the first split alone, which every row has.
+    acc, max_score, total = start(sinks, head, (g < G) & (split == 0), GP, DP, SINKS)
     masked_from = begin
     if TWO_LOOPS:
         masked_from = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
-        acc, most, total = attend(
-            vectors, acc, most, total, kv_cache, pages, kv_head, begin, masked_from, q_pos, slope, scale, softcap,
+        acc, max_score, total = attend(
+            vectors, acc, max_score, total, kv_cache, pages, kv_head, begin, masked_from, q_pos, slope, scale, softcap,
             KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
         )  # fmt: skip
-    acc, most, total = attend(
-        vectors, acc, most, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
+    acc, max_score, total = attend(
+        vectors, acc, max_score, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
         KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI,
     )  # fmt: skip
 
@@ -152,18 +152,18 @@ def _decode_kernel(
     unit = (i * KV + kv_head).to(tl.int64)
     place = (unit * parts + split) * G + g
     tl.store(partial_out + place[:, None] * D + columns[None, :], acc, mask=here)
-    tl.store(partial_sum + place * 2, most, mask=g < G)
+    tl.store(partial_sum + place * 2, max_score, mask=g < G)
     tl.store(partial_sum + place * 2 + 1, total, mask=g < G)
-    tl.debug_barrier()  # every thread's part is written before the count says so
+    tl.debug_barrier()  # every thread's part must be written before the split counts as arrived
     if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == used_splits - 1:
-        _add_up(
+        _combine_splits(
             out, partial_out, partial_sum, unit, token, kv_head, splits, used_splits, H, G, D, DP, GM, PREFIX_SPLITS
         )
         tl.store(arrived + unit, 0)
 
 
 @triton.jit
-def _add_up(
+def _combine_splits(
     out,
     partial_out,
     partial_sum,
@@ -179,14 +179,14 @@ def _add_up(
     GM: tl.constexpr,  # the group, padded to a power of two
     PREFIX_SPLITS: tl.constexpr,
 ):
-    """The parts of one row and KV head, several at a time but in order of position, whoever adds up: the result must
-    not depend on who came last."""
+    """Combine the parts of one row and KV head, several at a time but in order of position: the result must not depend
+    on which program came last."""
     AT_ONCE: tl.constexpr = 8 if GM * DP <= 512 else 2
     g = tl.arange(0, GM)
     columns = tl.arange(0, DP)
     here = (g < G)[:, None] & (columns < D)[None, :]
     acc = tl.zeros([GM, DP], tl.float32)
-    most = tl.full([GM], float("-inf"), tl.float32)
+    max_score = tl.full([GM], float("-inf"), tl.float32)
     total = tl.zeros([GM], tl.float32)
     count = PREFIX_SPLITS + used_splits
     for first in range(0, count, AT_ONCE):
@@ -194,7 +194,7 @@ def _add_up(
         part = tl.where(j < PREFIX_SPLITS, splits + j, j - PREFIX_SPLITS)
         place = (unit * (splits + PREFIX_SPLITS) + part)[:, None] * G + g[None, :]
         real = (j < count)[:, None] & (g < G)[None, :]
-        part_most = tl.load(partial_sum + place * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+        part_max = tl.load(partial_sum + place * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
         part_total = tl.load(partial_sum + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
         part_acc = tl.load(
             partial_out + place[:, :, None] * D + columns[None, None, :],
@@ -202,12 +202,12 @@ def _add_up(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_most = tl.maximum(most, tl.max(part_most, 0))
-        base = tl.where(new_most == float("-inf"), 0.0, new_most)
-        old, new = tl.math.exp2(most - base), tl.math.exp2(part_most - base[None, :])
+        new_max = tl.maximum(max_score, tl.max(part_max, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        old, new = tl.math.exp2(max_score - base), tl.math.exp2(part_max - base[None, :])
         acc = acc * old[:, None] + tl.sum(part_acc * new[:, :, None], 0)
         total = total * old + tl.sum(part_total * new, 0)
-        most = new_most
+        max_score = new_max
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = (token.to(tl.int64) * H + kv_head * G + g)[:, None] * D + columns[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
@@ -241,7 +241,7 @@ def _shared_prefix_kernel(
     ALIBI: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The prefix that all rows share, for many rows at once: its keys are read once instead of once a row."""
+    """The prefix that all rows share, for many rows at once: its keys are read once instead of once per row."""
     G: tl.constexpr = H // KV
     QUERIES: tl.constexpr = BLOCK_M // G
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -261,45 +261,46 @@ def _shared_prefix_kernel(
     begin = split * share
     end = tl.minimum(begin + share, length)
     whole = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
-    # All of it is seen by every row; how far away it is matters to ALiBi only.
+    # All of it is visible to every row; the distance matters only to ALiBi.
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         q_pos = tl.maximum(q_pos, tl.load(seq_lens + i, mask=real, other=0) - 1)
         slope = tl.load(slopes + head, mask=real, other=0.0)
-    acc, most, total = start(q, head, real, BLOCK_M, DP, False)  # the rest of each row counts its sink
-    acc, most, total = attend(
-        vectors, acc, most, total, kv_cache, pages, kv_head, begin, whole, q_pos, slope, scale, softcap,
+    acc, max_score, total = start(q, head, real, BLOCK_M, DP, False)  # the rest of each row counts its sink
+    acc, max_score, total = attend(
+        vectors, acc, max_score, total, kv_cache, pages, kv_head, begin, whole, q_pos, slope, scale, softcap,
         KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
     )  # fmt: skip
-    acc, most, total = attend(
-        vectors, acc, most, total, kv_cache, pages, kv_head, whole, end, q_pos, slope, scale, softcap,
+    acc, max_score, total = attend(
+        vectors, acc, max_score, total, kv_cache, pages, kv_head, whole, end, q_pos, slope, scale, softcap,
         KV, D, DP, BLOCK_SIZE, TILE, True, 0, SOFTCAP, ALIBI,
     )  # fmt: skip
     unit = i.to(tl.int64) * KV + kv_head
     place = (unit * (splits + PREFIX_SPLITS) + splits + split) * G + m % G
     tl.store(partial_out + place[:, None] * D + columns[None, :], acc, mask=here)
-    tl.store(partial_sum + place * 2, most, mask=real)
+    tl.store(partial_sum + place * 2, max_score, mask=real)
     tl.store(partial_sum + place * 2 + 1, total, mask=real)
 
 
-class DecodeWorkspace:
-    """Where splits leave their parts. One for all layers, which run one after the other, and large enough for each."""
+class DecodeWorkspace(Workspace):
+    """Partial results of splits. One for all layers, which run one after the other, and large enough for each."""
 
     def __init__(self, max_rows: int, shapes: Sequence[AttentionShape], device: torch.device) -> None:
-        parts = {s: most_parts(max_rows, s.num_kv_heads) for s in shapes}
-        largest_out = max(count * s.num_heads * s.head_size for s, count in parts.items())
-        largest_sum = max(count * s.num_heads * 2 for s, count in parts.items())
-        self.partial_out = torch.empty(largest_out, dtype=torch.float32, device=device)
-        self.partial_sum = torch.empty(largest_sum, dtype=torch.float32, device=device)
-        most_heads = max(s.num_kv_heads for s in shapes)
-        self.arrived = zeroed_counters(max_rows * most_heads, device)
+        super().__init__(device)
+        parts = {s: max_parts(max_rows, s.num_kv_heads) for s in shapes}
+        out_size = max(count * s.num_heads * s.head_size for s, count in parts.items())
+        sum_size = max(count * s.num_heads * 2 for s, count in parts.items())
+        self.partial_out = torch.empty(out_size, dtype=torch.float32, device=device)
+        self.partial_sum = torch.empty(sum_size, dtype=torch.float32, device=device)
+        max_kv_heads = max(s.num_kv_heads for s in shapes)
+        self.arrived = self.new_counters(max_rows * max_kv_heads)
 
 
-def most_parts(max_rows: int, num_kv_heads: int) -> int:
-    """Of all rows together and one KV head, in a step of any number of rows."""
-    most = max((num_splits(n, num_kv_heads, MOST_PROGRAMS) + PREFIX_SPLITS) * n for n in range(1, max_rows + 1))
-    return max(most, MIXED_SPLITS * MIXED_ROWS)
+def max_parts(max_rows: int, num_kv_heads: int) -> int:
+    """The most partial results of all rows for one KV head, over steps of any number of rows."""
+    parts = max((num_splits(n, num_kv_heads, MAX_PROGRAMS) + PREFIX_SPLITS) * n for n in range(1, max_rows + 1))
+    return max(parts, MIXED_SPLITS * MIXED_ROWS)
 
 
 def num_splits(num_rows: int, num_kv_heads: int, programs: int) -> int:
@@ -315,7 +316,7 @@ def paged_decode(
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     workspace: DecodeWorkspace,
-    scoring: Scoring,
+    features: AttentionFeatures,
     prefix_len: torch.Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> None:
@@ -328,9 +329,9 @@ def paged_decode(
     group = num_heads // kv_heads
     full = q.dtype is torch.float32
     padded = max(16, triton.next_power_of_2(head_size))
-    # With prompts beside them, rows of one token take the kernel that the largest step takes, whatever their number.
+    # In a mixed step, rows of one token use the kernel of the largest step, whatever their number.
     tuning = tuning or tuning_for(num_rows if query_start is None else MIXED_ROWS, group, padded, q.dtype)
-    # Behind a shared prefix there is little of a row's own.
+    # After a shared prefix, a row's own keys are few.
     splits = num_splits(num_rows, kv_heads, tuning.programs if prefix_len is None else Tuning.programs)
     if query_start is not None and num_rows <= MIXED_ROWS:
         splits = max(splits, MIXED_SPLITS)
@@ -339,12 +340,12 @@ def paged_decode(
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size, TILE=tuning.tile,
         PREFIX_SPLITS=prefix_splits,
     )  # fmt: skip
-    has = features(scoring)
-    slopes = scoring.slopes if scoring.slopes is not None else q
-    sinks = scoring.sinks if scoring.sinks is not None else q
-    scale, softcap = scoring.scale, scoring.softcap or 0.0
+    has = feature_flags(features)
+    slopes = features.slopes if features.slopes is not None else q
+    sinks = features.sinks if features.sinks is not None else q
+    scale, softcap = features.scale, features.softcap or 0.0
     if prefix_len is not None:
-        assert query_start is None and scoring.window is None
+        assert query_start is None and features.window is None
         block_m = max(32 if full else 128, triton.next_power_of_2(group))
         _shared_prefix_kernel[(triton.cdiv(num_rows, block_m // group), kv_heads, prefix_splits)](
             q, kv_cache, rows, seq_lens, block_table, block_table.stride(0), prefix_len,
@@ -359,7 +360,7 @@ def paged_decode(
         workspace.partial_out, workspace.partial_sum, workspace.arrived,
         slopes, sinks, scale, softcap, splits,
         GP=padded_group(group), GM=triton.next_power_of_2(group),
-        MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, PURE=query_start is None,
-        WINDOW=scoring.window or 0, **has,
+        MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, DECODE_ONLY=query_start is None,
+        WINDOW=features.window or 0, **has,
         num_warps=tuning.warps, num_stages=tuning.stages, **shape, **early_launch(q),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows of several query tokens: prompts, whole or in chunks, over whatever is cached before them."""
+"""Prefill attention: rows of several query tokens, a whole prompt or a chunk, after any cached context."""
 
 import torch
 import triton
@@ -6,8 +6,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
-from quire.kernels.paged_attention import Scoring
-from quire.kernels.triton.attend import attend, features, start
+from quire.kernels.paged_attention import AttentionFeatures
+from quire.kernels.triton.attend import attend, feature_flags, start
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -40,7 +40,7 @@ def _prefill_kernel(
     PDL: tl.constexpr,
 ):
     G: tl.constexpr = H // KV
-    # One dimension: the others of a grid hold no more than 65,535.
+    # One grid dimension: the others are limited to 65,535.
     entry = query_blocks + 2 * (tl.program_id(0) // KV)
     kv_head = tl.program_id(0) % KV
     if PDL:
@@ -55,7 +55,7 @@ def _prefill_kernel(
     context = tl.load(seq_lens + i) - num_queries
     pages = block_table + tl.load(rows + i).to(tl.int64) * table_stride
 
-    # The queries of a KV head's group lie side by side, so that a tile of keys serves them all.
+    # The queries of a KV head's group are adjacent, so that a tile of keys serves them all.
     m = tl.arange(0, BLOCK_M)
     query = first + m // G
     head = kv_head * G + m % G
@@ -71,17 +71,17 @@ def _prefill_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(0, context + first - WINDOW + 1)
-    acc, most, total = start(sinks, head, real, BLOCK_M, DP, SINKS)
+    acc, max_score, total = start(sinks, head, real, BLOCK_M, DP, SINKS)
     masked_from = begin
     if WINDOW == 0:
         # Whole tiles that even the first query sees need no mask.
         masked_from = (context + first + 1) // TILE * TILE
-        acc, most, total = attend(
-            vectors, acc, most, total, kv_cache, pages, kv_head, 0, masked_from, q_pos, slope, scale, softcap,
+        acc, max_score, total = attend(
+            vectors, acc, max_score, total, kv_cache, pages, kv_head, 0, masked_from, q_pos, slope, scale, softcap,
             KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
         )  # fmt: skip
-    acc, most, total = attend(
-        vectors, acc, most, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
+    acc, max_score, total = attend(
+        vectors, acc, max_score, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
         KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -105,32 +105,32 @@ def paged_prefill(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
-    scoring: Scoring,
+    features: AttentionFeatures,
     queries: int | None = None,
     tile: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> None:
-    """Fills `out` for the queries that `query_blocks` names, in blocks of `queries`: by default, and at most, this
-    layer's `queries_per_block`."""
+    """Fills `out` for the queries in `query_blocks`, in blocks of `queries`: by default, and at most, this layer's
+    `queries_per_block`."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     full = q.dtype is torch.float32
     padded = max(16, triton.next_power_of_2(head_size))
     size = block_m(num_heads // kv_heads, q.dtype)
-    most = queries_per_block(num_heads // kv_heads, q.dtype)
-    assert queries is None or queries <= most, f"{queries} queries in a block of {most}"
+    limit = queries_per_block(num_heads // kv_heads, q.dtype)
+    assert queries is None or queries <= limit, f"{queries} queries in a block of {limit}"
     large = full and size * padded > 4096  # more than the registers of four warps hold
     options = {"num_warps": warps or (4 if full and not large else 8), "num_stages": stages or (2 if full else 3)}
     if not full and padded <= 128:
-        # Two blocks of queries on a multiprocessor: one's softmax runs beside the other's products.
+        # Two blocks of queries on a multiprocessor: one's softmax overlaps the other's products.
         options["maxnreg"] = 128
     _prefill_kernel[(kv_heads * query_blocks.shape[0],)](
         q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
-        scoring.slopes if scoring.slopes is not None else q, scoring.sinks if scoring.sinks is not None else q,
-        scoring.scale, scoring.softcap or 0.0,
+        features.slopes if features.slopes is not None else q, features.sinks if features.sinks is not None else q,
+        features.scale, features.softcap or 0.0,
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
-        BLOCK_M=size, QUERIES=queries or most, TILE=tile or (16 if large else 32 if full else 64),
-        WINDOW=scoring.window or 0, **features(scoring),
+        BLOCK_M=size, QUERIES=queries or limit, TILE=tile or (16 if large else 32 if full else 64),
+        WINDOW=features.window or 0, **feature_flags(features),
         **options, **early_launch(q),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compiling kernels ahead, many at once: one takes most of a second, and a model needs dozens the first time."""
+"""Compiles kernels ahead, in parallel: one takes most of a second, and a model needs dozens the first time."""
 
 import hashlib
 import importlib
@@ -31,11 +31,11 @@ TIMEOUT = 300
 
 @contextmanager
 def collecting() -> Iterator[list[Job]]:
-    """Inside, no kernel is launched, and one that was not before is noted instead of compiled. What other operations
-    compute meanwhile is meaningless."""
+    """Inside, no kernel is launched, and a new one is added to the list instead of compiled. Other operations compute
+    meaningless values meanwhile."""
     jobs: dict[Job, None] = {}
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         jobs[fn.module, fn.name, compile["specialization_data"]] = None
         return True
 
@@ -43,7 +43,7 @@ def collecting() -> Iterator[list[Job]]:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     found: list[Job] = []
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, record
     launch, JITFunction.run = JITFunction.run, without_launch
     try:
         yield found
@@ -54,9 +54,9 @@ def collecting() -> Iterator[list[Job]]:
 
 
 def compile_all(jobs: list[Job]) -> None:
-    """In processes of their own, because Triton's compiler holds Python's lock; the results are in its cache on disk.
+    """In child processes, because Triton's compiler holds the GIL; the results are in its cache on disk.
 
-    A failure there is no error here: what is missing is compiled when it is launched.
+    A failure there is no error here: a missing kernel is compiled at its first launch.
     """
     if not jobs or (marker := _marker(jobs)).exists():
         return
@@ -66,8 +66,8 @@ def compile_all(jobs: list[Job]) -> None:
         logger.info("%d kernels compiled in %.1f s; from now on they come from a cache", len(jobs), spent)
 
 
-def compile_behind(jobs: list[Job]) -> None:
-    """The same while the engine already serves: slowly, and nobody waits."""
+def compile_in_background(jobs: list[Job]) -> None:
+    """The same while the engine already serves: in one process, at low priority."""
     if jobs and not (marker := _marker(jobs)).exists():
         threading.Thread(target=_compile, args=(jobs, marker, 1), daemon=True, name="quire-compile").start()
 
@@ -101,7 +101,7 @@ def _compile(jobs: list[Job], marker: Path, count: int) -> bool:
 
 
 def _marker(jobs: list[Job]) -> Path:
-    """A file in Triton's cache that says: all of these were compiled. Finding each there would take seconds."""
+    """A file in Triton's cache that marks all of these as compiled. Looking up each one would take seconds."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     device = [triton.__version__, str(torch.cuda.get_device_capability())]
     parts = [*device, *(path.read_text() for path in sources), *(part for job in sorted(jobs) for part in job)]
@@ -111,13 +111,13 @@ def _marker(jobs: list[Job]) -> Path:
 def _preload(job: Job) -> None:
     module, kernel, description = job
     compiled = getattr(importlib.import_module(module), kernel).preload(description)
-    # The C function that launches it is compiled too, and otherwise only by the first launch.
+    # Also compiles the C function that launches it, which otherwise the first launch would do.
     if compiled is not None:
         driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    os.nice(asked["nice"])
-    for each in asked["jobs"]:
+    request = json.load(sys.stdin)
+    os.nice(request["nice"])
+    for each in request["jobs"]:
         _preload(tuple(each))

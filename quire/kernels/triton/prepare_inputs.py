@@ -18,11 +18,11 @@ def _rows_kernel(
     first_position,
     seq_lens,
     n,
-    PURE: tl.constexpr,
+    DECODE_ONLY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where each row stands, before and after the step."""
+    """Position of each row's first token, and its length after the step."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
@@ -30,7 +30,7 @@ def _rows_kernel(
     row = tl.load(rows + i, mask=i < n, other=-1).to(tl.int64)
     real = row >= 0
     computed = tl.load(num_computed + row, mask=real, other=0)
-    if PURE:
+    if DECODE_ONLY:
         num_new = tl.where(real, 1, 0)
     else:
         num_new = tl.load(query_start + i + 1, mask=real, other=0) - tl.load(query_start + i, mask=real, other=0)
@@ -54,7 +54,7 @@ def _tokens_kernel(
     slots,
     num_tokens,
     BLOCK_SIZE: tl.constexpr,
-    PURE: tl.constexpr,
+    DECODE_ONLY: tl.constexpr,
     SLOTS_ONLY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -64,7 +64,7 @@ def _tokens_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if PURE:
+    if DECODE_ONLY:
         i = token
         offset = tl.zeros([BLOCK], tl.int32)
     else:
@@ -90,9 +90,9 @@ def prepare_inputs(
     block_tables: list[torch.Tensor],
     block_sizes: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    n, pure = len(rows), token_rows is None
+    n, decode_only = len(rows), token_rows is None
     num_tokens = n if token_rows is None else len(token_rows)
-    # Not as halves of one tensor: the second would be aligned for some sizes only, and kernels compiled anew for it.
+    # Not halves of one tensor: the second would be unaligned for some sizes, for which Triton compiles other kernels.
     first_position, seq_lens = (torch.empty(n, dtype=torch.int32, device=rows.device) for _ in range(2))
     input_ids, positions = (torch.empty(num_tokens, dtype=torch.int32, device=rows.device) for _ in range(2))
     _rows_kernel[(triton.cdiv(n, BLOCK),)](
@@ -102,7 +102,7 @@ def prepare_inputs(
         first_position,
         seq_lens,
         n,
-        PURE=pure,
+        DECODE_ONLY=decode_only,
         BLOCK=BLOCK,
         num_warps=4,
         **early_launch(rows),
@@ -113,6 +113,7 @@ def prepare_inputs(
         _tokens_kernel[(triton.cdiv(num_tokens, BLOCK),)](
             rows, query_start, token_rows if token_rows is not None else rows, first_position,
             token_ids, token_ids.stride(0), table, table.stride(0), input_ids, positions, slots[-1], num_tokens,
-            BLOCK_SIZE=size, PURE=pure, SLOTS_ONLY=group > 0, BLOCK=BLOCK, num_warps=4, **early_launch(rows),
+            BLOCK_SIZE=size, DECODE_ONLY=decode_only, SLOTS_ONLY=group > 0, BLOCK=BLOCK, num_warps=4,
+            **early_launch(rows),
         )  # fmt: skip
     return input_ids, positions, slots, seq_lens

@@ -1,4 +1,4 @@
-"""One program per row, which holds it in registers: x is read once for its greatest value and its quantized form."""
+"""One program per row, which holds it in registers: x is read once for both its maximum and its quantized values."""
 
 import torch
 import triton
@@ -6,12 +6,12 @@ import triton.language as tl
 
 from quire.kernels.quantize_fp8 import FP8, FP8_MAX, SMALLEST_MAX, Quantized
 
-PLAIN, NORM, ADD_NORM, SILU = 0, 1, 2, 3
+QUANTIZE, NORM, ADD_NORM, SILU = 0, 1, 2, 3
 
 
 @triton.jit
 def _larger(a, b):
-    """NaN, if one is."""
+    """The maximum; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -56,22 +56,22 @@ def _kernel(
         scale = tl.load(fixed_scale).to(tl.float32)
         inverse = tl.math.div_rn(1.0, scale)
     else:
-        most = _larger(tl.reduce(tl.abs(wide), 0, _larger), SMALLEST_MAX)
-        scale = most * (1.0 / FP8_MAX)
-        inverse = tl.math.div_rn(FP8_MAX, most)
+        row_max = _larger(tl.reduce(tl.abs(wide), 0, _larger), SMALLEST_MAX)
+        scale = row_max * (1.0 / FP8_MAX)
+        inverse = tl.math.div_rn(FP8_MAX, row_max)
     tl.store(scales + row, scale)
     quantized = tl.minimum(_larger(wide * inverse, -FP8_MAX), FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     tl.store(q + row * K + k, quantized.to(q.dtype.element_ty), mask=inside)
 
 
 def quantize_fp8(x: torch.Tensor, scale: torch.Tensor | None) -> Quantized:
-    return _launch(PLAIN, x, x.shape[-1], None, None, 0.0, scale)
+    return _launch(QUANTIZE, x, x.shape[-1], None, None, 0.0, scale)
 
 
 def rms_norm_quant(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum is written over `residual`."""
+    """The sum overwrites `residual`."""
     mode = NORM if residual is None else ADD_NORM
     return *_launch(mode, x, x.shape[-1], residual, weight, eps, scale), x if residual is None else residual
 

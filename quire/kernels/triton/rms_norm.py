@@ -1,4 +1,4 @@
-"""RMSNorm of a row, with the addition of a residual."""
+"""RMSNorm of a row, optionally of the sum with a residual."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def _rms_norm_kernel(
         gdc_launch_dependents()
     values = tl.load(x + row + columns, mask=inside, other=0.0)
     if HAS_RESIDUAL:
-        # The sum is rounded before it is normed, as it is in the twin: the next layer reads the rounded one.
+        # The sum is rounded before the norm, as in the torch reference: the next layer reads the rounded one.
         total = values.to(tl.float32) + tl.load(residual + row + columns, mask=inside, other=0.0).to(tl.float32)
         values = total.to(values.dtype)
         tl.store(residual + row + columns, values, mask=inside)
@@ -41,7 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum is written over `residual`."""
+    """The sum overwrites `residual`."""
     out = torch.empty_like(x)
     _launch(x, residual, weight, out, eps)
     return out, residual

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
+from quire.kernels.rope_and_write import QKNormParams
 
 HEADS_PER_PROGRAM = 8
 
@@ -27,7 +28,7 @@ def _rope_and_write_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
+    HAS_QK_NORM: tl.constexpr,
     HB: tl.constexpr,
     HALF: tl.constexpr,  # R / 2, rounded up to a power of two
     REST: tl.constexpr,  # D - R, likewise; 0 if there is nothing beyond
@@ -55,7 +56,7 @@ def _rope_and_write_kernel(
     if REST > 0:
         rest = tl.load(source + R + beyond[None, :], mask=rest_here, other=0.0).to(tl.float32)
 
-    if NORM:
+    if HAS_QK_NORM:
         square = tl.zeros([HB], tl.float32)
         if R > 0:
             square += tl.sum(left * left, 1) + tl.sum(right * right, 1)
@@ -103,7 +104,7 @@ def _weight(q_weight, k_weight, columns, inside, is_q, is_k):
 def rope_and_write(
     qkv: torch.Tensor,
     num_heads: int,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    qk_norm: QKNormParams | None,
     table: torch.Tensor | None,
     positions: torch.Tensor | None,
     kv_cache: torch.Tensor,
@@ -112,7 +113,7 @@ def rope_and_write(
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     tokens, rotary = qkv.shape[0], table.shape[1] if table is not None else 0
     q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    q_weight, k_weight, eps = qk_norm if qk_norm is not None else (qkv, qkv, 0.0)
     rest = head_dim - rotary
     grid = (tokens, triton.cdiv(num_heads + 2 * kv_heads, HEADS_PER_PROGRAM))
     _rope_and_write_kernel[grid](
@@ -131,7 +132,7 @@ def rope_and_write(
         D=head_dim,
         R=rotary,
         BLOCK_SIZE=block_size,
-        NORM=norms is not None,
+        HAS_QK_NORM=qk_norm is not None,
         HB=HEADS_PER_PROGRAM,
         HALF=triton.next_power_of_2(max(1, rotary // 2)),
         REST=triton.next_power_of_2(rest) if rest else 0,

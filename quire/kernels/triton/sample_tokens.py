@@ -1,12 +1,11 @@
 """A draw in two passes, or three with top-k, top-p or min-p.
 
 1. One read of the logits gives the maximum and the sum of exp of every piece of the vocabulary.
-2. With a threshold (`keep_threshold`): find it, and make the sums those of the tokens that stay.
+2. With a threshold (`keep_threshold`): find it, and restrict the sums to the tokens that are kept.
 3. Per row: pick a piece by its sum, or the one with the maximum, and in it the token.
 
-What is computed for a row depends neither on the batch's size nor on the order of programs, so a padded replay of a
-graph gives the tokens of an eager call. The logits are compared as they are, and divided by the temperature only in the
-exponent.
+The result of a row depends neither on the batch's size nor on the order of programs, so a padded step gives the same
+tokens. Logits are compared undivided; the temperature is applied only in the exponent.
 """
 
 import torch
@@ -21,7 +20,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 CHUNK = 1024  # logits that one warp reads at a time: one reduction without shared memory
 SMALL_PIECE = 32  # the threshold looks at single pieces, so they are small
 MAX_PIECES = 8192  # of a row with a threshold; a larger vocabulary gets larger pieces
-PROGRAMS_WANTED = 8192  # enough to fill any GPU; beyond, a program takes several chunks
+TARGET_PROGRAMS = 8192  # enough to fill any GPU; beyond, a program reads several chunks
 
 
 @triton.jit(do_not_specialize=["per_program"])
@@ -56,7 +55,7 @@ def _piece_stats_kernel(
             start = (chunk + 1) * CHUNK
             more = chunk + 1 < first + per_program
             ahead = tl.load(source + start + token, mask=more & (start + token < vocab), other=-float("inf"))
-            x = tl.where(x != x, float("inf"), x)  # NaN is not to be lost in a maximum
+            x = tl.where(x != x, float("inf"), x)  # a maximum would lose NaN
             largest = tl.max(x, 1)
             piece = chunk * PIECES + own
             tl.store(piece_max + i * num_pieces + piece, largest, mask=piece < num_pieces)
@@ -129,7 +128,7 @@ def _pick_kernel(
             cumulative = tl.cumsum(shares, 0)
             position = tl.load(positions + (row if APPEND else i))
             target = _uniform(tl.load(seeds + row), position) * tl.sum(shares, 0)
-            # Only pieces with something in them count, so that rounding never leads to an impossible token.
+            # Only pieces with mass count, so that rounding never selects an impossible token.
             possible = shares > 0
             last = tl.max(tl.where(possible, piece, 0), 0)
             drawn = tl.minimum(_first(possible & (cumulative > target), piece, BLOCK), last)
@@ -177,7 +176,7 @@ def piece_stats(
     num_pieces = num_chunks * (chunk // piece)
     piece_max = torch.empty(n, num_pieces, dtype=torch.float32, device=logits.device)
     piece_sum = torch.empty_like(piece_max) if sums else piece_max
-    per_program = triton.cdiv(n * num_chunks, PROGRAMS_WANTED)
+    per_program = triton.cdiv(n * num_chunks, TARGET_PROGRAMS)
     _piece_stats_kernel[(triton.cdiv(num_chunks, per_program), n)](
         logits,
         logits.stride(0),

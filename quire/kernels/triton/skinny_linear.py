@@ -1,7 +1,7 @@
-"""y = x W^T for few rows: the time is that of reading W once, so everything here serves loads in flight.
+"""y = x W^T for few rows: bound by reading W once, so everything here serves to keep loads in flight.
 
-`gemv` keeps a slab of W in registers and multiplies by plain arithmetic, for 1 to 4 rows. `dot` runs W through shared
-memory into the tensor cores, for up to 64 rows; W stands on the left there, because the left side of a Hopper matrix
+`gemv` keeps a slab of W in registers and multiplies on the CUDA cores, for 1 to 4 rows. `dot` loads W through shared
+memory into the tensor cores, for up to 64 rows; W is the left operand there, because the left side of a Hopper matrix
 instruction has 64 rows and the right one as few as 8.
 """
 
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.counters import zeroed_counters
+from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_DOT_ROWS, MAX_GEMV_ROWS, SkinnyConfig
-from quire.kernels.triton.workspace import Workspace
+from quire.kernels.workspace import SharedWorkspace
 
 WORKSPACE_FLOATS = 8 << 20  # partial sums of split products
 COUNTERS = 8192
@@ -21,7 +21,7 @@ MAX_SHARED = 220 << 10
 
 
 @triton.jit
-def _finish(
+def _epilogue(
     acc,  # [.., ..] float32: the product
     acc_up,  # with SILU: the second half's product
     n,  # output columns, broadcastable to acc
@@ -68,7 +68,7 @@ def _gemv_kernel(
     y,  # [rows, N]
     bias,
     residual,
-    norm,  # [K]: weight of an RMSNorm of x
+    norm_weight,  # [K] of an RMSNorm of x
     w_scale,
     x_scale,
     rows,
@@ -102,7 +102,7 @@ def _gemv_kernel(
     squares0 = tl.zeros([BLOCK_K], tl.float32)
     squares1, squares2, squares3 = squares0, squares0, squares0
     if PDL and STAGES > 1 and not ONE_STEP:
-        # A pipelined loop asks for its first inputs ahead of everything in it, a wait among that.
+        # A pipelined loop issues its first loads before everything in it, a wait included.
         gdc_wait()
     for start in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
@@ -118,9 +118,9 @@ def _gemv_kernel(
             else:
                 tile_up = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
         if PDL:
-            # The weights are on their way before the kernel that makes x has ended.
+            # The weights are being loaded before the kernel that writes x has ended.
             gdc_wait()
-        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
+        gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
             x, gain, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
         )
@@ -135,21 +135,21 @@ def _gemv_kernel(
             acc3, up3, squares3 = _row(
                 x, gain, tile, tile_up, acc3, up3, squares3, 3, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
             )
-    _finish_row(
+    _row_epilogue(
         acc0, up0, squares0, n, 0, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
     )  # fmt: skip
     if ROWS > 1:
-        _finish_row(
+        _row_epilogue(
             acc1, up1, squares1, n, 1, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
             HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
         )  # fmt: skip
     if ROWS > 2:
-        _finish_row(
+        _row_epilogue(
             acc2, up2, squares2, n, 2, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
             HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
         )  # fmt: skip
-        _finish_row(
+        _row_epilogue(
             acc3, up3, squares3, n, 3, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
             HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def _row(
 
 
 @triton.jit
-def _finish_row(
+def _row_epilogue(
     acc, acc_up, squares, n, m, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_W_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, SILU: tl.constexpr,
@@ -181,12 +181,12 @@ def _finish_row(
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1) if SILU else total
     if HAS_NORM:
-        # The norm's factor is one number per row and comes out of the sum.
+        # The norm's factor is one number per row, so it is applied to the sum.
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         total *= factor
         total_up *= factor
     m_of = tl.zeros_like(n) + m
-    _finish(
+    _epilogue(
         total, total_up, n, m_of, m_of < rows, y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
     )  # fmt: skip
@@ -194,7 +194,7 @@ def _finish_row(
 
 @triton.jit
 def _prefetch(rows, first, K, LINES: tl.constexpr, LINE: tl.constexpr):
-    """Ask for the first LINES cache lines of each row of a tile."""
+    """Prefetch the first LINES cache lines of each row of a tile."""
     lines = rows + tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -274,30 +274,31 @@ def _dot_kernel(
         tl.store(sums + split * (HALVES * SIZE), acc)
         if SILU:
             tl.store(sums + split * (HALVES * SIZE) + SIZE, acc_up)
-        # Every thread's part must be written before one thread says so.
+        # Every thread's part must be written before one thread counts it as arrived.
         tl.debug_barrier()
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") != splits - 1:
             return
         tl.store(arrived + tile, 0)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        for other in tl.range(splits):  # in order, whoever came last: the same bits every time
+        for other in tl.range(splits):  # in order, whichever program came last: the same bits every time
             acc += tl.load(sums + other * (HALVES * SIZE), cache_modifier=".cg")
             if SILU:
                 acc_up += tl.load(sums + other * (HALVES * SIZE) + SIZE, cache_modifier=".cg")
 
-    _finish(
+    _epilogue(
         acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
     )  # fmt: skip
 
 
-class SplitSums(Workspace):
+class SplitWorkspace(SharedWorkspace):
     """Partial sums and arrival counters of split products."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.partial = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-        self.arrived = zeroed_counters(COUNTERS, device)
+        self.arrived = self.new_counters(COUNTERS)
 
 
 def skinny_linear(
@@ -308,7 +309,7 @@ def skinny_linear(
     weight_scale: torch.Tensor | None,
     x_scale: torch.Tensor | None,
     residual: torch.Tensor | None,
-    norm: tuple[torch.Tensor, float] | None,
+    norm: RMSNormParams | None,
     silu: bool,
     out_dtype: torch.dtype,
     pdl: bool,
@@ -344,7 +345,7 @@ def skinny_linear(
     halves = 2 if silu else 1
     size = weight.element_size()
     stages = min(config.stages, MAX_SHARED // ((halves * config.block_n + block_m) * config.block_k * size))
-    space = SplitSums.of(x.device)
+    space = SplitWorkspace.of(x.device)
     if config.splits > 1:
         needed = tiles * config.splits * halves * config.block_n * block_m
         if needed > WORKSPACE_FLOATS or tiles > COUNTERS:

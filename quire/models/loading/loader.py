@@ -1,4 +1,4 @@
-"""Building a model and filling it from its checkpoint."""
+"""Builds a model and loads its weights from the checkpoint."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,9 @@ from quire.checkpoint.resolve import Checkpoint
 from quire.checkpoint.tensors import count_tensors, open_tensors
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
-from quire.models.choose import choose_implementation
-from quire.models.loading.fill import fill_from, fill_with_random, with_progress
+from quire.models.implementation import choose_implementation
+from quire.models.loading.weight_loader import init_dummy_weights, load_weights, with_progress
+from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.quantization.select import choose_quantization
 
@@ -40,9 +41,9 @@ def load_model(
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
-    `seed` is for dummy weights. `max_model_len` is the user's limit, which decides between longrope's factors.
-    `quantization` is what the user asked for; None: as the checkpoint is. `model_impl`: whose code.
-    `longest` is the model's own limit, where the user set none. `packed_weights_cache`: a folder (packed_cache.py).
+    `seed` is for dummy weights. `max_model_len` is the user's limit, by which longrope chooses its factors; `longest`
+    the model's own, used without one. `quantization` is the user's option; None: as in the checkpoint. `model_impl`:
+    see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py).
     """
     device = torch.device(device)
     if packed_weights_cache and device.type != "cpu":
@@ -52,14 +53,14 @@ def load_model(
         )
     choice = choose_implementation(hf_config, model_impl, trust_remote_code, ckpt.is_gguf)
     if choice.impl is None:
-        raise ValueError(choice.why)
+        raise ValueError(choice.reason)
     if choice.impl == "transformers":
         from quire.models.transformers.model import load_transformers_model
 
         if packed_weights_cache:
-            from quire.models.loading.packed_cache import does_nothing
+            from quire.models.loading.packed_cache import warn_no_effect
 
-            does_nothing("a model that transformers runs")
+            warn_no_effect("a model that transformers runs")
         with large_buffers_mapped():
             return load_transformers_model(
                 ckpt,
@@ -75,14 +76,12 @@ def load_model(
     quantized = choose_quantization(quantization, hf_config, dtype, device, is_gguf=ckpt.format == "gguf")
     if quantized.describe():
         logger.info(quantized.describe())
-    decisive = (hf_config, tp, quantization, quantized.describe())  # beside dtype, for what becomes of the weights
-    hf_config = hf_config | {"moe_backend": moe_backend}
-    if max_model_len is not None:
-        hf_config |= {"max_model_len": max_model_len}
+    cache_key = (hf_config, tp, quantization, quantized.describe())  # beside dtype and files
+    options = ModelOptions(dtype, device, tp, quantized, max_model_len, moe_backend)
 
     def build() -> "DecoderModel":
         try:
-            return model_class(hf_config)(hf_config, dtype, device, tp, quantized)
+            return model_class(hf_config)(hf_config, options)
         except RuntimeError as error:
             if device.type != "cpu" or "allocate" not in str(error):
                 raise
@@ -94,18 +93,18 @@ def load_model(
         if packed_weights_cache:
             from quire.models.loading.packed_cache import open_cache
 
-            cache = open_cache(packed_weights_cache, model, ckpt, dtype, decisive)
+            cache = open_cache(packed_weights_cache, model, ckpt, dtype, cache_key)
         if cache is not None and cache.exists:
             if cache.map_into(model):
                 return model.eval()
-            model = build()  # some of it may have fitted
+            model = build()  # the first may be partially filled
         if ckpt.format == "dummy":
-            fill_with_random(model, seed)
+            init_dummy_weights(model, seed)
         else:
             if packed_weights_cache:
-                read_ahead(ckpt.files)  # who starts the engine left it until it was known that it is read
+                read_ahead(ckpt.files)  # not started by the worker, since a cache hit needs no checkpoint
             tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
-            fill_from(model, tensors, quantized.ignored)
+            load_weights(model, tensors, quantized.ignored)
         model.process_after_loading()
         if cache is not None:
             cache.write(model)

@@ -1,4 +1,4 @@
-"""A model's weights as they are once packed, in a file that later starts map instead of reading the checkpoint."""
+"""Cache file of packed weights (kernels/packed_linear.py), which later starts map instead of loading the checkpoint."""
 
 import hashlib
 import json
@@ -27,26 +27,26 @@ logger = logging.getLogger("quire")
 
 ALIGNMENT = 64  # a panel's vectors are read whole; across two cache lines that takes twice as long
 PANELS = "panels"
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a checkpoint's file
+SAMPLES, SAMPLE_BYTES = 64, 4096  # hashed of each checkpoint file
 PACKAGE = Path(__file__).parents[2]
 CODE_FOLDERS = ("checkpoint", "kernels", "layers", "models", "quantization")
-OLD = 24 * 3600  # seconds after which an unfinished file is nobody's
+OLD = 24 * 3600  # seconds after which an unfinished file is considered abandoned
 OURS = __name__.partition(".")[0]
 STORED_NAMES = {getattr(torch, name): stored for stored, (name, _) in DTYPES.items()}
 
 
 class PackedCache:
-    """The file of one model, packed in one way."""
+    """The file of one model in one packed layout."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     @property
     def exists(self) -> bool:
-        return os.path.lexists(self.file)  # Path's own raises where it may not look
+        return os.path.lexists(self.file)  # Path.exists raises on a folder without permission
 
     def map_into(self, model: DecoderModel) -> bool:
-        """Whether every weight now is the file's; otherwise the model may be half filled."""
+        """Whether all weights were mapped from the file; if not, the model may be partially filled."""
         try:
             with PrivateFolder(self.file.parent) as folder:
                 fd = folder.open(self.file.name)
@@ -56,14 +56,14 @@ class PackedCache:
                 size = self._map_into(model, path_of(fd))
         except (OSError, ValueError) as error:
             reason = str(error).removesuffix("; download it again")
-            logger.warning("the packed weights of %s are of no use and are made anew: %s", self.file, reason)
+            logger.warning("the packed weights of %s cannot be used and are packed again: %s", self.file, reason)
             return False
         model.mapped_bytes = size
         logger.info("weights mapped from the packed cache (%s)", self.file)
         return True
 
     def _map_into(self, model: DecoderModel, opened: Path) -> int:
-        """Bytes of the file that was checked, whatever its name means by now."""
+        """Map the opened file, not its name, which may be replaced meanwhile. Returns its size in bytes."""
         try:
             read_ahead((opened,))
             stored = {tensor.name: tensor.tensor() for tensor in open_safetensors((opened,))}
@@ -74,18 +74,18 @@ class PackedCache:
         return size
 
     def write(self, model: DecoderModel) -> None:
-        """All at once, or, with a warning, not at all."""
+        """Atomically; on failure a warning is logged."""
         folder, unfinished = self.file.parent, None
         try:
             PrivateFolder(folder).close()
-            for left in folder.glob(".*.unfinished"):  # by a process that was killed
+            for left in folder.glob(".*.unfinished"):  # of a killed process
                 if time.time() - left.stat().st_mtime > OLD:
                     left.unlink(missing_ok=True)
-            number, unfinished = tempfile.mkstemp(".unfinished", f".{self.file.stem}.", folder)  # for the user alone
+            number, unfinished = tempfile.mkstemp(".unfinished", f".{self.file.stem}.", folder)  # private to the user
             with open(number, "wb") as stream:
-                _write(stream, _contents(model))
+                _write(stream, _cached_tensors(model))
                 stream.flush()
-                os.fsync(number)  # or a crash could leave the name, the size, and zeros
+                os.fsync(number)  # else a crash could leave a complete name with zeros as content
             os.replace(unfinished, self.file)
         except OSError as error:
             logger.warning("packed weights could not be written to %s, the next start packs again: %s", folder, error)
@@ -97,33 +97,33 @@ class PackedCache:
 
 
 def open_cache(
-    folder: str, model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype, decisive: tuple[Any, ...]
+    folder: str, model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype, key: tuple[Any, ...]
 ) -> PackedCache | None:
-    """For a model just built. `decisive`: what else its weights depend on. None, and a line in the log, where the file
-    would not hold all that loading leaves."""
+    """The cache file for a model just built; `key`: what else its weights depend on. None, with a warning, if the file
+    could not hold everything that loading produces."""
     obstacle = _obstacle(model, ckpt, dtype)
     if obstacle is not None:
-        does_nothing(obstacle)
+        warn_no_effect(obstacle)
         return None
-    facts = (*map(_identity, ckpt.files), _header(ckpt), dtype, decisive, *_code(model))
+    facts = (*map(_file_identity, ckpt.files), _config_identity(ckpt), dtype, key, *_code_identity(model))
     name = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return PackedCache(Path(folder).expanduser() / f"{name}.safetensors")
 
 
-def does_nothing(reason: str) -> None:
-    logger.warning("--packed-weights-cache does nothing for %s", reason)
+def warn_no_effect(reason: str) -> None:
+    logger.warning("--packed-weights-cache has no effect for %s", reason)
 
 
 def _obstacle(model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype) -> str | None:
-    """All that the checkpoint fills must be parameters, and all that becomes of them parameters and panels."""
+    """Why the model cannot be cached: all loaded tensors must be parameters, and remain parameters or become panels."""
     if ckpt.format == "dummy":
         return "random weights"
     if type(model).__module__.partition(".")[0] != OURS:
-        return f"{type(model).__name__}, a plugin's: what it does to weights has no version that we know"
+        return f"{type(model).__name__}, a plugin's, whose version is unknown"
     if dtype is not torch.bfloat16:
         return f"{str(dtype).removeprefix('torch.')}, in which weights are not packed"
     if panel_layout() is None:
-        return "weights that our own C kernels do not multiply by"
+        return "weights that our own C kernels do not multiply"
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for (name, _), slot in all_load_slots(model).items():
         if slot.view.is_meta or slot.view.untyped_storage().data_ptr() not in parameters:
@@ -136,13 +136,13 @@ def _obstacle(model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype) -> str 
 
 
 def _leaves_panels_only(kind: type) -> bool:
-    """Whether it is said by the class that has the process_after_loading: one that overrides it has to say it again."""
+    """Whether the class that defines process_after_loading declares it: an override has to declare it again."""
     owner = next((base for base in kind.__mro__ if "process_after_loading" in vars(base)), None)
     return owner is None or bool(vars(owner).get("leaves_panels_only"))
 
 
-def _identity(file: Path) -> tuple[str, int, int, str]:
-    """Samples of its bytes too: images may give every file the same path and time, and finetunes are of one size."""
+def _file_identity(file: Path) -> tuple[str, int, int, str]:
+    """With samples of its bytes: container images may give files equal paths and times, and finetunes equal sizes."""
     real = file.resolve()
     size, digest = real.stat().st_size, hashlib.sha256()
     with real.open("rb") as stream:
@@ -152,15 +152,15 @@ def _identity(file: Path) -> tuple[str, int, int, str]:
     return str(real), size, real.stat().st_mtime_ns, digest.hexdigest()
 
 
-def _header(ckpt: Checkpoint) -> Any:
+def _config_identity(ckpt: Checkpoint) -> Any:
     if ckpt.is_gguf:
         tensors = read_header(ckpt.path).tensors.values()
         return [(tensor.name, tensor.shape, tensor.type_id, tensor.offset) for tensor in tensors]
     return (ckpt.path / "config.json").read_text(errors="replace")
 
 
-def _code(model: nn.Module) -> tuple[str | None, ...]:
-    """Whose code, and of what it is made: a version says little of a checkout."""
+def _code_identity(model: nn.Module) -> tuple[str | None, ...]:
+    """The model's class and a hash of our source: a version number does not identify a checkout."""
     digest = hashlib.sha256()
     for folder in CODE_FOLDERS:
         for source in sorted((PACKAGE / folder).rglob("*.py")):
@@ -168,16 +168,16 @@ def _code(model: nn.Module) -> tuple[str | None, ...]:
     return type(model).__module__, type(model).__qualname__, digest.hexdigest(), torch.__version__, panel_layout()
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, HasPanels]]:
+def _layers_with_panels(model: nn.Module) -> Iterator[tuple[str, nn.Module, HasPanels]]:
     for path, module in model.named_modules():
         method = getattr(module, "method", None)
         if isinstance(method, HasPanels):
             yield f"{path}.{PANELS}", module, method
 
 
-def _contents(model: nn.Module) -> dict[str, torch.Tensor]:
+def _cached_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
-    for name, layer, method in _layers(model):
+    for name, layer, method in _layers_with_panels(model):
         panels = method.panels(layer)
         if panels is not None:
             tensors[name] = panels
@@ -185,11 +185,12 @@ def _contents(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fill(model: DecoderModel, stored: dict[str, torch.Tensor]) -> None:
-    """In place of reading the checkpoint and process_after_loading. What is missing or too much is a ValueError."""
-    model.num_parameters = sum(parameter.numel() for parameter in model.parameters())  # panels will hide some of them
-    for name, layer, method in list(_layers(model)):
+    """Instead of loading the checkpoint and process_after_loading. Missing or unknown tensors are a ValueError."""
+    # Before panels replace some parameters.
+    model.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    for name, layer, method in list(_layers_with_panels(model)):
         if name in stored:
-            method.take_panels(layer, stored.pop(name))
+            method.load_panels(layer, stored.pop(name))
     for name, parameter in model.named_parameters():
         found = stored.pop(name, None)
         if found is None or (found.shape, found.dtype) != (parameter.shape, parameter.dtype):
@@ -200,7 +201,7 @@ def _fill(model: DecoderModel, stored: dict[str, torch.Tensor]) -> None:
 
 
 def _write(stream: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
-    """In the format of safetensors. The header is padded, and what has an odd size comes last, so that all else is
+    """In safetensors format. The header is padded and tensors of unaligned sizes come last, so that all others are
     aligned."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].itemsize))
     header, at = {}, 0

@@ -1,4 +1,4 @@
-"""What is done to a checkpoint's tensors on their way into the shared decoder."""
+"""Transforms of checkpoint tensors into the layout of the shared decoder, applied while loading."""
 
 import torch
 
@@ -11,12 +11,12 @@ def plus_one(weight: torch.Tensor) -> torch.Tensor:
 
 
 def transposed(weight: torch.Tensor) -> torch.Tensor:
-    """For linears that are stored [inputs, outputs]; a bias stays as it is."""
+    """For linears that are stored [inputs, outputs]; a bias is unchanged."""
     return weight.t() if weight.dim() == 2 else weight
 
 
 class RowOrder:
-    """A transform that only moves rows, so that it may also be done to quantized ones."""
+    """A transform that only reorders rows, so that it also applies to quantized rows."""
 
     def __init__(self, reorder: Transform) -> None:
         self.reorder = reorder
@@ -26,8 +26,7 @@ class RowOrder:
 
 
 def qkv_by_head(num_kv_heads: int, head_dim: int) -> RowOrder:
-    """For a fused tensor that has, KV head by KV head, its queries, its key and its value: all queries, then all keys,
-    then all values."""
+    """For a fused tensor stored per KV head (its queries, its key, its value) -> all queries, all keys, all values."""
 
     def apply(fused: torch.Tensor) -> torch.Tensor:
         by_head = fused.view(num_kv_heads, -1, head_dim, *fused.shape[1:])
@@ -38,8 +37,8 @@ def qkv_by_head(num_kv_heads: int, head_dim: int) -> RowOrder:
 
 
 def halves_from_pairs(head_dim: int, rotary_dim: int | None = None) -> RowOrder:
-    """For queries and keys whose rotary pairs are neighbours in a head's first `rotary_dim` rows: first halves, then
-    second halves. Both are reordered alike, so that scores stay as they are."""
+    """For queries and keys with interleaved rotary pairs in a head's first `rotary_dim` rows -> first halves, then
+    second halves. Both are reordered alike, so that attention scores do not change."""
     rotary_dim = rotary_dim or head_dim
     order = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
 
@@ -50,7 +49,7 @@ def halves_from_pairs(head_dim: int, rotary_dim: int | None = None) -> RowOrder:
 
 
 def of_queries_and_keys(order: RowOrder, num_rows: int) -> RowOrder:
-    """Of a fused tensor only the first `num_rows`: queries and keys, but not values."""
+    """Apply `order` to the first `num_rows` of a fused tensor only: queries and keys, not values."""
     return RowOrder(lambda fused: torch.cat((order(fused[:num_rows]), fused[num_rows:])))
 
 

@@ -1,4 +1,4 @@
-"""From names in a checkpoint to parameters, as data.
+"""Rules from tensor names of a checkpoint to parameters.
 
 A pattern holds placeholders: `{i}` stands for a layer number, `{e}` for an expert's, `{p}` for the last part of a name
 (weight, bias ...).
@@ -28,7 +28,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 class Rule:
     checkpoint: str
     parameter: str
-    shard: ShardId | tuple[ShardId, ...] = None  # several: the tensor holds all of them, one after the other
+    shard: ShardId | tuple[ShardId, ...] = None  # several: the tensor holds them concatenated
     transform: Transform | None = None  # of the whole tensor, before it is split
 
     @property
@@ -62,7 +62,7 @@ class Target:
 @dataclass(frozen=True)
 class WeightMap:
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ()  # patterns of tensors a checkpoint may hold and the model does not need
+    ignored: tuple[str, ...] = ()  # patterns of tensors that the model does not need
 
     def target(self, checkpoint_name: str) -> Target | None:
         for rule in self.rules:
@@ -75,7 +75,7 @@ class WeightMap:
         return any(_compile(pattern).fullmatch(checkpoint_name) for pattern in self.ignored)
 
     def checkpoint_name(self, parameter: str, shard: ShardId) -> str:
-        """The name a missing parameter would have had, for error messages."""
+        """The checkpoint name of a missing parameter, for error messages."""
         for rule in self.rules:
             name = rule.checkpoint_name_of(parameter)
             if shard in rule.shards and name is not None:
@@ -83,18 +83,18 @@ class WeightMap:
         return parameter
 
     def names_of(self, parameter: str) -> tuple[str, ...]:
-        """Patterns of all tensors that fill it."""
+        """Patterns of all tensors that a parameter is loaded from."""
         return tuple(rule.checkpoint for rule in self.rules if rule.parameter == parameter)
 
     def with_rules(self, *rules: Rule) -> "WeightMap":
-        """These first."""
+        """With these rules taking precedence."""
         return WeightMap(rules + self.rules, self.ignored)
 
     def ignoring(self, *patterns: str) -> "WeightMap":
         return WeightMap(self.rules, self.ignored + patterns)
 
     def also_without(self, prefix: str) -> "WeightMap":
-        """For checkpoints that were saved without the head, whose names lack the prefix."""
+        """Also accept names without the prefix, as in checkpoints saved from the base model."""
         short = (replace(r, checkpoint=r.checkpoint.removeprefix(prefix)) for r in self.rules if prefix in r.checkpoint)
         ignored = tuple(name.removeprefix(prefix) for name in self.ignored)
         return WeightMap((*self.rules, *short), self.ignored + ignored)

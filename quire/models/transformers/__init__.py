@@ -1,1 +1,1 @@
-"""Models of the transformers library that have no family here, run with our attention and kernels."""
+"""The transformers backend: models without a family of ours, run by the library with our attention and kernels."""

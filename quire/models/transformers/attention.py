@@ -1,4 +1,4 @@
-"""Our attention in transformers' models: the functions that their attention interface calls."""
+"""Our attention for transformers' models: the functions registered with its attention interface."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from torch import nn
 from quire.attention.base import ForwardContext
 from quire.layers.attention import Attention
 
-SERVING, PROBING = "quire", "quire_probe"  # names of attention implementations; only the second is given masks
+SERVING, PROBING = "quire", "quire_probe"  # attn_implementation; only the second gets masks
 HANDLER = "quire_handler"
 NO_INTERFACE = "its attention does not go through transformers' attention interface"
 
-KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}  # that attention may be given beside its heads
+KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}  # tensor arguments that are handled or ignored
 
-# A window is found by asking the mask of a far position which keys it may see.
+# The window is found by evaluating the mask function at far positions.
 FAR_POSITIONS = (1 << 24, (1 << 24) + 54_321)
 
 
 class Unsupported(ValueError):
-    """The model does something that paged attention of ours does not."""
+    """The model does something that our paged attention does not support."""
 
 
 @dataclass(frozen=True)
-class AttentionFacts:
-    """What one attention call of the model asks for."""
+class AttentionSpec:
+    """Parameters of one attention call of the model."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,8 +44,8 @@ class AttentionFacts:
         return max(self.key_size, self.value_size)
 
 
-class Handler(Protocol):
-    """What an attention module's calls go to. Shapes are the interface's: [1, heads, N, D] -> [1, N, heads, D]."""
+class AttentionHandler(Protocol):
+    """Handles an attention module's calls. Shapes are the interface's: [1, heads, N, D] -> [1, N, heads, D]."""
 
     def __call__(
         self,
@@ -60,16 +60,16 @@ class Handler(Protocol):
 
 
 def register() -> None:
-    """With transformers; as often as one likes."""
+    """Register with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in (SERVING, PROBING):
         AttentionInterface.register(name, _attend)
-    # There is none under the other name, so no mask is ever made while serving.
-    AttentionMaskInterface.register(PROBING, _probed_mask)
+    # None is registered for SERVING, so that no mask is computed while serving.
+    AttentionMaskInterface.register(PROBING, _probing_mask)
 
 
-def handle_calls(module: nn.Module, handler: Handler) -> None:
+def set_handler(module: nn.Module, handler: AttentionHandler) -> None:
     object.__setattr__(module, HANDLER, handler)
 
 
@@ -82,24 +82,24 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    handler: Handler = getattr(module, HANDLER)
+    handler: AttentionHandler = getattr(module, HANDLER)
     return handler(module, query, key, value, attention_mask, scaling, options), None
 
 
 class CurrentStep:
-    """The step that a model is computing. Kept with it, since not every model hands on what it is called with."""
+    """The forward context of the current step; not every model passes its keyword arguments on to attention."""
 
     ctx: ForwardContext | None = None
 
 
 class PagedHandler:
-    """A module's calls to paged attention. A module that a model runs several times has a cache for each."""
+    """Runs a module's calls with paged attention; one called several times per forward has a KV cache for each call."""
 
-    def __init__(self, calls: list[tuple[AttentionFacts, Attention]], step: CurrentStep, dtype: torch.dtype) -> None:
+    def __init__(self, calls: list[tuple[AttentionSpec, Attention]], step: CurrentStep, dtype: torch.dtype) -> None:
         self.calls = calls
         self.step = step
         self.dtype = dtype
-        self.turn = 0
+        self.next_call = 0
 
     def __call__(
         self,
@@ -111,41 +111,41 @@ class PagedHandler:
         scaling: float | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        facts, layer = self.calls[self.turn]
-        self.turn = (self.turn + 1) % len(self.calls)
-        # Rotated in float32 by some models; the cache is not.
+        spec, layer = self.calls[self.next_call]
+        self.next_call = (self.next_call + 1) % len(self.calls)
+        # Some models rotate in float32; the KV cache has the model's dtype.
         q, k, v = (each[0].transpose(0, 1).to(self.dtype) for each in (query, key, value))
-        if facts.key_size != facts.value_size:
-            q, k, v = (F.pad(each, (0, facts.head_size - each.shape[-1])) for each in (q, k, v))
+        if spec.key_size != spec.value_size:
+            q, k, v = (F.pad(each, (0, spec.head_size - each.shape[-1])) for each in (q, k, v))
         assert self.step.ctx is not None
         out = layer.forward_heads(q, k, v, self.step.ctx).view(1, len(q), layer.num_heads, layer.head_size)
-        return out[..., : facts.value_size].contiguous()
+        return out[..., : spec.value_size].contiguous()
 
 
-def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, facts: AttentionFacts, sequence: torch.Tensor
+def reference_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, sequence: torch.Tensor
 ) -> torch.Tensor:
-    """What paged attention computes, without a cache. sequence [N]: whose token it is; rows one after the other."""
-    groups = facts.num_heads // facts.num_kv_heads
+    """What paged attention computes, without a KV cache. sequence [N]: the sequence of each token, concatenated."""
+    groups = spec.num_heads // spec.num_kv_heads
     keys, values = (each.float().repeat_interleave(groups, 1) for each in (key, value))
-    scores = query.float() @ keys.transpose(-1, -2) * facts.scale
-    if facts.softcap is not None:
-        scores = facts.softcap * torch.tanh(scores / facts.softcap)
+    scores = query.float() @ keys.transpose(-1, -2) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     place = torch.arange(len(sequence), device=sequence.device)
     behind = place[:, None] - place
     seen = (behind >= 0) & (sequence[:, None] == sequence)
-    if facts.window is not None:
-        seen &= behind < facts.window
+    if spec.window is not None:
+        seen &= behind < spec.window
     scores = scores.masked_fill(~seen, float("-inf"))
-    if facts.sinks is not None:
-        sinks = facts.sinks.float().view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+    if spec.sinks is not None:
+        sinks = spec.sinks.float().view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return (weights @ values).to(value.dtype).transpose(1, 2).contiguous()
 
 
-def facts_of(
+def read_attention_call(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -153,10 +153,10 @@ def facts_of(
     mask: Any,
     scaling: float | None,
     options: dict[str, Any],
-) -> AttentionFacts:
-    """Read off a call that PROBING made; Unsupported where paged attention cannot serve it."""
+) -> AttentionSpec:
+    """The parameters of a call under PROBING; Unsupported if paged attention cannot compute it."""
     if query.dim() != 4 or key.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
-        raise Unsupported("its attention is given keys of other tokens than those of its queries")
+        raise Unsupported("its attention gets keys of other tokens than its queries")
     if query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise Unsupported("its queries, keys and values do not have the same heads")
     if getattr(module, "is_cross_attention", False):
@@ -165,8 +165,8 @@ def facts_of(
         raise Unsupported("the scale of its attention is computed")
     unknown = [name for name, given in options.items() if isinstance(given, torch.Tensor) and name not in KNOWN_TENSORS]
     if unknown:
-        raise Unsupported(f"its attention is given {', '.join(unknown)}, which paged attention does not know")
-    return AttentionFacts(
+        raise Unsupported(f"its attention gets {', '.join(unknown)}, which paged attention does not support")
+    return AttentionSpec(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         key_size=query.shape[-1],
@@ -192,7 +192,7 @@ def _window(module: nn.Module, mask: Any, passed: int | None) -> int | None:
 
 
 def _check_causal(mask: torch.Tensor) -> None:
-    """Of a mask that the model made itself, or changed."""
+    """Check a mask that the model made or changed itself."""
     seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
     if not torch.equal(seen, torch.ones_like(seen).tril()):
         raise Unsupported("its attention has a mask of its own")
@@ -200,8 +200,8 @@ def _check_causal(mask: torch.Tensor) -> None:
         raise Unsupported("it adds a bias of its own to attention scores")
 
 
-def _probed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """A mask as eager attention has it, which remembers its window, or why it has none. Not every mask is used."""
+def _probing_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """An eager-attention mask with its window, or the reason why it has none, attached: not every mask is used."""
     from transformers.masking_utils import causal_mask_function, eager_mask
 
     mask = eager_mask(*args, **kwargs)
@@ -216,7 +216,7 @@ def _probed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """The window of a mask given as function of (batch, head, query, key); None: all keys before the query."""
+    """The window of a mask function of (batch, head, query, key); None: full causal attention."""
 
     def sees(query: int, key: int) -> bool:
         numbers = (torch.tensor(n) for n in (0, 0, query, key))
@@ -225,16 +225,16 @@ def window_of(mask_function: Callable[..., Any]) -> int | None:
     try:
         if sees(8, 9) or not sees(8, 8):
             raise Unsupported("its attention is not causal")
-        windows = {_reach(query, partial(sees, query)) for query in FAR_POSITIONS}
-    except IndexError as error:  # it looks something up for each position
+        windows = {_window_length(query, partial(sees, query)) for query in FAR_POSITIONS}
+    except IndexError as error:  # a table with an entry per position
         raise Unsupported("its attention has a mask of its own") from error
     if len(windows) > 1:
         raise Unsupported("its attention is cut into chunks")
     return windows.pop()
 
 
-def _reach(query: int, sees: Callable[[int], bool]) -> int | None:
-    """Keys from the first that is seen to the query's own."""
+def _window_length(query: int, sees: Callable[[int], bool]) -> int | None:
+    """Number of keys from the first visible one to the query's own; None: all."""
     low, high = 0, query  # sees(high)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Causal language models of transformers with our attention, where theirs goes through its attention interface."""
+"""A causal language model of transformers that runs with our paged attention."""
 
 import logging
 from collections.abc import Iterator
@@ -15,27 +15,27 @@ from quire.models.decoder import MAX_EXTRA_FOR_TIED_HEAD
 from quire.models.transformers.attention import (
     NO_INTERFACE,
     SERVING,
-    AttentionFacts,
+    AttentionSpec,
     CurrentStep,
     PagedHandler,
     Unsupported,
-    handle_calls,
     register,
+    set_handler,
 )
-from quire.models.transformers.class_import import auto_config
-from quire.models.transformers.fuse import pack_weights, replace_parts
-from quire.models.transformers.load import check_attention, load_weights, progress_bars, random_weights
+from quire.models.transformers.library import auto_config
 from quire.models.transformers.probe import (
-    Anatomy,
     Head,
-    examine,
+    ProbeResult,
+    batched_logits,
     hidden_states,
-    packed_logits,
+    probe_model,
     probe_tokens,
     relative_error,
     tolerance,
 )
+from quire.models.transformers.replace_modules import pack_weights, replace_modules
 from quire.models.transformers.rope import freeze_rope
+from quire.models.transformers.weights import check_attention, init_with_random_weights, load_pretrained, progress_bars
 
 logger = logging.getLogger("quire")
 
@@ -52,23 +52,23 @@ def load_transformers_model(
     seed: int = 0,
     progress: bool = False,
 ) -> "TransformersModel":
-    """`longest`: the longest sequence that will be asked for."""
+    """`longest`: the limit of sequence lengths."""
     name = (hf_config.get("architectures") or [hf_config.get("model_type")])[0]
     through = f"{name} would be served through transformers"
     if checkpoint.is_gguf:
-        raise ValueError(f"{through}, which reads no GGUF here; give the model's Hugging Face folder")
+        raise ValueError(f"{through}, which does not read GGUF here; give the model's Hugging Face folder")
     if quantization is not None or hf_config.get("quantization_config"):
         method = quantization or hf_config["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"{through}, but its weights are to be quantized ({method}); only our own models can be")
+        raise ValueError(f"{through}, which does not support quantization here ({method}); only our own families do")
     config = auto_config(checkpoint, hf_config, trust_remote_code)
     register()
     try:
         check_attention(config)
         if checkpoint.format == "dummy":
-            model = random_weights(config, dtype, device, SERVING, trust_remote_code, seed)
+            model = init_with_random_weights(config, dtype, device, SERVING, trust_remote_code, seed)
         else:
             with progress_bars(progress):
-                model = load_weights(checkpoint, config, dtype, device, SERVING, trust_remote_code)
+                model = load_pretrained(checkpoint, config, dtype, device, SERVING, trust_remote_code)
         model.requires_grad_(False).eval()
         freeze_rope(model, longest)
         return TransformersModel(model, config.get_text_config().vocab_size)
@@ -79,7 +79,7 @@ def load_transformers_model(
             raise
         raise ValueError(f"{through}, which fails with its config or weights: {error}") from error
     except (Unsupported, KeyError) as error:
-        # Some older models have a table of attention classes instead of the interface.
+        # Some older models look the implementation up in a table of attention classes.
         if isinstance(error, KeyError) and error.args != (SERVING,):
             raise
         reason = error if isinstance(error, Unsupported) else NO_INTERFACE
@@ -87,42 +87,42 @@ def load_transformers_model(
 
 
 class TransformersModel(nn.Module):
-    embed_tokens = None  # torch operations of the model's own are among our kernels
+    embed_tokens = None  # its own torch operations cannot be recorded
     capturable = True
 
     kernel_row_counts: tuple[int, ...] = ()
 
     def __init__(self, model: Any, vocab_size: int) -> None:
-        """`model` has its weights already."""
+        """`model`: with weights."""
         super().__init__()
-        anatomy = examine(model, vocab_size)
+        probe = probe_model(model, vocab_size)
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        sequences = probe_tokens(vocab_size, anatomy.expected.device)
-        if anatomy.expected.device.type == "cuda":
-            self.capturable = _needs_no_host(model, anatomy, sequences)
+        sequences = probe_tokens(vocab_size, probe.expected.device)
+        if probe.expected.device.type == "cuda":
+            self.capturable = _runs_without_sync(model, probe, sequences)
         tied = getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight
-        replace_parts(model)
-        if anatomy.expected.device.type == "cpu":
-            _check_parts(model, anatomy, sequences)
+        replace_modules(model)
+        if probe.expected.device.type == "cpu":
+            _check_replaced(model, probe, sequences)
         self.model = model
-        self.first_position = anatomy.first_position
-        self.attentions = nn.ModuleList(_attention(i, facts) for i, (_, facts) in enumerate(anatomy.calls))
+        self.first_position = probe.first_position
+        self.attentions = nn.ModuleList(_attention(i, spec) for i, (_, spec) in enumerate(probe.calls))
         self.step = CurrentStep()
-        self.handlers = self._make_handlers(anatomy)
-        # Outside of the module tree: they are made of the same modules.
-        self.parts = (model.get_submodule(anatomy.base), Head(model, anatomy))
+        self.handlers = self._make_handlers(probe)
+        # In a tuple, outside the module tree: both consist of modules of `model`.
+        self.parts = (model.get_submodule(probe.base), Head(model, probe))
         self.layer_list = self._find_layers()
-        if not self._runs_with_fewer_layers(anatomy, sequences):
+        if not self._runs_with_fewer_layers(probe, sequences):
             self.layer_list = None
         for module, handler in self.handlers.items():
-            handle_calls(module, handler)
+            set_handler(module, handler)
         self._pack(tied)
 
-    def _make_handlers(self, anatomy: Anatomy) -> dict[nn.Module, PagedHandler]:
-        calls: dict[nn.Module, list[tuple[AttentionFacts, Attention]]] = {}
-        for (module, facts), layer in zip(anatomy.calls, self.attention_layers(), strict=True):
-            calls.setdefault(module, []).append((facts, layer))
-        return {module: PagedHandler(each, self.step, anatomy.dtype) for module, each in calls.items()}
+    def _make_handlers(self, probe: ProbeResult) -> dict[nn.Module, PagedHandler]:
+        calls: dict[nn.Module, list[tuple[AttentionSpec, Attention]]] = {}
+        for (module, spec), layer in zip(probe.calls, self.attention_layers(), strict=True):
+            calls.setdefault(module, []).append((spec, layer))
+        return {module: PagedHandler(each, self.step, probe.dtype) for module, each in calls.items()}
 
     def _pack(self, tied: bool) -> None:
         head = self.model.get_output_embeddings()
@@ -141,7 +141,7 @@ class TransformersModel(nn.Module):
             raise NotImplementedError("a transformers model has no pipeline stages")
         self.step.ctx = ctx
         for handler in self.handlers.values():
-            handler.turn = 0
+            handler.next_call = 0
         if self.first_position:
             positions = positions + self.first_position
         try:
@@ -151,13 +151,13 @@ class TransformersModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        """Learned positions may begin with some that no token has."""
+        """Learned position embeddings may start with unused rows (padding)."""
         config = self.model.config.get_text_config()
         length = getattr(config, "max_position_embeddings", None)
         return length - self.first_position if self.first_position and length else None
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, vocab], by whatever the model's own forward does behind its base."""
+        """[n, hidden] -> [n, vocab], by the part of the model's forward after its base."""
         return self.parts[1](hidden_rows)
 
     def attention_layers(self) -> list[Attention]:
@@ -179,7 +179,7 @@ class TransformersModel(nn.Module):
             setattr(parent, name, layers)
 
     def _find_layers(self) -> tuple[nn.Module, str, nn.ModuleList] | None:
-        """Where the list of layers stands, and the list."""
+        """Parent module, attribute name and list of the decoder layers."""
         wanted = set(self.handlers)
         for parent in self.parts[0].modules():
             for name, child in parent.named_children():
@@ -189,10 +189,10 @@ class TransformersModel(nn.Module):
                     return parent, name, child
         return None
 
-    def _runs_with_fewer_layers(self, anatomy: Anatomy, sequences: list[torch.Tensor]) -> bool:
+    def _runs_with_fewer_layers(self, probe: ProbeResult, sequences: list[torch.Tensor]) -> bool:
         try:
             with self.one_layer_of_each_kind():
-                packed_logits(self.model, anatomy, sequences)
+                batched_logits(self.model, probe, sequences)
         except (IndexError, KeyError):
             return False
         return True
@@ -208,33 +208,33 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len(module) > 1
 
 
-def _attention(index: int, facts: AttentionFacts) -> Attention:
+def _attention(index: int, spec: AttentionSpec) -> Attention:
     return Attention(
         index,
-        facts.num_heads,
-        facts.num_kv_heads,
-        facts.head_size,
-        facts.scale,
-        facts.window,
-        softcap=facts.softcap,
-        sinks=None if facts.sinks is None else nn.Parameter(facts.sinks.detach().float().clone(), requires_grad=False),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.scale,
+        spec.window,
+        softcap=spec.softcap,
+        sinks=None if spec.sinks is None else nn.Parameter(spec.sinks.detach().float().clone(), requires_grad=False),
     )
 
 
-def _check_parts(model: Any, anatomy: Anatomy, sequences: list[torch.Tensor]) -> None:
-    """Also finds out whose weights the model's own code reads."""
-    logits = packed_logits(model, anatomy, sequences)
-    error = relative_error(logits, anatomy.expected)
-    if error > 2 * tolerance(anatomy.dtype):
+def _check_replaced(model: Any, probe: ProbeResult, sequences: list[torch.Tensor]) -> None:
+    """Compare logits after the replacement. This also records which weights the model's own code reads."""
+    logits = batched_logits(model, probe, sequences)
+    error = relative_error(logits, probe.expected)
+    if error > 2 * tolerance(probe.dtype):
         raise Unsupported(f"with our kernels its logits are off by {error:.1%}")
 
 
-def _needs_no_host(model: Any, anatomy: Anatomy, sequences: list[torch.Tensor]) -> bool:
+def _runs_without_sync(model: Any, probe: ProbeResult, sequences: list[torch.Tensor]) -> bool:
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packed_logits(model, anatomy, sequences)
+        batched_logits(model, probe, sequences)
     except RuntimeError as error:
         logger.warning("steps run without CUDA graphs: the model's code waits for the device (%s)", error)
         return False

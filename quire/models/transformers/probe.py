@@ -1,8 +1,8 @@
-"""Finding out what a transformers model does, by running it on a few tokens.
+"""Probes how a transformers model works by running it on a few tokens.
 
-A config does not say how a model calls attention, what its head does to hidden states, or whether tokens meet outside
-of attention. Two short sequences do: their logits must be the same one by one with transformers' own attention, and
-both in one step with ours.
+A config does not say how a model calls attention, what its head does to hidden states, or whether tokens interact
+outside of attention. So two short sequences are run, each alone with transformers' own attention and both in one batch
+with ours: the logits must agree.
 """
 
 import copy
@@ -19,46 +19,46 @@ from quire.models.transformers.attention import (
     NO_INTERFACE,
     PROBING,
     SERVING,
-    AttentionFacts,
-    Handler,
+    AttentionHandler,
+    AttentionSpec,
     Unsupported,
-    facts_of,
-    handle_calls,
-    plain_attention,
+    read_attention_call,
+    reference_attention,
+    set_handler,
 )
 
 LENGTHS = (5, 6)
-# What a few tokens would not always show.
+# What a probe of a few tokens may not reveal.
 REFUSED = {
-    "it keeps a state that is no KV cache": re.compile(
+    "it has a recurrent state besides the KV cache": re.compile(
         "Mamba|SSM|DeltaNet|ShortConv|Rwkv|RecurrentBlock|LSTM|LinearAttention|LightningAttention"
     ),
-    "it attends to few keys that it chooses": re.compile("Indexer|Compressor"),
+    "it has sparse attention with selected keys": re.compile("Indexer|Compressor"),
 }
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 MAX_ERROR = {torch.float32: 1e-3}  # of logits, relative
-MAX_ERROR_OF_HALF = 0.15  # rounding may send a token to another expert
+HALF_MAX_ERROR = 0.15  # rounding may route a token to another expert
 
 
 @dataclass
-class Anatomy:
-    """What the probe found."""
+class ProbeResult:
+    """How the model computes, and its logits."""
 
-    base: str  # the submodule that makes hidden states of ids
-    output: type  # what it returns
-    calls: list[tuple[nn.Module, AttentionFacts]]  # of attention, in order
-    first_position: int  # what the model calls a sequence's first position
-    expected: torch.Tensor  # float32 logits of both sequences, as transformers computes them
+    base: str  # name of the submodule that computes hidden states
+    output: type  # of its return value
+    calls: list[tuple[nn.Module, AttentionSpec]]  # attention calls in order
+    first_position: int  # position id of a sequence's first token
+    expected: torch.Tensor  # float32 logits of both sequences, by transformers alone
     dtype: torch.dtype  # of its weights
 
 
 class Head(nn.Module):
-    """Hidden states -> logits, as the model's own forward makes them: all of it but the base."""
+    """Hidden states -> logits: the model's own forward without the base."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+    def __init__(self, model: nn.Module, probe: ProbeResult) -> None:
         super().__init__()
-        self.given = _Given(anatomy.output)
-        self.shell = _with_replaced(model, anatomy.base.split("."), self.given)
+        self.given = _GivenHidden(probe.output)
+        self.shell = _with_replaced(model, probe.base.split("."), self.given)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.given.hidden = hidden[None]
@@ -68,8 +68,8 @@ class Head(nn.Module):
             self.given.hidden = None
 
 
-class _Given(nn.Module):
-    """In the place of the base: returns what it was given."""
+class _GivenHidden(nn.Module):
+    """Stands in for the base: returns the hidden states set on it."""
 
     hidden: torch.Tensor | None = None
 
@@ -82,7 +82,7 @@ class _Given(nn.Module):
 
 
 def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
-    """A copy that shares everything with the module but what lies at the path."""
+    """A shallow copy of the module in which only the submodule at `path` is replaced."""
     if not path:
         return replacement
     shell = copy.copy(module)
@@ -93,7 +93,7 @@ def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -
     return shell
 
 
-def examine(model: Any, vocab_size: int) -> Anatomy:
+def probe_model(model: Any, vocab_size: int) -> ProbeResult:
     """Unsupported, with the reason, if the model cannot run with paged attention."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise Unsupported("it is an encoder-decoder")
@@ -104,36 +104,36 @@ def examine(model: Any, vocab_size: int) -> Anatomy:
             raise Unsupported(f"{reason} ({found[0]})")
     kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES)
     if kinds:
-        raise Unsupported(f"it has layers of kind {', '.join(kinds)}")
+        raise Unsupported(f"it has layers of type {', '.join(kinds)}")
     try:
-        return _examine(model, vocab_size)
+        return _probe_model(model, vocab_size)
     except (Unsupported, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # Whatever a model does when it is called in a way that its author did not think of.
+        # A model called in an unforeseen way may raise anything.
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise Unsupported(f"a step of a few tokens fails in {where.name}(): {text}") from error
 
 
-def _examine(model: Any, vocab_size: int) -> Anatomy:
+def _probe_model(model: Any, vocab_size: int) -> ProbeResult:
     sequences = probe_tokens(vocab_size, next(model.parameters()).device)
     with torch.inference_mode():
-        expected = torch.cat([_logits(model, ids) for ids in sequences]) if _set(model, "eager") else None
-        if expected is None or not _set(model, PROBING):
+        expected = torch.cat([_logits(model, ids) for ids in sequences]) if _set_attention(model, "eager") else None
+        if expected is None or not _set_attention(model, PROBING):
             raise Unsupported(NO_INTERFACE)
         base, output, calls = _observe(model, sequences[0])
-        _set(model, SERVING)
-        anatomy = Anatomy(base, output, calls, 0, expected, next(model.parameters()).dtype)
-        for first in _first_positions(model):
-            anatomy.first_position = first
-            if _agrees(packed_logits(model, anatomy, sequences), anatomy):
-                return anatomy
+        _set_attention(model, SERVING)
+        probe = ProbeResult(base, output, calls, 0, expected, next(model.parameters()).dtype)
+        for first in _candidate_first_positions(model):
+            probe.first_position = first
+            if _agrees(batched_logits(model, probe, sequences), probe):
+                return probe
     if "position_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
-        raise Unsupported("it takes no positions from its caller, and so cannot have several sequences in a step")
+        raise Unsupported("it does not accept position_ids, so several sequences cannot be batched in a step")
     raise Unsupported(
-        "on two sequences in one step its logits are not those of each alone: tokens meet outside of attention "
-        "(in a state-space or convolution layer), or its positions depend on other tokens"
+        "with two sequences in one step its logits differ from those of each alone: tokens interact outside of "
+        "attention (in a state-space or convolution layer), or positions depend on other tokens"
     )
 
 
@@ -143,29 +143,29 @@ def probe_tokens(vocab_size: int, device: torch.device) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def packed_logits(model: nn.Module, anatomy: Anatomy, sequences: list[torch.Tensor]) -> torch.Tensor:
-    """Both sequences as one step, by the way that steps take, with plain attention."""
+def batched_logits(model: nn.Module, probe: ProbeResult, sequences: list[torch.Tensor]) -> torch.Tensor:
+    """Logits of both sequences batched as in a step, with reference attention."""
     numbers = torch.cat([torch.full_like(ids, i) for i, ids in enumerate(sequences)])
     positions = torch.cat([torch.arange(len(ids), device=ids.device) for ids in sequences])
-    facts: dict[nn.Module, list[AttentionFacts]] = {}
-    for module, each in anatomy.calls:
-        facts.setdefault(module, []).append(each)
-    turns = dict.fromkeys(facts, 0)
+    spec: dict[nn.Module, list[AttentionSpec]] = {}
+    for module, each in probe.calls:
+        spec.setdefault(module, []).append(each)
+    turns = dict.fromkeys(spec, 0)
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: Any, options: Any) -> Any:
         turns[module] += 1
-        return plain_attention(query, key, value, facts[module][(turns[module] - 1) % len(facts[module])], numbers)
+        return reference_attention(query, key, value, spec[module][(turns[module] - 1) % len(spec[module])], numbers)
 
-    _handle_all(model, attend)
-    base = model.get_submodule(anatomy.base)
-    hidden = hidden_states(base, torch.cat(sequences), positions + anatomy.first_position)
-    return Head(model, anatomy)(hidden).float()
+    _set_handler_everywhere(model, attend)
+    base = model.get_submodule(probe.base)
+    hidden = hidden_states(base, torch.cat(sequences), positions + probe.first_position)
+    return Head(model, probe)(hidden).float()
 
 
 def hidden_states(
     base: nn.Module, input_ids: torch.Tensor | None, positions: torch.Tensor, embeds: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[N] -> [N, hidden]: all tokens of a step are one sequence to the model; only attention knows better."""
+    """[N] -> [N, hidden]: all tokens of a step form one sequence to the model; attention separates them."""
     tokens = {"input_ids": input_ids[None]} if input_ids is not None else {}
     if embeds is not None:
         tokens = {"inputs_embeds": embeds[None]}
@@ -173,47 +173,47 @@ def hidden_states(
 
 
 def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the token in the middle, since a single one may have gone to another expert; the worse sequence's."""
+    """The larger of both sequences' median errors: a single token may have been routed to another expert."""
     errors = (logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     return max(float(part.median()) for part in errors.split(LENGTHS))
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    return MAX_ERROR.get(dtype, MAX_ERROR_OF_HALF)
+    return MAX_ERROR.get(dtype, HALF_MAX_ERROR)
 
 
-def _agrees(logits: torch.Tensor, anatomy: Anatomy) -> bool:
-    if logits.shape != anatomy.expected.shape:
-        raise Unsupported("its head gives other logits for hidden states than for tokens")
-    return relative_error(logits, anatomy.expected) <= tolerance(anatomy.dtype)
+def _agrees(logits: torch.Tensor, probe: ProbeResult) -> bool:
+    if logits.shape != probe.expected.shape:
+        raise Unsupported("its head computes other logits from hidden states than from tokens")
+    return relative_error(logits, probe.expected) <= tolerance(probe.dtype)
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids[None], use_cache=False, return_dict=True).logits[0].float()
 
 
-def _set(model: Any, implementation: str) -> bool:
+def _set_attention(model: Any, implementation: str) -> bool:
     model.set_attn_implementation(implementation)
     return model.config._attn_implementation == implementation
 
 
-def _first_positions(model: Any) -> list[int]:
-    """RoBERTa's kind begins behind the padding token's id."""
+def _candidate_first_positions(model: Any) -> list[int]:
+    """RoBERTa-like models start after the id of the padding token."""
     padding = getattr(model.config, "pad_token_id", None)
     return [0] if padding is None else [0, padding + 1]
 
 
-def _observe(model: Any, ids: torch.Tensor) -> tuple[str, type, list[tuple[nn.Module, AttentionFacts]]]:
-    """Run it once, and see which submodule makes the hidden states and what it asks of attention."""
-    calls: list[tuple[nn.Module, AttentionFacts]] = []
-    called: list[tuple[str, Any]] = []  # submodules that the model calls itself
+def _observe(model: Any, ids: torch.Tensor) -> tuple[str, type, list[tuple[nn.Module, AttentionSpec]]]:
+    """Run the model once and record which submodule computes hidden states, and its attention calls."""
+    calls: list[tuple[nn.Module, AttentionSpec]] = []
+    called: list[tuple[str, Any]] = []  # direct submodules that attended, with their outputs
     depth = [0]
     sequence = torch.zeros_like(ids)
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: Any, options: Any) -> Any:
-        facts = facts_of(module, query, key, value, mask, scaling, options)
-        calls.append((module, facts))
-        return plain_attention(query, key, value, facts, sequence)
+        spec = read_attention_call(module, query, key, value, mask, scaling, options)
+        calls.append((module, spec))
+        return reference_attention(query, key, value, spec, sequence)
 
     def enter(module: nn.Module, args: Any) -> None:
         depth[0] += 1
@@ -230,7 +230,7 @@ def _observe(model: Any, ids: torch.Tensor) -> tuple[str, type, list[tuple[nn.Mo
     for name, module in model.named_modules():
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave(name))]
     try:
-        _handle_all(model, attend)
+        _set_handler_everywhere(model, attend)
         _logits(model, ids)
     finally:
         for hook in hooks:
@@ -241,6 +241,6 @@ def _observe(model: Any, ids: torch.Tensor) -> tuple[str, type, list[tuple[nn.Mo
     return name, tuple if isinstance(output, tuple) else type(output), calls
 
 
-def _handle_all(model: nn.Module, handler: Handler) -> None:
+def _set_handler_everywhere(model: nn.Module, handler: AttentionHandler) -> None:
     for module in model.modules():
-        handle_calls(module, handler)
+        set_handler(module, handler)

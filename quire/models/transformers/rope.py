@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a step's longest sequence, fixed: steps hold many sequences."""
+"""Fixes rotary frequencies that depend on the longest sequence of a batch: a step batches many sequences."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 
 from quire.models.transformers.attention import Unsupported
 
-FIXED = "fixed"  # no rope_type of transformers, so that it recomputes nothing
+FIXED = "fixed"  # unknown to transformers, so that it does not recompute frequencies
 
 
 def freeze_rope(model: nn.Module, longest: int | None) -> None:
-    """longrope's long factors if sequences may outgrow the original context (`longest`)."""
+    """longrope uses its long factors if sequences of up to `longest` tokens exceed the original context."""
     module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -1,1 +1,1 @@
-"""The grammar libraries that can serve, each behind one interface, and the choice among them."""
+"""Grammar libraries behind one interface, and the choice among them."""

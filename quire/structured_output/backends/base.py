@@ -1,4 +1,4 @@
-"""What a grammar library must offer to serve here."""
+"""The interface of a structured-output backend."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from quire.messages.structured import StructuredOutputsParams
 
 
 class GrammarError(ValueError):
-    """The grammar cannot be compiled, or cannot go on. The message is for the user who sent it."""
+    """The grammar cannot be compiled, or the matcher failed. The message is for the user who sent it."""
 
 
 class GrammarBusyError(Exception):
@@ -16,26 +16,26 @@ class GrammarBusyError(Exception):
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar. Moves by text tokens; the token that ends the output is never passed in."""
+    """One request's state in its grammar. Advanced by text tokens, never by the token that ends the output."""
 
     def accept(self, token: int) -> bool:
-        """Move on. False, and no move, if the grammar does not allow the token here."""
+        """Advance by one token. False, with the state unchanged, if the grammar does not allow it here."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
+        """Undo the last `count` accepted tokens."""
         ...
 
     def fill(self, row: np.ndarray) -> None:
-        """Set bit t % 32 of int32 word t // 32 for every token t that may come next, clear all others. The
-        vocabulary's `end_id` stands for the end: its bit says whether the output may stop here."""
+        """Write the bitmask (structured_output/bitmask.py) of tokens allowed next. The bit of the vocabulary's `end_id`
+        says whether the output may end here."""
         ...
 
 
-class Compiled(Protocol):
-    """A grammar for this engine's vocabulary, shared by all requests that ask for it."""
+class CompiledGrammar(Protocol):
+    """A grammar compiled for this engine's vocabulary, shared by all requests with the same grammar."""
 
-    num_bytes: int  # about what it takes in memory
+    num_bytes: int  # approximate memory
 
     def matcher(self) -> Matcher: ...
 
@@ -44,16 +44,16 @@ class Backend(Protocol):
     name: str
 
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
-        """Why this backend would not enforce the request exactly; None if it does. Quick."""
+        """Why this backend cannot enforce the request exactly; None if it can. Cheap."""
         ...
 
-    def compile(self, spec: StructuredOutputsParams) -> Compiled:
-        """May take seconds, so it is called on a compiler's thread. GrammarError if the grammar is wrong."""
+    def compile(self, spec: StructuredOutputsParams) -> CompiledGrammar:
+        """May take seconds, so it is called on a compiler thread. GrammarError if the grammar is invalid."""
         ...
 
 
 def first_line(error: object) -> str:
-    """The reason in a library's message, without its source line and its call stack."""
+    """The reason in a library's error message, without source location and call stack."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     if line.startswith("[") and ": " in line:  # "[07:24:05] /project/cpp/file.cc:83: the reason"

@@ -1,4 +1,4 @@
-"""LM Format Enforcer: plain Python, so slow; regular expressions and choices."""
+"""LM Format Enforcer: pure Python, so slow; serves regular expressions and choices."""
 
 import importlib
 from collections import ChainMap
@@ -11,9 +11,9 @@ from quire.structured_output.backends.base import GrammarError, first_line
 from quire.structured_output.schema.regexes import expanded_length
 from quire.structured_output.vocabulary import Vocabulary
 
-BYTES_PER_CHARACTER = 4096  # of the text; states are made on the way
-MAX_EXPANDED = 2000  # of a regular expression whose repeats are written out: it makes all states in Python
-# A mask takes Python up to 0.2 s, which each of n sequences would take of every other request's step.
+BYTES_PER_CHARACTER = 4096  # of the grammar's text: an estimate, states are created while matching
+MAX_EXPANDED = 2000  # length of a regex with its repeats expanded: all states are created in Python
+# A mask takes up to 0.2 s; without sharing, each of n sequences would delay every other request's step by that.
 MAX_SHARED_MASKS = 64
 
 
@@ -21,15 +21,15 @@ class EnforcerBackend:
     name = "lm-format-enforcer"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        lib: Any = importlib.import_module("lmformatenforcer")  # only for who needs it
+        lib: Any = importlib.import_module("lmformatenforcer")  # lazily: an optional dependency
         self._lib = lib
         regular = []
         for i, token in enumerate(vocabulary.tokens):
             try:
-                # Each counts as a word of its own: what it adds to the text is known, whatever stands before.
+                # Each is marked as the start of a word: the text it adds does not depend on what precedes it.
                 regular += [(i, token.decode(), True)] if token else []
             except UnicodeDecodeError:
-                continue  # part of a character
+                continue  # an incomplete UTF-8 character
         self._characters = {text for _, text, _ in regular if len(text) == 1}
         size = vocabulary.size
         decode = vocabulary.tokenizer.decode
@@ -37,21 +37,21 @@ class EnforcerBackend:
 
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.kind in ("json", "json_object"):
-            # It lets 6e-206 pass as an integer, two items as at least three, and a comma before a closing brace.
-            return "its JSON does not always keep to the schema; use another backend"
+            # It accepts 6e-206 as an integer, two items where minItems is 3, and a comma before a closing brace.
+            return "its JSON does not always follow the schema; use another backend"
         if expanded_length(spec.regex or "") > MAX_EXPANDED:
-            return f"repeats that make it longer than {MAX_EXPANDED} when written out are not supported"
-        return None if spec.kind in ("regex", "choice") else f"it has no {spec.kind}"
+            return f"repeats that expand it to more than {MAX_EXPANDED} characters are not supported"
+        return None if spec.kind in ("regex", "choice") else f"it does not support {spec.kind}"
 
     def compile(self, spec: StructuredOutputsParams) -> "EnforcerCompiled":
         missing = {char for char in spec.text if ord(char) > 127} - self._characters
         if missing:
-            raise GrammarError(f"it cannot write {min(missing)!r}, which is no token of its own in this vocabulary")
+            raise GrammarError(f"it cannot generate {min(missing)!r}, which is not a single token in this vocabulary")
         compiled = EnforcerCompiled(self, spec)
         first = np.zeros(self.mask_bytes // 4, np.int32)
-        compiled.matcher().fill(first)  # an error shows here, not in a step
+        compiled.matcher().fill(first)  # raise errors here, not in a step
         if not first.any():
-            raise GrammarError("no token of this vocabulary can begin it")
+            raise GrammarError("no token of this vocabulary can start it")
         return compiled
 
     def parser(self, spec: StructuredOutputsParams) -> Any:
@@ -72,7 +72,7 @@ class EnforcerBackend:
 
 
 class Masks(ChainMap[Any, Any]):
-    """By the parser's state: those that all sequences share, as far as there is room, then this sequence's own."""
+    """Masks by parser state: a shared map for all sequences up to MAX_SHARED_MASKS, beyond it one per sequence."""
 
     def __setitem__(self, state: Any, mask: Any) -> None:
         own, shared = self.maps

@@ -1,4 +1,4 @@
-"""llguidance: refuses what it does not implement instead of leaving it out, and compiles in microseconds."""
+"""llguidance: rejects what it does not implement instead of ignoring it, and compiles in microseconds."""
 
 import importlib
 import json
@@ -10,19 +10,19 @@ import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.base import GrammarError, first_line
-from quire.structured_output.bits import has
-from quire.structured_output.schema.property_names import NameSpelling, Place
-from quire.structured_output.schema.schemas import closed_objects, open_names, outside_guidance
+from quire.structured_output.bitmask import is_set
+from quire.structured_output.schema.property_names import JsonPosition, PropertyNameMask
+from quire.structured_output.schema.supported import closed_objects, has_open_names, unsupported_by_guidance
 from quire.structured_output.vocabulary import Vocabulary
 
-BYTES_PER_CHARACTER = 512  # of a grammar's text; what llguidance keeps is not told
+BYTES_PER_CHARACTER = 512  # of a grammar's text: an estimate, llguidance does not report its memory
 
 
 class GuidanceBackend:
     name = "guidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        lib: Any = importlib.import_module("llguidance")  # only for who needs it
+        lib: Any = importlib.import_module("llguidance")  # lazily: an optional dependency
         self._lib = lib
         self._vocabulary = vocabulary
         tokenizer = vocabulary.tokenizer
@@ -30,7 +30,7 @@ class GuidanceBackend:
         def encode(text: bytes) -> list[int]:
             return tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
 
-        # Every token needs bytes of its own; those of special ones and of unused ids are never generated as text.
+        # Every token needs distinct bytes; special tokens and unused ids get placeholders, never generated as text.
         named = [token or f"<|id_{i}|>".encode() for i, token in enumerate(vocabulary.tokens)]
         unused = [i for i, token in enumerate(vocabulary.tokens) if not token]
         wrapped = _Encode(encode, vocabulary.end_id, named, unused)
@@ -39,27 +39,27 @@ class GuidanceBackend:
         )
 
     @cached_property
-    def _names(self) -> NameSpelling:
-        return NameSpelling(self._vocabulary)
+    def _names(self) -> PropertyNameMask:
+        return PropertyNameMask(self._vocabulary)
 
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.kind == "structural_tag":
-            return "it has no structural tags"
+            return "it does not support structural tags"
         if spec.kind == "json":
-            return outside_guidance(json.loads(spec.json))
-        return None  # the compiler itself refuses what it cannot do
+            return unsupported_by_guidance(json.loads(spec.json))
+        return None  # the compiler itself rejects what it does not support
 
     def compile(self, spec: StructuredOutputsParams) -> "GuidanceCompiled":
         try:
             matcher = self._lib.LLMatcher(self._tokenizer, self._grammar(spec), log_level=0)
-        except Exception as error:  # the library raises plain ones too
+        except Exception as error:  # the library also raises bare Exception
             raise GrammarError(first_line(error)) from None
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
         warnings = matcher.get_grammar_warnings()
         if warnings:
             raise GrammarError(first_line(warnings[0]))
-        names = self._names if spec.kind == "json" and open_names(json.loads(spec.json)) else None
+        names = self._names if spec.kind == "json" and has_open_names(json.loads(spec.json)) else None
         return GuidanceCompiled(matcher, len(spec.text) * BYTES_PER_CHARACTER, names)
 
     def _grammar(self, spec: StructuredOutputsParams) -> str:
@@ -90,7 +90,7 @@ class GuidanceBackend:
 
 
 class _Encode(SimpleNamespace):
-    """The shape of tokenizer that llguidance wraps."""
+    """The tokenizer interface that llguidance wraps."""
 
     def __init__(self, encode: Any, end_id: int, tokens: list[bytes], special: list[int]) -> None:
         super().__init__(eos_token_id=end_id, bos_token_id=None, tokens=tokens, special_token_ids=special)
@@ -101,7 +101,7 @@ class _Encode(SimpleNamespace):
 
 
 class GuidanceCompiled:
-    def __init__(self, matcher: Any, num_bytes: int, names: NameSpelling | None) -> None:
+    def __init__(self, matcher: Any, num_bytes: int, names: PropertyNameMask | None) -> None:
         self._matcher = matcher
         self.num_bytes = num_bytes
         self._names = names
@@ -111,18 +111,18 @@ class GuidanceCompiled:
 
 
 class GuidanceMatcher:
-    def __init__(self, matcher: Any, names: NameSpelling | None) -> None:
+    def __init__(self, matcher: Any, names: PropertyNameMask | None) -> None:
         self._matcher = matcher
         self._names = names
-        self._places = [Place()]  # after each token, where names matter
+        self._positions = [JsonPosition()]  # after each token; only used with `names`
 
     def accept(self, token: int) -> bool:
-        # consume_token() of a wrong token would leave the matcher in an error for ever.
+        # consume_token() of a disallowed token would leave the matcher in an error state for good.
         if self._names is not None:
-            place = self._places[-1]
-            if not has(self._names.allowed(place), token) or self._matcher.try_consume_tokens([token]) != 1:
+            position = self._positions[-1]
+            if not is_set(self._names.allowed(position), token) or self._matcher.try_consume_tokens([token]) != 1:
                 return False
-            self._places.append(self._names.after(place, token))
+            self._positions.append(self._names.after(position, token))
             return True
         return self._matcher.try_consume_tokens([token]) == 1
 
@@ -130,11 +130,11 @@ class GuidanceMatcher:
         if count and not self._matcher.rollback(count):
             raise GrammarError(first_line(self._matcher.get_error()))
         if count and self._names is not None:
-            del self._places[-count:]
+            del self._positions[-count:]
 
     def fill(self, row: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
             raise GrammarError(f"the grammar became too complex: {first_line(self._matcher.get_error())}")
         if self._names is not None:
-            row &= self._names.allowed(self._places[-1])
+            row &= self._names.allowed(self._positions[-1])

@@ -1,4 +1,4 @@
-"""outlines-core: everything becomes one automaton over the vocabulary. Slow to compile, then a table look-up."""
+"""outlines-core: one automaton over the vocabulary. Slow to compile; then each mask is a table look-up."""
 
 import importlib
 import json
@@ -10,20 +10,20 @@ import numpy as np
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.base import GrammarError, first_line
 from quire.structured_output.schema.regexes import expanded_length
-from quire.structured_output.schema.schemas import outside_regular
+from quire.structured_output.schema.supported import unsupported_by_outlines
 from quire.structured_output.vocabulary import Vocabulary
 
-MAX_ROLLBACK = 32  # tokens a drafter may have to take back
+MAX_ROLLBACK = 32  # tokens, of rejected drafts
 BYTES_PER_TRANSITION = 16
-MAX_EXPANDED = 5000  # of a regular expression whose repeats are written out; it takes gigabytes for a million
-MAX_LENGTH = 12  # of a JSON string with a length: its compile takes twice as long for each further character
+MAX_EXPANDED = 5000  # length of a regex with its repeats expanded; a million takes gigabytes
+MAX_LENGTH = 12  # of minLength and maxLength: each further character doubles the compile time
 
 
 class OutlinesBackend:
     name = "outlines"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        lib: Any = importlib.import_module("outlines_core")  # only for who needs it
+        lib: Any = importlib.import_module("outlines_core")  # lazily: an optional dependency
         self._lib = lib
         by_bytes: dict[bytes, list[int]] = {}
         for i, token in enumerate(vocabulary.tokens):
@@ -33,13 +33,13 @@ class OutlinesBackend:
 
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.kind not in ("json", "regex", "choice"):
-            return f"it has no {spec.kind}"
+            return f"it does not support {spec.kind}"
         if expanded_length(spec.regex or spec.whitespace_pattern or "") > MAX_EXPANDED:
-            return f"repeats that make it longer than {MAX_EXPANDED} when written out are not supported"
+            return f"repeats that expand it to more than {MAX_EXPANDED} characters are not supported"
         if spec.kind != "json":
             return None
         schema = json.loads(spec.json)
-        return outside_regular(schema) or _long_strings(schema)
+        return unsupported_by_outlines(schema) or _long_strings(schema)
 
     def compile(self, spec: StructuredOutputsParams) -> "OutlinesCompiled":
         try:

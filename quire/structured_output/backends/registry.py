@@ -1,4 +1,4 @@
-"""Which backend serves a request."""
+"""Selects the backend that serves a request."""
 
 import importlib
 import importlib.util
@@ -10,11 +10,11 @@ from collections.abc import Callable
 import msgspec
 
 from quire.messages.structured import StructuredOutputsParams
-from quire.structured_output.backends.base import Backend, Compiled, GrammarError
+from quire.structured_output.backends.base import Backend, CompiledGrammar, GrammarError
 from quire.structured_output.schema.metaschema import schema_fault, tag_fault
-from quire.structured_output.schema.simplify import simpler, simpler_tag
+from quire.structured_output.schema.simplify import simplify, simplify_tag
+from quire.structured_output.time_budget import with_time_budget
 from quire.structured_output.vocabulary import Vocabulary
-from quire.structured_output.watched import watched
 
 logger = logging.getLogger("quire")
 
@@ -33,38 +33,38 @@ BACKENDS = {
 
 
 class BackendRegistry:
-    """Backends are made on first use: their libraries, and the tokenizer, are loaded only for who needs them."""
+    """Creates backends on first use: their libraries and the tokenizer are loaded only when needed."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], default: str = "auto") -> None:
         self._load_vocabulary = load_vocabulary
         self._default = default
         self._vocabulary: Vocabulary | None = None
-        self._made: dict[str, Backend] = {}
+        self._backends: dict[str, Backend] = {}
         self._lock = threading.Lock()
 
     @property
     def vocabulary(self) -> Vocabulary:
-        if self._vocabulary is None:  # the engine's thread asks too, and must not wait while a backend is made
+        if self._vocabulary is None:  # outside the lock: the engine's thread must not wait while a backend is created
             with self._lock:
                 if self._vocabulary is None:
                     self._vocabulary = self._load_vocabulary()
         return self._vocabulary
 
     def prepare(self) -> None:
-        """Make the backend that was named, on a thread of its own: importing XGrammar takes a second or two."""
+        """Create the configured backend on a background thread: importing XGrammar takes a second or two."""
         if self._default != "auto" and installed(self._default):
             threading.Thread(target=self._get, args=(self._default,), name="quire-grammar", daemon=True).start()
 
-    def asked(self, spec: StructuredOutputsParams) -> str:
+    def backend_name(self, spec: StructuredOutputsParams) -> str:
         return spec.backend or self._default
 
-    def compile(self, spec: StructuredOutputsParams) -> Compiled:
-        """By the backend that was asked for, or with `auto` by the first that keeps the request exactly."""
-        asked = self.asked(spec)
+    def compile(self, spec: StructuredOutputsParams) -> CompiledGrammar:
+        """With the requested backend, or for `auto` with the first that enforces the request exactly."""
+        requested = self.backend_name(spec)
         if spec.kind in ("json", "structural_tag"):
             spec = _simplified(spec)
         refusals = []
-        for name in _automatic(spec.disable_fallback) if asked == "auto" else [asked]:
+        for name in _automatic(spec.disable_fallback) if requested == "auto" else [requested]:
             if not installed(name):
                 refusals.append(f"{name} is not installed (pip install {BACKENDS[name][3]})")
                 continue
@@ -72,7 +72,7 @@ class BackendRegistry:
             reason = backend.refusal(spec)
             if reason is None:
                 try:
-                    compiled = watched(backend.compile(spec), self.vocabulary)
+                    compiled = with_time_budget(backend.compile(spec), self.vocabulary)
                 except GrammarError as error:
                     reason = str(error)
                 else:
@@ -84,10 +84,10 @@ class BackendRegistry:
     def _get(self, name: str) -> Backend:
         vocabulary = self.vocabulary
         with self._lock:
-            if name not in self._made:
+            if name not in self._backends:
                 module, cls, *_ = BACKENDS[name]
-                self._made[name] = getattr(importlib.import_module(module), cls)(vocabulary)
-            return self._made[name]
+                self._backends[name] = getattr(importlib.import_module(module), cls)(vocabulary)
+            return self._backends[name]
 
 
 def _simplified(spec: StructuredOutputsParams) -> StructuredOutputsParams:
@@ -96,9 +96,9 @@ def _simplified(spec: StructuredOutputsParams) -> StructuredOutputsParams:
     if fault is not None:
         raise GrammarError(f"the {spec.kind} is not valid JSON Schema: {fault}")
     try:
-        schema = simpler(given) if spec.kind == "json" else simpler_tag(given)
+        schema = simplify(given) if spec.kind == "json" else simplify_tag(given)
     except (TypeError, ValueError, AttributeError):
-        return spec  # an unknown keyword's value got in the way: a library will say which
+        return spec  # an unknown keyword with an unexpected value: the backend will report it
     if schema is False:
         raise GrammarError("the json cannot be enforced (the schema allows no value)")
     text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
@@ -106,9 +106,9 @@ def _simplified(spec: StructuredOutputsParams) -> StructuredOutputsParams:
 
 
 def _automatic(first_only: bool) -> list[str]:
-    """The two that are quick; the others where neither is installed."""
-    quick = [name for name in ("xgrammar", "guidance") if installed(name)]
-    names = quick or [name for name in BACKENDS if installed(name)] or ["xgrammar"]
+    """The two fast ones; the others only if neither is installed."""
+    fast = [name for name in ("xgrammar", "guidance") if installed(name)]
+    names = fast or [name for name in BACKENDS if installed(name)] or ["xgrammar"]
     return names[:1] if first_only else names
 
 

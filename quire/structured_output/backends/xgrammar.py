@@ -1,4 +1,4 @@
-"""XGrammar: the fastest masks; takes schemas and regexes whose meaning it keeps exactly."""
+"""XGrammar: the fastest masks; serves schemas and regexes that it enforces exactly."""
 
 import importlib
 import json
@@ -9,30 +9,30 @@ import numpy as np
 
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.base import GrammarError, first_line
-from quire.structured_output.bits import has, mask_of
-from quire.structured_output.schema.regexes import outside_xgrammar, without_anchors
-from quire.structured_output.schema.schemas import outside_xgrammar as schema_outside_xgrammar
+from quire.structured_output.bitmask import is_set, make_bitmask
+from quire.structured_output.schema.regexes import regex_unsupported_by_xgrammar, without_anchors
+from quire.structured_output.schema.supported import schema_unsupported_by_xgrammar
 from quire.structured_output.vocabulary import Vocabulary
 
-COMPILE_THREADS = 1  # a step needs the cores more
-# XGrammar takes half a surrogate pair for a character, which is not UTF-8: no token may write one, nor complete one.
+COMPILE_THREADS = 1  # leave the cores to the engine's steps
+# XGrammar accepts half of a surrogate pair, which is not UTF-8: tokens that contain or complete one are masked.
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
-BEGINS = b"\xed"
-COMPLETES = range(0xA0, 0xC0)
+SURROGATE_START = b"\xed"
+SURROGATE_SECOND_BYTES = range(0xA0, 0xC0)
 
 
 class XGrammarBackend:
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        lib: Any = importlib.import_module("xgrammar")  # only for who needs it
+        lib: Any = importlib.import_module("xgrammar")  # lazily: an optional dependency
         self._lib = lib
         self._tokens = [b"" if SURROGATE.search(token) else token for token in vocabulary.tokens]
-        self._known = mask_of([True] * vocabulary.size)  # bits beyond come set
-        # XGrammar lets strings of limited length hold control characters, but for line breaks.
-        self._printable = mask_of(CONTROL.search(token) is None for token in self._tokens)
-        self._complete = mask_of(not token or token[0] not in COMPLETES for token in self._tokens)
+        self._known = make_bitmask([True] * vocabulary.size)  # XGrammar sets bits beyond the vocabulary
+        # XGrammar accepts control characters other than line breaks in strings of limited length.
+        self._printable = make_bitmask(CONTROL.search(token) is None for token in self._tokens)
+        self._no_surrogate = make_bitmask(not token or token[0] not in SURROGATE_SECOND_BYTES for token in self._tokens)
         info = lib.TokenizerInfo(
             self._tokens,
             lib.VocabType.RAW,
@@ -44,14 +44,14 @@ class XGrammarBackend:
 
     def refusal(self, spec: StructuredOutputsParams) -> str | None:
         if spec.whitespace_pattern is not None:
-            return "it has no whitespace_pattern"
+            return "it does not support whitespace_pattern"
         if spec.kind == "json":
-            return schema_outside_xgrammar(json.loads(spec.json))
+            return schema_unsupported_by_xgrammar(json.loads(spec.json))
         if spec.kind == "regex":
             assert spec.regex is not None
-            return outside_xgrammar(spec.regex)
+            return regex_unsupported_by_xgrammar(spec.regex)
         if spec.kind == "structural_tag":
-            return _outside_tag(json.loads(spec.structural_tag))
+            return _tag_unsupported(json.loads(spec.structural_tag))
         return None
 
     def compile(self, spec: StructuredOutputsParams) -> "XGrammarCompiled":
@@ -62,7 +62,7 @@ class XGrammarBackend:
             raise GrammarError(first_line(error)) from None
 
     def matcher(self, grammar: Any, known: np.ndarray) -> "XGrammarMatcher":
-        return XGrammarMatcher(self._lib.GrammarMatcher(grammar), self._tokens, known, self._complete)
+        return XGrammarMatcher(self._lib.GrammarMatcher(grammar), self._tokens, known, self._no_surrogate)
 
     def _compile(self, spec: StructuredOutputsParams) -> Any:
         match spec.kind:
@@ -97,14 +97,14 @@ class XGrammarCompiled:
 
 
 class XGrammarMatcher:
-    def __init__(self, matcher: Any, tokens: list[bytes], known: np.ndarray, complete: np.ndarray) -> None:
+    def __init__(self, matcher: Any, tokens: list[bytes], known: np.ndarray, no_surrogate: np.ndarray) -> None:
         self._matcher = matcher
         self._tokens = tokens
-        self._known, self._complete = known, complete
+        self._known, self._no_surrogate = known, no_surrogate
         self._accepted: list[int] = []
 
     def accept(self, token: int) -> bool:
-        if not has(self._known, token) or (self._completes and not has(self._complete, token)):
+        if not is_set(self._known, token) or (self._after_surrogate_start and not is_set(self._no_surrogate, token)):
             return False
         if not self._matcher.accept_token(token):
             return False
@@ -119,22 +119,22 @@ class XGrammarMatcher:
     def fill(self, row: np.ndarray) -> None:
         self._matcher.fill_next_token_bitmask(row[None], 0)
         row &= self._known
-        if self._completes:
-            row &= self._complete
+        if self._after_surrogate_start:
+            row &= self._no_surrogate
 
     @property
-    def _completes(self) -> bool:
-        return bool(self._accepted) and self._tokens[self._accepted[-1]].endswith(BEGINS)
+    def _after_surrogate_start(self) -> bool:
+        return bool(self._accepted) and self._tokens[self._accepted[-1]].endswith(SURROGATE_START)
 
 
-def _outside_tag(part: Any) -> str | None:
-    """The schemas and regexes in a structural tag are kept as exactly as others."""
+def _tag_unsupported(part: Any) -> str | None:
+    """Check the schemas and regexes in a structural tag."""
     if isinstance(part, list):
-        return next((reason for each in part if (reason := _outside_tag(each))), None)
+        return next((reason for each in part if (reason := _tag_unsupported(each))), None)
     if not isinstance(part, dict):
         return None
     if part.get("type") == "json_schema":
-        return schema_outside_xgrammar(part.get("json_schema"))
+        return schema_unsupported_by_xgrammar(part.get("json_schema"))
     if part.get("type") == "regex":
-        return outside_xgrammar(str(part.get("pattern", "")))
-    return _outside_tag(list(part.values()))
+        return regex_unsupported_by_xgrammar(str(part.get("pattern", "")))
+    return _tag_unsupported(list(part.values()))

@@ -1,1 +1,1 @@
-"""JSON schemas and regular expressions: what each library enforces exactly, and simpler forms of the same."""
+"""JSON schemas and regular expressions: what each backend enforces exactly, and rewriting into simpler forms."""

@@ -1,6 +1,6 @@
-"""Formats that libraries take too loosely, as regular expressions that hold exactly."""
+"""Exact regular expressions for `format` values that libraries enforce too loosely."""
 
-FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # of two digits, without 00
+FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits divisible by 4, without 00
 LEAP = f"(?:[0-9]{{2}}{FOURTH}|{FOURTH}00)"
 YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 DATE = (

@@ -1,7 +1,7 @@
-"""Whether a JSON schema is one: libraries overlook a wrong value where its keyword cannot matter.
+"""Validates JSON schemas against the metaschema: libraries ignore an invalid value of a keyword without effect.
 
-Annotations (title, default, ...) may hold anything, and keywords that nobody knows are left to the backends. Forms of
-older drafts pass: a list of `items`, a boolean `exclusiveMinimum`.
+Annotations (title, default, ...) may have any value, and unknown keywords are left to the backends. Forms of older
+drafts are accepted: a list of `items`, a boolean `exclusiveMinimum`.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _is_schema(value: Any) -> bool:
     return isinstance(value, (dict, bool))
 
 
-Rule = tuple[Callable[[Any], bool], str]  # what is allowed, and in words
+Rule = tuple[Callable[[Any], bool], str]  # predicate, and its description
 
 COUNT: Rule = (_is_count, "a whole number, 0 or more")
 NUMBER: Rule = (_is_number, "a number")
@@ -74,7 +74,7 @@ KEYWORDS: dict[str, Rule] = {
 
 
 def schema_fault(schema: Any) -> str | None:
-    """The first keyword of the schema, or of one inside it, whose value no JSON Schema can have."""
+    """The first invalid keyword value in the schema or its subschemas; None if it is valid."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):

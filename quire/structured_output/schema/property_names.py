@@ -1,33 +1,33 @@
-"""One spelling for property names.
+"""Masks \\u escapes in property names.
 
-llguidance tells a name that has a meaning from others by its text, but lets others be written with escapes: "\\u0061"
-would be an "a" to which no rule applies. In names, \\u is therefore not allowed.
+llguidance recognizes a declared property by its literal text, but allows escapes in other names: "\\u0061" would be an
+"a" to which its schema does not apply. So \\u is not allowed in names.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from quire.structured_output.bits import mask_of
+from quire.structured_output.bitmask import make_bitmask
 from quire.structured_output.vocabulary import Vocabulary
 
 QUOTE, ESCAPE, COMMA = b'"\\,'
 OPEN, CLOSE = b"{[", b"}]"
 
 
-class Place(NamedTuple):
-    """Where in a JSON text we are."""
+class JsonPosition(NamedTuple):
+    """Lexer state within a JSON text."""
 
-    objects: tuple[bool, ...] = ()  # what is open: objects or lists
+    objects: tuple[bool, ...] = ()  # open brackets: True for an object, False for a list
     in_string: bool = False
-    escaped: bool = False  # the next character belongs to an escape
-    name_next: bool = False  # a string here is a name
+    escaped: bool = False  # after a backslash
+    name_next: bool = False  # the next string is a property name
 
     @property
     def in_name(self) -> bool:
         return self.in_string and self.name_next
 
-    def after(self, text: bytes) -> "Place":
+    def after(self, text: bytes) -> "JsonPosition":
         objects, in_string, escaped, name_next = self
         for byte in text:
             if in_string:
@@ -46,25 +46,25 @@ class Place(NamedTuple):
                 objects, name_next = objects[:-1], False
             elif byte == COMMA:
                 name_next = bool(objects) and objects[-1]
-        return Place(objects, in_string, escaped, name_next)
+        return JsonPosition(objects, in_string, escaped, name_next)
 
 
-class NameSpelling:
-    """Takes the tokens that would write \\u in a name out of a mask."""
+class PropertyNameMask:
+    """Bitmasks without the tokens that would write \\u in a property name."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = vocabulary.tokens
-        self._plain = mask_of(not _escapes_u(token, False) for token in self._tokens)
-        self._after_escape = mask_of(not _escapes_u(token, True) for token in self._tokens)
-        # A token may close one string, open a name and escape in it at once.
-        self._outside = mask_of(b'"' not in token or not _escapes_u(token, False) for token in self._tokens)
+        self._plain = make_bitmask(not _escapes_u(token, False) for token in self._tokens)
+        self._after_escape = make_bitmask(not _escapes_u(token, True) for token in self._tokens)
+        # One token may close a string, open a name and escape in it.
+        self._outside = make_bitmask(b'"' not in token or not _escapes_u(token, False) for token in self._tokens)
 
-    def after(self, place: Place, token: int) -> Place:
-        return place.after(self._tokens[token])
+    def after(self, position: JsonPosition, token: int) -> JsonPosition:
+        return position.after(self._tokens[token])
 
-    def allowed(self, place: Place) -> np.ndarray:
-        if place.in_name:
-            return self._after_escape if place.escaped else self._plain
+    def allowed(self, position: JsonPosition) -> np.ndarray:
+        if position.in_name:
+            return self._after_escape if position.escaped else self._plain
         return self._outside
 
 

@@ -1,13 +1,13 @@
-"""Which regular expressions mean the same to XGrammar as they do elsewhere.
+"""Which regular expressions XGrammar interprets as other engines do, and their length with repeats expanded.
 
-An output matches from its beginning to its end, so anchors there say nothing, and lazy quantifiers are ordinary ones.
+The whole output must match, so anchors at its ends are redundant, and lazy quantifiers equal greedy ones.
 """
 
 import re
 
 PLAIN_ESCAPES = set("dwsnrt")
 REPEAT = re.compile(r"\{(\d+)(?:,(\d+)?)?\}")
-# An escape, a class, or a character that means itself.
+# An escape, a character class, or a literal character.
 ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()*+?|\\]", re.DOTALL)
 
 
@@ -18,8 +18,8 @@ def without_anchors(regex: str) -> str:
     return _dots_as_classes(regex)
 
 
-def outside_xgrammar(regex: str) -> str | None:
-    """The first thing in it that XGrammar reads differently or not at all."""
+def regex_unsupported_by_xgrammar(regex: str) -> str | None:
+    """The first construct that XGrammar interprets differently or does not support; None if there is none."""
     body = regex.removeprefix("^")
     in_class, depth, i = False, 0, 0
     while i < len(body):
@@ -33,7 +33,7 @@ def outside_xgrammar(regex: str) -> str | None:
         elif char == "[":
             in_class = True
             if after in ("]", "["):
-                return "a bracket that opens a class is not supported"
+                return "a bracket at the start of a character class is not supported"
             if after == "^":
                 i += 1
         elif char == "(" and after == "?" and body[i + 2 : i + 3] != ":":
@@ -50,18 +50,18 @@ def outside_xgrammar(regex: str) -> str | None:
     return None
 
 
-def pattern_outside_xgrammar(pattern: str) -> str | None:
-    """The same for a pattern of a JSON string, of which XGrammar writes some characters as they are."""
+def pattern_unsupported_by_xgrammar(pattern: str) -> str | None:
+    """The same for a `pattern` of a JSON string, in which XGrammar does not escape some characters."""
     if '"' in pattern or any(char < " " for char in pattern):
         return "a quote or a control character in a pattern is not supported"
     escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
     if found := set(escapes) & set("\\nrt"):
         return f"\\{min(found)} in a pattern is not supported"
-    return outside_xgrammar(pattern)
+    return regex_unsupported_by_xgrammar(pattern)
 
 
 def _dots_as_classes(regex: str) -> str:
-    """XGrammar's dot matches line breaks too."""
+    """XGrammar's dot also matches line breaks."""
     parts, in_class, i = [], False, 0
     while i < len(regex):
         char = regex[i]
@@ -79,7 +79,7 @@ def _dots_as_classes(regex: str) -> str:
 
 
 def expanded_length(regex: str) -> int:
-    """About how long a regular expression is with its counted repeats written out, which automata do."""
+    """Approximate length of a regular expression with counted repeats expanded, as automata expand them."""
     open_groups, last, i = [0], 0, 0
     while i < len(regex):
         repeat = REPEAT.match(regex, i)

@@ -1,7 +1,7 @@
-"""A schema in fewer keywords: what libraries do not know, where known ones say the same.
+"""Rewrites a schema into keywords that libraries support, where these mean the same.
 
-Whatever is valid under the result is valid under the schema. It is the other way round too, but for numbers under
-`not`, leap seconds and the year 0000. Where `unevaluated...` is left, no library takes the result anyway.
+Whatever is valid under the result is valid under the schema. The converse holds too, except for numbers under `not`,
+leap seconds and the year 0000. A result that still has `unevaluated...` is refused by every library.
 """
 
 from collections.abc import Callable
@@ -27,19 +27,19 @@ COUNTS = (
     "minContains",
     "maxContains",
 )
-# Keywords whose subschemas see the same instance, so that what they evaluate counts beside them.
+# Keywords whose subschemas apply to the same instance, so that properties evaluated there count as evaluated here.
 IN_PLACE = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "dependentSchemas"}
 TYPES = ("object", "array", "string", "number", "boolean", "null")
-MOST_REFERENCES = 8  # in a chain
-MOST_DEPENDENT = 4  # each may double what a library has to keep
+MAX_REFERENCES = 8  # in a chain
+MAX_DEPENDENT = 4  # each may double the size of the grammar
 
 
-def simpler(schema: Any, root: Any = None) -> Any:
-    """`root` is the schema that references begin at."""
+def simplify(schema: Any, root: Any = None) -> Any:
+    """`root`: the schema that references are relative to."""
     if not isinstance(schema, dict):
         return schema
     root = schema if root is None or "$id" in schema else root
-    # The parts go last: what evaluates a property is read from the schema as it was given.
+    # Subschemas go last: rules about evaluated properties need them as given.
     found = dict(schema)
     for rule in RULES:
         rule(found, root)
@@ -47,24 +47,24 @@ def simpler(schema: Any, root: Any = None) -> Any:
         return False
     for name in found.keys() & set(MAPS):
         if isinstance(found[name], dict):
-            found[name] = {key: simpler(part, root) for key, part in found[name].items()}
+            found[name] = {key: simplify(part, root) for key, part in found[name].items()}
     for name in found.keys() & set(LISTS):
         if isinstance(found[name], list):
-            found[name] = [simpler(part, root) for part in found[name]]
+            found[name] = [simplify(part, root) for part in found[name]]
     for name in found.keys() & set(SINGLE):
-        found[name] = simpler(found[name], root)
+        found[name] = simplify(found[name], root)
     return found
 
 
-def simpler_tag(part: Any) -> Any:
-    """A structural tag with simpler schemas in it."""
+def simplify_tag(part: Any) -> Any:
+    """A structural tag with simplify schemas in it."""
     if isinstance(part, list):
-        return [simpler_tag(each) for each in part]
+        return [simplify_tag(each) for each in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "json_schema":
-        return part | {"json_schema": simpler(part.get("json_schema"))}
-    return {name: simpler_tag(value) for name, value in part.items()}
+        return part | {"json_schema": simplify(part.get("json_schema"))}
+    return {name: simplify_tag(value) for name, value in part.items()}
 
 
 def _whole_counts(schema: Schema, root: Any) -> None:
@@ -129,7 +129,7 @@ def _unevaluated_properties(schema: Schema, root: Any) -> None:
         return
     names: Schema = {}
     patterns: Schema = {}
-    if not _collect_evaluated(schema, root, names, patterns, MOST_REFERENCES):
+    if not _collect_evaluated(schema, root, names, patterns, MAX_REFERENCES):
         return
     for key, evaluated in (("properties", names), ("patternProperties", patterns)):
         if evaluated:
@@ -138,12 +138,12 @@ def _unevaluated_properties(schema: Schema, root: Any) -> None:
 
 
 def _collect_evaluated(schema: Any, root: Any, names: Schema, patterns: Schema, depth: int) -> bool:
-    """Names that a schema evaluates whatever the instance is. False if that depends on the instance."""
+    """Collect property names that the schema evaluates for any instance. False if that depends on the instance."""
     if schema is True:
         return True
     if not isinstance(schema, dict) or depth == 0 or schema.keys() & (IN_PLACE - {"allOf", "$ref"}):
         return False
-    if depth < MOST_REFERENCES and schema.keys() & {"additionalProperties", "unevaluatedProperties", "$id"}:
+    if depth < MAX_REFERENCES and schema.keys() & {"additionalProperties", "unevaluatedProperties", "$id"}:
         return False
     names |= dict.fromkeys(schema.get("properties", ()), True)
     patterns |= dict.fromkeys(schema.get("patternProperties", ()), True)
@@ -165,7 +165,7 @@ def _not(schema: Schema, root: Any) -> None:
     elif inner is False:
         _drop(schema, "not")
     elif schema.keys() & {"unevaluatedItems", "unevaluatedProperties"}:
-        return  # what is under `not` evaluates nothing
+        return  # a subschema under `not` evaluates nothing
     elif isinstance(inner, dict) and inner.keys() == {"not"}:
         _drop(schema, "not")
         _also(schema, inner["not"])
@@ -216,7 +216,7 @@ def _property_names(schema: Schema, root: Any) -> None:
 
 def _dependent(schema: Schema, root: Any) -> None:
     required, schemas = schema.get("dependentRequired", {}), schema.get("dependentSchemas", {})
-    if not isinstance(required, dict) or not isinstance(schemas, dict) or len(required) + len(schemas) > MOST_DEPENDENT:
+    if not isinstance(required, dict) or not isinstance(schemas, dict) or len(required) + len(schemas) > MAX_DEPENDENT:
         return
     _drop(schema, "dependentRequired", "dependentSchemas")
     for name, others in required.items():

@@ -1,4 +1,4 @@
-"""Connections before anybody knows who the client is: silent, endless, slow, many."""
+"""Unauthenticated connections: silent, endless, slow, many."""
 
 import contextlib
 import resource
@@ -12,26 +12,26 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.connection import ConnectionLimits
-from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 SOON = 0.2  # seconds, in place of the default limits
 
 
 @contextmanager
-def server_with(step_seconds: float = 0.0, keys: tuple[str, ...] = (), **limits: Any) -> Iterator[Running]:
-    with running(stub_engine(step_seconds), ServerConfig(**limits), keys) as server:
+def server_with(step_seconds: float = 0.0, keys: tuple[str, ...] = (), **limits: Any) -> Iterator[StubServer]:
+    with stub_server(stub_engine(step_seconds), ServerConfig(**limits), keys) as server:
         yield server
 
 
 @contextmanager
-def connection(server: Running) -> Iterator[socket.socket]:
+def connection(server: StubServer) -> Iterator[socket.socket]:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as sock:
         yield sock
 
 
-def answer(sock: socket.socket) -> bytes:
-    """All that comes until the server closes."""
+def response(sock: socket.socket) -> bytes:
+    """Everything received until the server closes."""
     parts = []
     while part := sock.recv(1 << 16):
         parts.append(part)
@@ -51,7 +51,7 @@ def stream(max_tokens: int) -> str:
 def test_a_silent_connection_is_closed(begun: bytes) -> None:
     with server_with(timeout_request_headers=SOON) as server, connection(server) as sock:
         sock.sendall(begun)
-        assert b"408" in (said := answer(sock)).split(b"\r\n")[0] and b"--timeout-request-headers" in said
+        assert b"408" in (said := response(sock)).split(b"\r\n")[0] and b"--timeout-request-headers" in said
 
 
 def test_a_dripping_header_is_closed_after_a_kept_connection() -> None:
@@ -59,7 +59,7 @@ def test_a_dripping_header_is_closed_after_a_kept_connection() -> None:
         sock.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
         sock.sendall(b"GET /version HTTP/1.1\r\n")
-        assert b" 408 " in answer(sock)
+        assert b" 408 " in response(sock)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_too_much_before_the_body(sent: bytes, status: int, flag: bytes) -> None
     limits = {"max_url_bytes": 200, "h11_max_header_count": 30, "h11_max_incomplete_event_size": 1500}
     with server_with(**limits) as server, connection(server) as sock:
         sock.sendall(sent)
-        said = answer(sock)
+        said = response(sock)
         assert int(said.split()[1]) == status and flag in said
         assert server.get("/health").status_code == 200
 
 
 def test_a_header_or_trailer_without_an_end_is_not_kept() -> None:
-    """The parser would hold it until it is complete."""
+    """The parser would buffer it until it is complete."""
     endless = (
         b"GET / HTTP/1.1\r\nX-Long: ",
         b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Long: ",
@@ -104,7 +104,7 @@ def test_connections_are_counted() -> None:
             held.enter_context(connection(server))
         server.wait_until(lambda: len(server.server.server_state.connections) == 3)
         with connection(server) as sock:
-            said = answer(sock)
+            said = response(sock)
         assert said.startswith(b"HTTP/1.1 503") and b"--max-connections" in said and b"retry-after" in said
         held.close()
         server.wait_until(lambda: not server.server.server_state.connections)
@@ -117,7 +117,7 @@ def test_one_address_does_not_take_all() -> None:
             held.enter_context(connection(server))
         server.wait_until(lambda: len(server.server.server_state.connections) == 2)
         with connection(server) as sock:
-            assert b"--max-connections-per-address" in answer(sock)
+            assert b"--max-connections-per-address" in response(sock)
 
 
 def test_defaults_leave_descriptors_for_the_rest() -> None:
@@ -128,16 +128,16 @@ def test_defaults_leave_descriptors_for_the_rest() -> None:
         ConnectionLimits.of(ServerConfig(max_connections=descriptors + 1))
 
 
-def test_pipelined_requests_are_answered_in_order() -> None:
+def test_pipelined_responses_are_in_order() -> None:
     with server_with() as server, connection(server) as sock:
         once = request(f'{{"model": "{MODEL}", "prompt": [1], "max_tokens": 2}}')
         sock.sendall(once + once + request(f'{{"model": "{MODEL}", "prompt": [1], "max_tokens": 3}}', keep=False))
-        said = answer(sock)
+        said = response(sock)
     assert said.count(b"HTTP/1.1 200") == 3
     assert [part[:1] for part in said.split(b'"completion_tokens":')[1:]] == [b"2", b"2", b"3"]
 
 
-def test_a_client_that_leaves_with_requests_in_the_pipeline_is_noticed() -> None:
+def test_a_disconnect_with_pipelined_requests_is_detected() -> None:
     with server_with(step_seconds=0.01) as server:
         with connection(server) as sock:
             sock.sendall(request(stream(8000)) + request(stream(8000)))
@@ -149,11 +149,11 @@ def test_a_pipeline_has_an_end() -> None:
     with server_with(step_seconds=0.01) as server, connection(server) as sock:
         sock.sendall(request(stream(8000)))
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
-        answer(sock)  # the server closes
+        response(sock)  # the server closes
         server.wait_until(lambda: not server.engine.running)
 
 
-def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
+def test_an_unread_body_does_not_hold_its_connection() -> None:
     with server_with(keys=("k",), timeout_keep_alive=1) as server, connection(server) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401")
@@ -165,14 +165,14 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
 
 
 def test_an_idle_connection_is_closed() -> None:
-    """One that is at work is not, however long an idle one may stay."""
+    """A busy connection is not closed by the idle timeout."""
     with server_with(step_seconds=0.01, timeout_keep_alive=1) as server, connection(server) as sock:
         sock.sendall(request(stream(150)))
-        said = answer(sock)
+        said = response(sock)
         assert said.startswith(b"HTTP/1.1 200") and b"[DONE]" in said
 
 
-def test_a_client_that_never_reads_is_left() -> None:
+def test_a_client_that_never_reads_is_disconnected() -> None:
     with server_with(timeout_response_write=SOON) as server, connection(server) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = stream(8000).replace("[1]", "[[1], [2], [3], [4]]").replace('"stream"', '"logprobs": 20, "stream"')
@@ -182,7 +182,7 @@ def test_a_client_that_never_reads_is_left() -> None:
         assert server.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("keys", [(), ("k",)])  # with a key, the body comes after the answer
+@pytest.mark.parametrize("keys", [(), ("k",)])  # with a key, the body comes after the response
 def test_a_body_of_tiny_chunks_is_refused(keys: tuple[str, ...]) -> None:
     with server_with(keys=keys) as server, connection(server) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -197,11 +197,11 @@ def test_a_body_of_chunks_of_some_size_is_read() -> None:
     with server_with() as server, connection(server) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
         sock.sendall(head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n")
-        assert answer(sock).startswith(b"HTTP/1.1 200")
+        assert response(sock).startswith(b"HTTP/1.1 200")
 
 
 def test_a_closed_connection_does_not_wait_for_its_client_to_read() -> None:
-    """What is left in the buffers is below what counts as a client that does not read."""
+    """The rest fits the socket buffers, so the write timeout does not apply."""
     with server_with(keys=("k",), timeout_keep_alive=1, timeout_response_write=SOON) as server:
         held = [socket.socket() for _ in range(4)]
         host, port = server.url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""Counting what a JSON text holds, without building it."""
+"""Counting the values of a JSON text without decoding it."""
 
 import json
 from typing import Any

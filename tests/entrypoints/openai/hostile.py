@@ -1,4 +1,4 @@
-"""Forms that are wrong, endless, ambiguous or far too large, and random ones."""
+"""Structured-output constraints that are invalid, endless, ambiguous or far too large, and random ones."""
 
 import random
 from typing import Any
@@ -12,7 +12,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def chain(length: int, link: Any) -> dict[str, Any]:
-    """Definitions of which each refers to the next; `link` makes one of a reference."""
+    """A chain of definitions; `link` makes one from a reference to the next."""
     definitions = {f"n{i}": link({"$ref": f"#/$defs/n{i + 1}"}) for i in range(length)}
     return {"$ref": "#/$defs/n0", "$defs": definitions | {f"n{length}": {"type": "integer"}}}
 
@@ -34,7 +34,7 @@ def rules(count: int, rule: str) -> str:
 
 
 OPTIONAL = " ".join(f"r{i}" for i in range(300))
-# What each is: the kind, the value, and the backend if not the engine's choice.
+# Kind, value, and the backend if not the engine's choice.
 CASES: dict[str, tuple[Any, ...]] = {
     "nested 30 deep": ("json", nested(30)),
     "nested 200 deep": ("json", nested(200)),
@@ -79,7 +79,7 @@ SLOW = ("json", chain(800, either), "xgrammar")
 
 
 def random_schema(draw: random.Random, depth: int = 3) -> Any:
-    """Any nest of keywords, right or wrong."""
+    """Any nesting of keywords, valid or not."""
     inner = depth - 1
     kind = draw.choice(["string", "integer", "number", "boolean", "null", "enum"] + ["object", "array", "anyOf"] * 2)
     if depth <= 0 and kind in ("object", "array", "anyOf"):

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from quire.config.server import ServerConfig
-from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
@@ -15,12 +15,12 @@ def chat(client: openai.OpenAI, messages: Any = HELLO, **kwargs: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=messages, **kwargs)
 
 
-def test_an_answer(client: openai.OpenAI) -> None:
-    answer = chat(client, max_completion_tokens=4)
-    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
-    choice = answer.choices[0]
+def test_a_response(client: openai.OpenAI) -> None:
+    response = chat(client, max_completion_tokens=4)
+    assert response.id.startswith("chatcmpl-") and response.object == "chat.completion"
+    choice = response.choices[0]
     assert choice.message.role == "assistant" and len(choice.message.content.split()) == 4
-    assert choice.finish_reason == "length" and answer.usage.completion_tokens == 4
+    assert choice.finish_reason == "length" and response.usage.completion_tokens == 4
 
 
 def test_a_stream(client: openai.OpenAI) -> None:
@@ -40,8 +40,8 @@ def test_the_clients_own_stream_helper(client: openai.OpenAI) -> None:
 
 
 def test_choices(client: openai.OpenAI) -> None:
-    answer = chat(client, n=3, max_tokens=3)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    response = chat(client, n=3, max_tokens=3)
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
     chunks = list(chat(client, n=3, max_tokens=3, stream=True))
     ends = {chunk.choices[0].index for chunk in chunks if chunk.choices[0].finish_reason}
     assert ends == {0, 1, 2}
@@ -53,7 +53,7 @@ def test_max_completion_tokens_goes_before_max_tokens(client: openai.OpenAI) -> 
     assert chat(client, max_tokens=9, max_completion_tokens=2).usage.completion_tokens == 2
 
 
-def test_without_a_limit_the_models_length_is_one(client: openai.OpenAI, server: Running) -> None:
+def test_without_a_limit_the_models_length_is_one(client: openai.OpenAI, server: StubServer) -> None:
     assert chat(client).usage.total_tokens == server.engine.max_model_len
 
 
@@ -80,12 +80,12 @@ def test_content_parts_and_roles(client: openai.OpenAI) -> None:
     )
 
 
-def test_going_on_with_the_last_message(client: openai.OpenAI) -> None:
+def test_continuing_the_final_message(client: openai.OpenAI) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Once upon"}]
     extra = {"continue_final_message": True, "return_token_ids": True, "echo": True}
-    answer = chat(client, messages, max_tokens=1, extra_body=extra)
-    assert answer.choices[0].message.content.startswith("Once upon ")
-    assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+    response = chat(client, messages, max_tokens=1, extra_body=extra)
+    assert response.choices[0].message.content.startswith("Once upon ")
+    assert len(response.prompt_token_ids) == response.usage.prompt_tokens
 
 
 def test_tools_need_a_parser_for_their_calls(client: openai.OpenAI) -> None:
@@ -103,7 +103,7 @@ def test_tools_need_a_parser_for_their_calls(client: openai.OpenAI) -> None:
         ("modalities", ["text", "audio"]),
     ],
 )
-def test_what_is_not_available_is_said(client: openai.OpenAI, field: str, value: Any) -> None:
+def test_unavailable_features_are_refused(client: openai.OpenAI, field: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="not available yet") as error:
         chat(client, extra_body={field: value})
     assert error.value.param == field
@@ -124,12 +124,12 @@ def test_messages_are_checked(client: openai.OpenAI, messages: Any) -> None:
     assert error.value.param == "messages"
 
 
-def test_a_template_of_the_requests_own_needs_trust(client: openai.OpenAI) -> None:
+def test_a_chat_template_in_a_request_needs_trust(client: openai.OpenAI) -> None:
     extra = {"chat_template": "{{ messages[0].content }}{{ more }}", "chat_template_kwargs": {"more": " there"}}
     with pytest.raises(openai.BadRequestError, match="--trust-request-chat-template"):
         chat(client, extra_body=extra)
     engine = stub_engine()
     assert engine.tokenizer is not None
-    with running(engine, ServerConfig(trust_request_chat_template=True)) as trusting:
-        answer = chat(trusting.client(), max_tokens=1, extra_body={**extra, "return_token_ids": True})
-        assert answer.prompt_token_ids == engine.tokenizer.encode("Hello there", add_special_tokens=False)
+    with stub_server(engine, ServerConfig(trust_request_chat_template=True)) as trusting:
+        response = chat(trusting.client(), max_tokens=1, extra_body={**extra, "return_token_ids": True})
+        assert response.prompt_token_ids == engine.tokenizer.encode("Hello there", add_special_tokens=False)

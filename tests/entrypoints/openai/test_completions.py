@@ -7,13 +7,13 @@ from typing import Any
 import openai
 import pytest
 
-from tests.entrypoints.openai.running import MODEL, TEXT, Running
+from tests.entrypoints.stub_server import MODEL, TEXT, StubServer
 
 WORDS = TEXT.split()
 
 
 def expected(num_prompt_tokens: int, count: int) -> str:
-    """The stub goes round the words, one token each, beginning at the prompt's length."""
+    """The stub cycles through the words, one token each, starting at the prompt's length."""
     return "".join(f" {WORDS[(num_prompt_tokens + i) % len(WORDS)]}" for i in range(count))
 
 
@@ -22,16 +22,18 @@ def complete(client: openai.OpenAI, prompt: Any, **kwargs: Any) -> Any:
 
 
 def test_a_text(client: openai.OpenAI) -> None:
-    answer = complete(client, [7, 8, 9], max_tokens=5)
-    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == MODEL
-    assert answer.choices[0].text == expected(3, 5)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.prompt_tokens == 3 and answer.usage.completion_tokens == 5 and answer.usage.total_tokens == 8
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
-    assert answer.system_fingerprint.startswith("fp_")
+    response = complete(client, [7, 8, 9], max_tokens=5)
+    assert response.id.startswith("cmpl-") and response.object == "text_completion" and response.model == MODEL
+    assert response.choices[0].text == expected(3, 5)
+    assert response.choices[0].finish_reason == "length"
+    assert (
+        response.usage.prompt_tokens == 3 and response.usage.completion_tokens == 5 and response.usage.total_tokens == 8
+    )
+    assert response.usage.prompt_tokens_details.cached_tokens == 0
+    assert response.system_fingerprint.startswith("fp_")
 
 
-def test_sixteen_tokens_unless_said_otherwise(client: openai.OpenAI) -> None:
+def test_sixteen_tokens_by_default(client: openai.OpenAI) -> None:
     assert complete(client, "hello").usage.completion_tokens == 16
 
 
@@ -39,19 +41,19 @@ def test_sixteen_tokens_unless_said_otherwise(client: openai.OpenAI) -> None:
 def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client: openai.OpenAI, stream: bool) -> None:
     prompts = [[5], [5, 6], [5, 6, 7]]
     texts = [""] * 6
-    answer = complete(client, prompts, n=2, max_tokens=7, stream=stream)
-    for part in answer if stream else [answer]:
+    response = complete(client, prompts, n=2, max_tokens=7, stream=stream)
+    for part in response if stream else [response]:
         for choice in part.choices:
             texts[choice.index] += choice.text
     assert texts == [expected(length, 7) for length in (1, 1, 2, 2, 3, 3)]
 
 
-def test_several_texts(client: openai.OpenAI, server: Running) -> None:
-    answer = complete(client, ["a b c", "a"], max_tokens=2)
+def test_several_texts(client: openai.OpenAI, server: StubServer) -> None:
+    response = complete(client, ["a b c", "a"], max_tokens=2)
     assert server.engine.tokenizer is not None
     lengths = [len(server.engine.tokenizer.encode(text)) for text in ("a b c", "a")]
-    assert [choice.text for choice in answer.choices] == [expected(length, 2) for length in lengths]
-    assert answer.usage.prompt_tokens == sum(lengths)
+    assert [choice.text for choice in response.choices] == [expected(length, 2) for length in lengths]
+    assert response.usage.prompt_tokens == sum(lengths)
 
 
 def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
@@ -74,16 +76,16 @@ def test_usage_of_a_stream(client: openai.OpenAI, everywhere: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text(client: openai.OpenAI, stream: bool) -> None:
-    answer = complete(client, [1], max_tokens=50, stop=["five"], stream=stream)
-    parts = list(answer) if stream else [answer]
+    response = complete(client, [1], max_tokens=50, stop=["five"], stream=stream)
+    parts = list(response) if stream else [response]
     text = "".join(part.choices[0].text for part in parts)
     assert text == " two three four " and parts[-1].choices[0].finish_reason == "stop"
     assert parts[-1].choices[0].stop_reason == "five"
 
 
-def test_the_stop_can_be_kept(client: openai.OpenAI) -> None:
-    answer = complete(client, [1], max_tokens=50, stop="five", extra_body={"include_stop_str_in_output": True})
-    assert answer.choices[0].text == " two three four five"
+def test_the_stop_string_can_be_included(client: openai.OpenAI) -> None:
+    response = complete(client, [1], max_tokens=50, stop="five", extra_body={"include_stop_str_in_output": True})
+    assert response.choices[0].text == " two three four five"
 
 
 def test_echo(client: openai.OpenAI) -> None:
@@ -93,8 +95,8 @@ def test_echo(client: openai.OpenAI) -> None:
 
 
 def test_scoring_a_prompt_generates_nothing(client: openai.OpenAI) -> None:
-    answer = complete(client, "Hello", echo=True, max_tokens=0)
-    assert answer.choices[0].text == "Hello" and answer.usage.completion_tokens == 0
+    response = complete(client, "Hello", echo=True, max_tokens=0)
+    assert response.choices[0].text == "Hello" and response.usage.completion_tokens == 0
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -114,7 +116,7 @@ def test_logprobs_of_a_stream_add_up(client: openai.OpenAI) -> None:
         assert [item for part in parts for item in getattr(part, name)] == getattr(whole, name)
 
 
-def test_token_ids_on_request(client: openai.OpenAI, server: Running) -> None:
+def test_token_ids_on_request(client: openai.OpenAI, server: StubServer) -> None:
     assert server.engine.tokenizer is not None
     ids = server.engine.tokenizer.encode(" two three", add_special_tokens=False)
     extra = {"return_token_ids": True}
@@ -125,8 +127,8 @@ def test_token_ids_on_request(client: openai.OpenAI, server: Running) -> None:
     assert [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", [])] == ids
 
 
-def test_text_with_any_character_survives_the_stream(server: Running) -> None:
-    """Quotes, control characters, emoji: an event is joined from bytes, so its text must be escaped."""
+def test_text_with_any_character_survives_the_stream(server: StubServer) -> None:
+    """Quotes, control characters, emoji: events are assembled from bytes, so text must be escaped."""
     engine = server.engine
     assert engine.tokenizer is not None
     text = 'a "quoted" \\ line\nbreak\ttab 😀 é </script> \u2028 end'
@@ -139,17 +141,17 @@ def test_text_with_any_character_survives_the_stream(server: Running) -> None:
         engine.rule = before
 
 
-def test_the_bytes_of_a_stream(server: Running) -> None:
-    answer = server.post("/v1/completions", {"model": MODEL, "prompt": [1], "max_tokens": 2, "stream": True})
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    events = answer.text.split("\n\n")
+def test_the_bytes_of_a_stream(server: StubServer) -> None:
+    response = server.post("/v1/completions", {"model": MODEL, "prompt": [1], "max_tokens": 2, "stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     for event in events[:-2]:
         shape = json.loads(event.removeprefix("data: "))
         assert list(shape) == ["id", "object", "created", "model", "system_fingerprint", "choices"]
 
 
-def test_many_streams_at_once_do_not_mix(server: Running) -> None:
+def test_many_streams_at_once_do_not_mix(server: StubServer) -> None:
     async def one(client: openai.AsyncOpenAI, length: int) -> str:
         prompt = list(range(1, length + 1))
         stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=40, stream=True)

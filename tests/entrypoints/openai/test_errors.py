@@ -1,4 +1,4 @@
-"""Every mistake is answered in OpenAI's shape, with its status and the field."""
+"""Errors have OpenAI's schema, the right status and the field."""
 
 import json
 import logging
@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from quire.config.server import ServerConfig
-from tests.entrypoints.openai.running import MODEL, Running, running, stub_engine
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    error = answer.json()["error"]
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
 
@@ -57,15 +57,15 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_value_names_its_field(server: Running, body: dict[str, Any], param: str, stream: bool) -> None:
+def test_a_bad_value_names_its_field(server: StubServer, body: dict[str, Any], param: str, stream: bool) -> None:
     if stream and "stream_options" not in body:
         body = {"stream": True, **body}
-    answer = server.post("/v1/completions", {"model": MODEL, **body})
-    error = error_of(answer)
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+    response = server.post("/v1/completions", {"model": MODEL, **body})
+    error = error_of(response)
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
 
 
-def test_a_prompt_that_is_too_long_has_a_code_of_its_own(client: openai.OpenAI) -> None:
+def test_a_prompt_that_is_too_long_has_its_own_code(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model=MODEL, prompt=[1] * 100_000)
     assert error.value.code == "context_length_exceeded"
@@ -77,17 +77,17 @@ def test_one_bad_prompt_of_several_is_named(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"metadata": ' + b"[" * 60_000])
-def test_what_is_no_json_object(server: Running, body: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=body)
-    assert answer.status_code == 400 and error_of(answer)["code"] == "invalid_json"
+def test_invalid_json_bodies(server: StubServer, body: bytes) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=body)
+    assert response.status_code == 400 and error_of(response)["code"] == "invalid_json"
 
 
-def test_half_a_character_in_json_is_refused(server: Running) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "\\ud800"}')
-    assert answer.status_code == 400 and error_of(answer)["message"]
+def test_a_lone_surrogate_in_json_is_refused(server: StubServer) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "\\ud800"}')
+    assert response.status_code == 400 and error_of(response)["message"]
 
 
-def test_paths_methods_and_models(server: Running) -> None:
+def test_paths_methods_and_models(server: StubServer) -> None:
     assert error_of(server.get("/nowhere"))["code"] == "not_found"
     wrong = server.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and error_of(wrong)
@@ -96,7 +96,7 @@ def test_paths_methods_and_models(server: Running) -> None:
     assert server.get("/v1/models/other").status_code == 404
 
 
-def test_unknown_fields_warn_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_warn_once(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     body = {"model": MODEL, "prompt": "a", "temprature": 1, "max_tokens": 1}
     with caplog.at_level(logging.WARNING, logger="quire"):
         assert [server.post("/v1/completions", body).status_code for _ in range(2)] == [200, 200]
@@ -104,13 +104,13 @@ def test_unknown_fields_warn_once(server: Running, caplog: pytest.LogCaptureFixt
 
 
 def test_strict_fields() -> None:
-    with running(stub_engine(), ServerConfig(strict_fields=True)) as strict:
-        answer = strict.post("/v1/completions", {"model": MODEL, "prompt": "a", "temprature": 1})
-        assert answer.status_code == 400 and error_of(answer)["param"] == "temprature"
+    with stub_server(stub_engine(), ServerConfig(strict_fields=True)) as strict:
+        response = strict.post("/v1/completions", {"model": MODEL, "prompt": "a", "temprature": 1})
+        assert response.status_code == 400 and error_of(response)["param"] == "temprature"
 
 
 def test_large_bodies() -> None:
-    with running(stub_engine(), ServerConfig(max_request_bytes=1000)) as server:
+    with stub_server(stub_engine(), ServerConfig(max_request_bytes=1000)) as server:
         assert error_of(server.post("/v1/completions", {"prompt": "a" * 2000}))["code"] == "request_too_large"
 
         def pieces() -> Any:  # no Content-Length
@@ -118,12 +118,12 @@ def test_large_bodies() -> None:
             for _ in range(20):
                 yield b"a" * 100
 
-        answer = httpx.post(f"{server.url}/v1/completions", content=pieces())
-        assert answer.status_code == 413 and error_of(answer)
+        response = httpx.post(f"{server.url}/v1/completions", content=pieces())
+        assert response.status_code == 413 and error_of(response)
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
 
 
-def test_half_a_body_and_a_dropped_connection(server: Running) -> None:
+def test_half_a_body_and_a_dropped_connection(server: StubServer) -> None:
     host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
     assert port is not None
     with socket.create_connection((host, port)) as sock:
@@ -132,36 +132,36 @@ def test_half_a_body_and_a_dropped_connection(server: Running) -> None:
     server.wait_until(lambda: server.server.context.http_metrics.in_progress == 0)
 
 
-def test_an_error_inside_is_not_shown(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_not_exposed(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = server.engine
     before, engine.output_processor.add = engine.output_processor.add, None  # type: ignore[method-assign, assignment]
     try:
-        answer = server.post("/v1/completions", {"prompt": "a"}, headers={"X-Request-Id": "mine"})
+        response = server.post("/v1/completions", {"prompt": "a"}, headers={"X-Request-Id": "mine"})
     finally:
         engine.output_processor.add = before  # type: ignore[method-assign]
-    error = error_of(answer)
-    assert answer.status_code == 500 and "mine" in error["message"] and "NoneType" not in answer.text
+    error = error_of(response)
+    assert response.status_code == 500 and "mine" in error["message"] and "NoneType" not in response.text
     assert "NoneType" in caplog.text
 
 
-def test_waiting_has_a_limit() -> None:
+def test_the_waiting_queue_has_a_limit() -> None:
     engine = stub_engine(0.01)
     engine.max_num_seqs = 1
     body = {"model": MODEL, "prompt": [1], "max_tokens": 1}
-    with running(engine, ServerConfig(max_waiting_requests=0)) as server:
+    with stub_server(engine, ServerConfig(max_waiting_requests=0)) as server:
         assert server.post("/v1/completions", body).status_code == 200
         with server.client().completions.create(model=MODEL, prompt=[1], max_tokens=1000, stream=True):
-            answer = server.post("/v1/completions", body)
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert error_of(answer)["code"] == "overloaded"
+            response = server.post("/v1/completions", body)
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+        assert error_of(response)["code"] == "overloaded"
 
 
-def test_json_of_errors_is_compact_and_utf8(server: Running) -> None:
-    answer = server.post("/v1/completions", {"model": "größe", "prompt": "a"})
-    assert answer.headers["content-type"] == "application/json"
-    assert "größe" in json.loads(answer.content)["error"]["message"]
+def test_json_of_errors_is_compact_and_utf8(server: StubServer) -> None:
+    response = server.post("/v1/completions", {"model": "größe", "prompt": "a"})
+    assert response.headers["content-type"] == "application/json"
+    assert "größe" in json.loads(response.content)["error"]["message"]
 
 
-def test_an_error_does_not_repeat_all_that_was_sent(server: Running) -> None:
-    answer = server.post("/v1/completions", {"prompt": "a", "model": "m" * 20_000})
-    assert answer.status_code == 404 and len(error_of(answer)["message"]) < 2100
+def test_error_messages_are_truncated(server: StubServer) -> None:
+    response = server.post("/v1/completions", {"prompt": "a", "model": "m" * 20_000})
+    assert response.status_code == 404 and len(error_of(response)["message"]) < 2100

@@ -1,4 +1,4 @@
-"""The model's sampling defaults over HTTP: they hold where a request says nothing."""
+"""The model's sampling defaults over HTTP: they apply to fields that a request does not give."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config import EngineConfig
 from quire.messages.sampling_params import SamplingParams
-from tests.entrypoints.openai.running import Running, running
+from tests.entrypoints.stub_server import StubServer, stub_server
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
 
@@ -25,14 +25,14 @@ class Recording(StubEngine):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(Recording()) as one:
+def server() -> Iterator[StubServer]:
+    with stub_server(Recording()) as one:
         yield one
 
 
-def params_of(server: Running, path: str, body: dict[str, Any]) -> SamplingParams:
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
+def params_of(server: StubServer, path: str, body: dict[str, Any]) -> SamplingParams:
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
     assert isinstance(server.engine, Recording)
     return server.engine.seen[-1]
 
@@ -47,14 +47,14 @@ REQUESTS = pytest.mark.parametrize(
 
 
 @REQUESTS
-def test_a_request_that_says_nothing_gets_them(server: Running, path: str, body: dict[str, Any]) -> None:
+def test_a_request_without_parameters_gets_them(server: StubServer, path: str, body: dict[str, Any]) -> None:
     params = params_of(server, path, body)
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
     assert params.max_tokens == 3
 
 
 @REQUESTS
-def test_what_a_request_says_wins(server: Running, path: str, body: dict[str, Any]) -> None:
+def test_request_parameters_override_them(server: StubServer, path: str, body: dict[str, Any]) -> None:
     given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
     params = params_of(server, path, body | given)
     assert {name: getattr(params, name) for name in given} == given
@@ -62,7 +62,7 @@ def test_what_a_request_says_wins(server: Running, path: str, body: dict[str, An
 
 
 @REQUESTS
-def test_a_beam_search_is_as_long(server: Running, path: str, body: dict[str, Any]) -> None:
-    answer = server.post(path, body | {"use_beam_search": True, "n": 1, "ignore_eos": True})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["completion_tokens"] == 3
+def test_a_beam_search_is_as_long(server: StubServer, path: str, body: dict[str, Any]) -> None:
+    response = server.post(path, body | {"use_beam_search": True, "n": 1, "ignore_eos": True})
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == 3

@@ -1,4 +1,4 @@
-"""Reasoning in chat answers, as the official client sees it."""
+"""Reasoning in chat responses, as the official client sees it."""
 
 import json
 import sys
@@ -14,13 +14,13 @@ from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
 from quire.entrypoints.parsers.reasoning import TagFormat
 from quire.messages.requests import EngineCoreRequest
-from tests.entrypoints.openai.running import MODEL, Running, running
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_server
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
 def says(text: str, step_seconds: float = 0.0) -> StubEngine:
-    """An engine that answers everything with this."""
+    """An engine whose every response is this text."""
     engine = StubEngine(cycle([0]), step_seconds)
     say(engine, text)
     return engine
@@ -39,18 +39,18 @@ def say(engine: StubEngine, text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def thinker() -> Iterator[Running]:
-    with running(says(""), ServerConfig(reasoning_parser="qwen3", trust_request_chat_template=True)) as one:
+def thinker() -> Iterator[StubServer]:
+    with stub_server(says(""), ServerConfig(reasoning_parser="qwen3", trust_request_chat_template=True)) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def special() -> Iterator[Running]:
-    """Its tags are special tokens, which are left out of text."""
+def special() -> Iterator[StubServer]:
+    """Its tags are special tokens, which are skipped in text."""
     module = types.ModuleType("special_reasoning")
     module.FORMAT = TagFormat(("<issue_start>",), ("<issue_closed>",))  # type: ignore[attr-defined]
     sys.modules["special_reasoning"] = module
-    with running(says(""), ServerConfig(reasoning_parser="special_reasoning:FORMAT")) as one:
+    with stub_server(says(""), ServerConfig(reasoning_parser="special_reasoning:FORMAT")) as one:
         yield one
     del sys.modules["special_reasoning"]
 
@@ -63,17 +63,17 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>
 
 
 @pytest.fixture(scope="module")
-def caller() -> Iterator[Running]:
+def caller() -> Iterator[StubServer]:
     config = ServerConfig(reasoning_parser="qwen3", tool_call_parser="hermes", enable_auto_tool_choice=True)
-    with running(says(""), config) as one:
+    with stub_server(says(""), config) as one:
         yield one
 
 
-def whole(server: Running, messages: Any = HELLO, **kwargs: Any) -> Any:
+def whole(server: StubServer, messages: Any = HELLO, **kwargs: Any) -> Any:
     return server.client().chat.completions.create(model=MODEL, messages=messages, **kwargs)
 
 
-def streamed(server: Running, **kwargs: Any) -> list[Any]:
+def streamed(server: StubServer, **kwargs: Any) -> list[Any]:
     return list(server.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True, **kwargs))
 
 
@@ -94,7 +94,7 @@ def joined(chunks: list[Any], name: str, index: int = 0) -> str:
         ("<thi", "", "<thi"),
     ],
 )
-def test_whole_and_streamed(thinker: Running, text: str, reasoning: str, content: str) -> None:
+def test_whole_and_streamed(thinker: StubServer, text: str, reasoning: str, content: str) -> None:
     say(thinker.engine, text)
     message = whole(thinker).choices[0].message
     assert (message.content or "") == content and message.tool_calls is None
@@ -107,13 +107,13 @@ def test_whole_and_streamed(thinker: Running, text: str, reasoning: str, content
     assert all(one in ({"role", "content"}, {"content"}, {"reasoning", "reasoning_content"}) for one in kinds)
 
 
-def test_content_is_null_while_there_is_only_reasoning(thinker: Running) -> None:
+def test_content_is_null_while_there_is_only_reasoning(thinker: StubServer) -> None:
     ids = say(thinker.engine, "<think>Well, I wonder</think>Yes.")
     choice = whole(thinker, max_tokens=len(ids) - 6).choices[0]
     assert choice.message.content is None and choice.message.reasoning and choice.finish_reason == "length"
 
 
-def test_reasoning_that_is_not_wanted(thinker: Running) -> None:
+def test_reasoning_that_is_not_wanted(thinker: StubServer) -> None:
     say(thinker.engine, "<think>Well</think>Yes.")
     message = whole(thinker, extra_body={"include_reasoning": False}).choices[0].message
     assert message.content == "Yes." and message.reasoning is None and message.reasoning_content is None
@@ -121,7 +121,7 @@ def test_reasoning_that_is_not_wanted(thinker: Running) -> None:
     assert joined(chunks, "content") == "Yes." and joined(chunks, "reasoning") == ""
 
 
-def test_the_prompt_says_whether_there_is_reasoning(thinker: Running) -> None:
+def test_the_prompt_decides_whether_reasoning_is_open(thinker: StubServer) -> None:
     say(thinker.engine, "Well</think>Yes.")
     template = "{{ messages[0].content }}{{ '<think>\n' if think else '<think>\n\n</think>\n\n' }}"
     for think, reasoning, content in ((True, "Well", "Yes."), (False, None, "Well</think>Yes.")):
@@ -131,7 +131,7 @@ def test_the_prompt_says_whether_there_is_reasoning(thinker: Running) -> None:
         assert joined(streamed(thinker, extra_body=extra), "content") == content
 
 
-def test_going_on_inside_the_reasoning(thinker: Running) -> None:
+def test_continuing_inside_the_reasoning(thinker: StubServer) -> None:
     say(thinker.engine, " I wonder</think>Yes.")
     messages = [*HELLO, {"role": "assistant", "content": "<think>Well,"}]
     message = whole(thinker, messages, extra_body={"continue_final_message": True}).choices[0].message
@@ -141,18 +141,18 @@ def test_going_on_inside_the_reasoning(thinker: Running) -> None:
     assert (message.reasoning, message.content) == (None, " I wonder</think>Yes.")
 
 
-def test_the_answer_can_be_sent_back(thinker: Running) -> None:
+def test_the_response_can_be_sent_back(thinker: StubServer) -> None:
     say(thinker.engine, "<think>Well</think>Yes.")
-    answer = whole(thinker).choices[0].message
+    response = whole(thinker).choices[0].message
     template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
     extra = {"chat_template": template, "return_token_ids": True, "add_generation_prompt": False}
-    message = {"role": "assistant", "content": answer.content, "reasoning": answer.reasoning}
+    message = {"role": "assistant", "content": response.content, "reasoning": response.reasoning}
     given = whole(thinker, [message], extra_body=extra)
     assert thinker.engine.tokenizer is not None
     assert thinker.engine.tokenizer.decode(given.prompt_token_ids) == "Well|Yes.;"
 
 
-def test_choices_are_parsed_one_by_one(thinker: Running) -> None:
+def test_choices_are_parsed_one_by_one(thinker: StubServer) -> None:
     say(thinker.engine, "<think>Well</think>Yes.")
     for choice in whole(thinker, n=3).choices:
         assert (choice.message.reasoning, choice.message.content) == ("Well", "Yes.")
@@ -161,10 +161,10 @@ def test_choices_are_parsed_one_by_one(thinker: Running) -> None:
         assert (joined(chunks, "reasoning", index), joined(chunks, "content", index)) == ("Well", "Yes.")
 
 
-def test_logprobs_of_all_tokens(thinker: Running) -> None:
+def test_logprobs_of_all_tokens(thinker: StubServer) -> None:
     ids = say(thinker.engine, "<think>Well</think>Yes.")
     content = whole(thinker, logprobs=True).choices[0].logprobs.content
-    assert len(content) == len(ids) + 1  # and the one that ends it
+    assert len(content) == len(ids) + 1  # and the EOS
     chunks = streamed(thinker, logprobs=True)
     parts = [one.logprobs.content for chunk in chunks for one in chunk.choices if one.logprobs]
     assert [token for part in parts for token in part] == content
@@ -173,23 +173,23 @@ def test_logprobs_of_all_tokens(thinker: Running) -> None:
     assert told[:-1] == ids
 
 
-def test_stop_strings_and_the_clients_stream_helper(thinker: Running) -> None:
+def test_stop_strings_and_the_clients_stream_helper(thinker: StubServer) -> None:
     say(thinker.engine, "<think>Well</think>Yes. No.")
     with thinker.client().chat.completions.stream(model=MODEL, messages=HELLO, stop=" No") as stream:
         final = stream.get_final_completion().choices[0]
     assert final.message.content == "Yes." and final.finish_reason == "stop"
 
 
-def test_tags_that_are_special_tokens(special: Running) -> None:
+def test_tags_that_are_special_tokens(special: StubServer) -> None:
     ids = say(special.engine, "<issue_start>Well, well<issue_closed>Yes.<file_sep>")
-    answer = whole(special)
-    message = answer.choices[0].message
+    response = whole(special)
+    message = response.choices[0].message
     assert (message.reasoning, message.content) == ("Well, well", "Yes.")  # other special tokens stay hidden
     tokenizer = special.engine.tokenizer
     assert tokenizer is not None
     count = len(tokenizer.encode("Well, well", add_special_tokens=False))
-    assert answer.usage.completion_tokens == len(ids) + 1
-    assert answer.usage.completion_tokens_details.reasoning_tokens == count
+    assert response.usage.completion_tokens == len(ids) + 1
+    assert response.usage.completion_tokens_details.reasoning_tokens == count
     chunks = streamed(special, stream_options={"include_usage": True})
     assert (joined(chunks, "reasoning"), joined(chunks, "content")) == ("Well, well", "Yes.")
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == count
@@ -197,8 +197,8 @@ def test_tags_that_are_special_tokens(special: Running) -> None:
     assert whole(special).usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_the_engine_is_told_where_reasoning_ends(special: Running) -> None:
-    """For grammars, which begin after it, and for the thinking budget."""
+def test_the_engine_receives_the_reasoning_tags(special: StubServer) -> None:
+    """For grammars, which apply after it, and for the thinking budget."""
     say(special.engine, "Yes.")
     seen: list[EngineCoreRequest] = []
     rule = special.engine.rule
@@ -216,25 +216,25 @@ def test_the_engine_is_told_where_reasoning_ends(special: Running) -> None:
 
 
 def test_a_budget_needs_a_parser() -> None:
-    with running(says("Yes.")) as plain, pytest.raises(openai.BadRequestError, match="--reasoning-parser") as error:
+    with stub_server(says("Yes.")) as plain, pytest.raises(openai.BadRequestError, match="--reasoning-parser") as error:
         whole(plain, extra_body={"thinking_token_budget": 7})
     assert error.value.param == "thinking_token_budget"
 
 
-def test_a_budget_needs_tags_that_are_tokens(thinker: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="'</think>' are not tokens of this model") as error:
+def test_a_budget_needs_tags_that_are_tokens(thinker: StubServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="'</think>' are not single tokens of this model") as error:
         whole(thinker, extra_body={"thinking_token_budget": 7})
     assert error.value.param == "thinking_token_budget"
 
 
-def test_plain_answers_have_no_new_fields() -> None:
-    with running(says("<think>Well</think>Yes.")) as plain:
+def test_responses_without_a_parser_have_no_new_fields() -> None:
+    with stub_server(says("<think>Well</think>Yes.")) as plain:
         body = plain.post("/v1/chat/completions", {"messages": HELLO}).json()
         assert set(body["choices"][0]["message"]) == {"role", "content", "refusal"}
         assert "completion_tokens_details" not in body["usage"]
 
 
-def test_an_aborted_stream_tells_what_was_held_back() -> None:
+def test_an_aborted_stream_flushes_held_back_text() -> None:
     engine = says("<think>Well</thin", step_seconds=0.005)
     said, eos = engine.rule, engine.config.model.eos_token_ids[0]
     silent = threading.Event()
@@ -246,7 +246,7 @@ def test_an_aborted_stream_tells_what_was_held_back() -> None:
         return token
 
     engine.rule = endless
-    with running(engine, ServerConfig(reasoning_parser="qwen3", enable_admin=True)) as slow:
+    with stub_server(engine, ServerConfig(reasoning_parser="qwen3", enable_admin=True)) as slow:
         stream = slow.client().chat.completions.create(
             model=MODEL, messages=HELLO, stream=True, extra_body={"ignore_eos": True}
         )
@@ -260,12 +260,12 @@ def test_an_aborted_stream_tells_what_was_held_back() -> None:
 def test_an_unknown_parser_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="--reasoning-parser nothing is not known"),
-        running(says(""), ServerConfig(reasoning_parser="nothing")),
+        stub_server(says(""), ServerConfig(reasoning_parser="nothing")),
     ):
         pass
 
 
-def test_events_are_json_lines(thinker: Running) -> None:
+def test_events_are_json_lines(thinker: StubServer) -> None:
     say(thinker.engine, '<think>"é\n\\</think>"\u2028</b>')
     response = thinker.post("/v1/chat/completions", {"messages": HELLO, "stream": True})
     lines = [line for line in response.text.split("\n\n") if line]
@@ -284,7 +284,9 @@ def test_events_are_json_lines(thinker: Running) -> None:
         ("<think>Well</think>No call.", "Well", "No call.", 0),
     ],
 )
-def test_tool_calls_after_the_reasoning(caller: Running, text: str, reasoning: str, content: str, calls: int) -> None:
+def test_tool_calls_after_the_reasoning(
+    caller: StubServer, text: str, reasoning: str, content: str, calls: int
+) -> None:
     say(caller.engine, text)
     choice = whole(caller, tools=[TOOL]).choices[0]
     message, finish = choice.message, "tool_calls" if calls else "stop"
@@ -311,14 +313,14 @@ def test_tool_calls_after_the_reasoning(caller: Running, text: str, reasoning: s
     assert all(call.function.name is None and call.type is None for call in deltas if call.id is None)
 
 
-def test_the_clients_helper_puts_calls_together(caller: Running) -> None:
+def test_the_clients_helper_puts_calls_together(caller: StubServer) -> None:
     say(caller.engine, f"<think>Well</think>{CALL}{CALL}")
     with caller.client().chat.completions.stream(model=MODEL, messages=HELLO, tools=[TOOL]) as stream:
         message = stream.get_final_completion().choices[0].message
     assert [json.loads(call.function.arguments) for call in message.tool_calls or []] == [{"zone": "UTC"}] * 2
 
 
-def test_without_tools_a_call_is_text(caller: Running) -> None:
+def test_without_tools_a_call_is_text(caller: StubServer) -> None:
     say(caller.engine, CALL)
     assert whole(caller).choices[0].message.content == CALL
     assert whole(caller, tools=[TOOL], tool_choice="none").choices[0].message.content == CALL

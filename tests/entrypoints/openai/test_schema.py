@@ -1,5 +1,5 @@
-"""schemathesis against the server's own OpenAPI document: whatever is sent, no answer is a 500, and every answer is one
-that the document describes."""
+"""schemathesis against the server's own OpenAPI document: no request causes a 500, and every response
+matches the document."""
 
 import subprocess
 import sys
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire.config.server import ServerConfig
-from tests.entrypoints.openai.running import MODEL, running, stub_engine
+from tests.entrypoints.stub_server import MODEL, stub_engine, stub_server
 
 COMMAND = Path(sys.executable).parent / "schemathesis"
-# Rules between fields (top_logprobs needs logprobs) have no place in a schema, so valid bodies may be refused.
+# Rules between fields (top_logprobs needs logprobs) cannot be expressed in a schema, so valid bodies may be refused.
 CHECKS = ["--checks", "all", "--exclude-checks", "positive_data_acceptance"]
 BOUNDS = ["--max-examples", "40", "--seed", "1", "--request-timeout", "30", "--phases", "examples,coverage,fuzzing"]
 OUTPUT = ["--no-shrink", "--generation-database", "none", "--warnings", "off", "--continue-on-failure"]
@@ -20,12 +20,12 @@ OUTPUT = ["--no-shrink", "--generation-database", "none", "--warnings", "off", "
 
 @pytest.mark.slow
 def test_no_request_makes_the_server_fail(tmp_path: Path) -> None:
-    with running(stub_engine(), ServerConfig(enable_admin=True, access_log=False)) as server:
+    with stub_server(stub_engine(), ServerConfig(enable_admin=True, access_log=False)) as server:
         command = [str(COMMAND), "run", f"{server.url}/openapi.json", *CHECKS, *BOUNDS, *OUTPUT]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout[-8000:] + done.stderr
         metrics = server.get("/metrics").text
-        # It tested something: bodies were accepted as well as refused, by everything that takes one.
+        # It tested something: every endpoint with a body accepted some and refused some.
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_requests"):
             for status in (200, 400):
                 assert f'handler="{path}",status="{status}"' in metrics
@@ -35,7 +35,7 @@ def test_no_request_makes_the_server_fail(tmp_path: Path) -> None:
 
 def test_the_document_names_fields_limits_and_statuses() -> None:
     config = ServerConfig(max_n=7, max_stop=3, api_key=("secret",))
-    with running(stub_engine(), config) as server:
+    with stub_server(stub_engine(), config) as server:
         document = server.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     completions = document["paths"]["/v1/completions"]["post"]
     assert set(completions["responses"]) == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
@@ -47,8 +47,8 @@ def test_the_document_names_fields_limits_and_statuses() -> None:
     assert {"type": "integer", "minimum": 1, "maximum": 7} in fields["n"]["anyOf"]
     assert {"type": "string", "enum": [MODEL]} in fields["model"]["anyOf"]
     assert any(choice.get("maxItems") == 3 for choice in fields["stop"]["anyOf"])
-    answer = resolve(document, completions["responses"]["200"]["content"]["application/json"]["schema"])
-    assert {"id", "choices", "usage"} <= set(answer["required"])
+    response = resolve(document, completions["responses"]["200"]["content"]["application/json"]["schema"])
+    assert {"id", "choices", "usage"} <= set(response["required"])
     assert "security" not in document["paths"]["/health"]["get"]
 
 
@@ -67,6 +67,6 @@ def resolve(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_parts_of_a_wrong_type_are_the_clients_mistake(path: str, message: dict[str, Any]) -> None:
-    with running(stub_engine()) as server:
-        answer = server.post(path, {"messages": [message]})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    with stub_server(stub_engine()) as server:
+        response = server.post(path, {"messages": [message]})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"

@@ -1,4 +1,4 @@
-"""The fields that give an answer its form, over HTTP: wrong ones on a stub, the others on a real engine."""
+"""Structured-output fields over HTTP: invalid ones on a stub, the others on a real engine."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.entrypoints.openai.structured import structured_outputs
-from tests.entrypoints.openai.running import Running, running
+from tests.entrypoints.stub_server import StubServer, stub_server
 from tests.structured_output.cases import TRIGGERED
 from tests.structured_output.model import save_model
 
@@ -28,20 +28,20 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubServer]:
     folder = save_model(Path(tmp_path_factory.mktemp("structured")))
     config = EngineConfig.from_kwargs(
         model=folder, dtype="float32", chat_template=TEMPLATE, num_gpu_blocks_override=200, max_num_seqs=8
     )
     engine = AsyncLLM(config)
     try:
-        with running(engine) as one:  # type: ignore[arg-type]
+        with stub_server(engine) as one:  # type: ignore[arg-type]
             yield one
     finally:
         engine.shutdown()
 
 
-def chat(server: Running, **fields: Any) -> Any:
+def chat(server: StubServer, **fields: Any) -> Any:
     fields = {"temperature": 1.5, "max_tokens": 150, "seed": 1} | fields
     return server.client().chat.completions.create(model="stub", messages=USER, **fields)
 
@@ -50,15 +50,15 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
 
 
-def test_a_json_schema(real: Running) -> None:
+def test_a_json_schema(real: StubServer) -> None:
     extra = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
     assert isinstance(json.loads(chat(real, extra_body=extra).choices[0].message.content)["ok"], bool)
-    answer = chat(real, response_format=json_schema({"enum": ["a", 5]}))
-    assert json.loads(answer.choices[0].message.content) in ("a", 5)
-    assert answer.choices[0].finish_reason == "stop"
+    response = chat(real, response_format=json_schema({"enum": ["a", 5]}))
+    assert json.loads(response.choices[0].message.content) in ("a", 5)
+    assert response.choices[0].finish_reason == "stop"
 
 
-def test_a_stream_of_it(real: Running) -> None:
+def test_a_stream_of_it(real: StubServer) -> None:
     chunks = list(chat(real, response_format=json_schema({"const": "fixed"}), stream=True))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == '"fixed"'
@@ -89,9 +89,9 @@ def test_a_stream_of_it(real: Running) -> None:
         ),
     ],
 )
-def test_vllms_fields(real: Running, fields: dict[str, Any], pattern: str) -> None:
-    answer = real.post("/v1/completions", {"prompt": "x", "temperature": 1.5, "max_tokens": 100, **fields}).json()
-    assert re.fullmatch(pattern, answer["choices"][0]["text"]), answer
+def test_vllms_fields(real: StubServer, fields: dict[str, Any], pattern: str) -> None:
+    response = real.post("/v1/completions", {"prompt": "x", "temperature": 1.5, "max_tokens": 100, **fields}).json()
+    assert re.fullmatch(pattern, response["choices"][0]["text"]), response
 
 
 def test_the_former_form_of_structural_tags() -> None:
@@ -111,7 +111,7 @@ def test_the_former_form_of_structural_tags() -> None:
         ("guided_grammar", "nonsense", "cannot be enforced"),
     ],
 )
-def test_what_cannot_be_compiled_is_a_400(real: Running, field: str, value: Any, reason: str, stream: bool) -> None:
+def test_what_cannot_be_compiled_is_a_400(real: StubServer, field: str, value: Any, reason: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match=reason) as error:
         chat(real, extra_body={field: value}, stream=stream)
     assert error.value.param == field
@@ -134,6 +134,6 @@ def test_what_cannot_be_compiled_is_a_400(real: Running, field: str, value: Any,
         ({"guided_regex": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )
-def test_wrong_fields_never_reach_the_engine(server: Running, fields: dict[str, Any], param: str) -> None:
-    answer = server.post("/v1/chat/completions", {"messages": USER, **fields})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+def test_wrong_fields_never_reach_the_engine(server: StubServer, fields: dict[str, Any], param: str) -> None:
+    response = server.post("/v1/chat/completions", {"messages": USER, **fields})
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text

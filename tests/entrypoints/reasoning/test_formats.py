@@ -1,4 +1,4 @@
-"""Each format, whole and cut into pieces at every place."""
+"""Each format, whole and split at every position."""
 
 import sys
 import types
@@ -79,7 +79,7 @@ def test_empty_reasoning_and_empty_text(name: str) -> None:
     check(format, "", "", "")
 
 
-def test_blanks_before_the_start_tag_are_left_out() -> None:
+def test_white_space_before_the_start_tag_is_dropped() -> None:
     format = FORMATS["qwen3"]
     check(format, "\n <think>a</think>b", "a", "b")
     check(format, " " * MAX_BLANK + "<think>a</think>b", "a", "b")
@@ -102,7 +102,7 @@ def test_spellings_of_granite() -> None:
     check(FORMATS["granite"], "Here is my answer: b", "", "Here is my answer: b")
 
 
-def test_hunyuan_answers_between_tags() -> None:
+def test_hunyuan_content_between_tags() -> None:
     text = "<think>\nHm\n</think>\n<answer>\nYes\n</answer>"
     check(FORMATS["hunyuan_a13b"], text, "Hm", "Yes")
     check(FORMATS["hunyuan_a13b"], "<think>\n\n</think>\n<answer>\nYes\n</answer>", "", "Yes")
@@ -115,11 +115,11 @@ def test_a_tool_call_ends_reasoning() -> None:
     check(FORMATS["qwen3"], f"<think>A <tool_call> may help.{call}", "A <tool_call> may help.", call)
 
 
-def test_going_on_with_an_answer() -> None:
+def test_continuing_a_response() -> None:
     format = FORMATS["deepseek_r1"]
-    assert format.is_open("<think>I was", goes_on=True) is True
-    assert format.is_open("<think>I was</think>So", goes_on=True) is False
-    assert format.is_open("So", goes_on=True) is False
+    assert format.is_open("<think>I was", continues=True) is True
+    assert format.is_open("<think>I was</think>So", continues=True) is False
+    assert format.is_open("So", continues=True) is False
 
 
 @settings(max_examples=200 * SEARCH)
@@ -135,7 +135,7 @@ def test_pieces_make_no_difference(name: str, open: bool | None, data: st.DataOb
 
 
 def test_little_is_held_back() -> None:
-    """What cannot be part of a tag goes out at once; so each character is looked at a bounded number of times."""
+    """Text that cannot be part of a tag is emitted at once; so each character is read a bounded number of times."""
     parser = FORMATS["deepseek_r1"].parser(True)
     sent = 0
     for i in range(1, 1001):
@@ -144,7 +144,7 @@ def test_little_is_held_back() -> None:
 
 
 class Shout:
-    """Stands for a tool parser: tells what it got in one go."""
+    """A fake tool parser that records each text it is fed."""
 
     def __init__(self) -> None:
         self.got: list[str] = []
@@ -167,14 +167,14 @@ def test_the_second_parser_sees_the_content_alone() -> None:
     assert parse(Chain(FORMATS["qwen3"].parser(None), second), ["<thi"]) == ("", "<THI!")
 
 
-def test_formats_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("my_formats")
     module.LOUD = TagFormat(("HMM",), ("SO",))  # type: ignore[attr-defined]
     module.WRONG = "HMM"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_formats", module)
     found = reasoning_format("my_formats:LOUD")
     assert parse(found.parser(None), ["HMM why SO because"]) == (" why ", " because")
-    with pytest.raises(ValueError, match="is no reasoning format"):
+    with pytest.raises(ValueError, match="is not a reasoning format"):
         reasoning_format("my_formats:WRONG")
     with pytest.raises(ValueError, match="cannot be imported"):
         reasoning_format("my_formats:MISSING")
@@ -183,6 +183,6 @@ def test_formats_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tags", [{"ends": ()}, {"starts": ("",)}, {"ends": ("</a>", "x</a>y")}])
-def test_tags_that_cannot_be_told_apart(tags: dict[str, tuple[str, ...]]) -> None:
+def test_ambiguous_tags_are_refused(tags: dict[str, tuple[str, ...]]) -> None:
     with pytest.raises(ValueError, match="tag"):
         TagFormat(**tags)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reasoning, a budget for it, and a form for what follows, in one real server."""
+"""Reasoning, a thinking budget, and structured output after it, in one real server."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.entrypoints.openai.processes import Served, serving
+from tests.entrypoints.server_process import ServerProcess, server_process
 
 HELLO: Any = [{"role": "user", "content": "Which is larger, 17 or 71?"}]
 BUDGET = 9
@@ -23,17 +23,17 @@ NAMED: Any = {"type": "function", "function": {"name": "answer"}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     flags = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256")
     parser = ("--reasoning-parser", "tests.entrypoints.reasoning.own_format:FORMAT")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ".")
-        with serving(tmp_path_factory.mktemp("reasoning"), *flags, *parser) as one:
+        with server_process(tmp_path_factory.mktemp("reasoning"), *flags, *parser) as one:
             yield one
 
 
-def asked(server: Served, **fields: Any) -> tuple[Any, str, str]:
-    """The whole answer's choice, and the reasoning and content of the same answer streamed."""
+def asked(server: ServerProcess, **fields: Any) -> tuple[Any, str, str]:
+    """The choice of a whole response, and the streamed reasoning and content of the same request."""
     extra = {"thinking_token_budget": BUDGET} | fields.pop("extra_body", {})
     fields = {"model": "tiny", "messages": HELLO, "temperature": 0.8, "seed": 3, "max_tokens": 120} | fields
     create = server.client().chat.completions.create
@@ -49,7 +49,7 @@ def asked(server: Served, **fields: Any) -> tuple[Any, str, str]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_call_after_the_reasoning(server: Served, choice: Any) -> None:
+def test_a_call_after_the_reasoning(server: ServerProcess, choice: Any) -> None:
     whole, reasoning, arguments = asked(server, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
     (call,) = whole.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
@@ -57,13 +57,13 @@ def test_a_call_after_the_reasoning(server: Served, choice: Any) -> None:
     assert reasoning and whole.message.content is None and call.function.name == "answer"
 
 
-def test_a_form_after_the_reasoning(server: Served) -> None:
+def test_a_form_after_the_reasoning(server: ServerProcess) -> None:
     whole, reasoning, content = asked(server, extra_body={"structured_outputs": {"regex": "(17|71)!"}})
     assert re.fullmatch("(17|71)!", whole.message.content) and whole.finish_reason == "stop"
     assert (whole.message.reasoning, whole.message.content) == (reasoning, content) and reasoning
 
 
-def test_no_budget_no_reasoning(server: Served) -> None:
+def test_no_budget_no_reasoning(server: ServerProcess) -> None:
     whole, reasoning, content = asked(
         server, extra_body={"thinking_token_budget": 0, "structured_outputs": {"regex": "(17|71)!"}}
     )

@@ -1,4 +1,4 @@
-"""What a parser makes of a text, whole or in pieces."""
+"""Runs a parser on a text, whole or in pieces."""
 
 import json
 import random

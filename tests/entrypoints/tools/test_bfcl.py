@@ -1,4 +1,4 @@
-"""Functions and questions of a public benchmark: whatever a small model is made to answer is a valid call."""
+"""Functions and questions of a public benchmark: every forced response of a small model is a valid call."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.entrypoints.openai.processes import Served
+from tests.entrypoints.server_process import ServerProcess
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data/bfcl_sample.json").read_text())["cases"]
 # As the benchmark itself translates its types for OpenAI's API; what is not here, "any" for one, is a string.
@@ -31,7 +31,7 @@ def translated(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def limited(schema: dict[str, Any]) -> dict[str, Any]:
-    """With an end to everything that a model could go on with for ever."""
+    """With limits on everything that a model could generate without end."""
     made = dict(schema)
     if schema["type"] == "string" and "enum" not in schema:
         made["maxLength"] = 16
@@ -55,7 +55,7 @@ def tools_of(case: dict[str, Any], with_limits: bool) -> list[dict[str, Any]]:
     return tools
 
 
-def asked(server: Served, case: dict[str, Any], tools: Any, **fields: Any) -> Any:
+def asked(server: ServerProcess, case: dict[str, Any], tools: Any, **fields: Any) -> Any:
     fields = {"temperature": 0.7, "seed": 1, "tool_choice": "required"} | fields
     client = server.client()
     return client.chat.completions.create(model="tiny", messages=case["question"], tools=tools, **fields).choices[0]
@@ -73,29 +73,29 @@ def test_the_sample() -> None:
 
 
 @pytest.mark.slow
-def test_every_answer_is_a_valid_call(smollm: Served) -> None:
-    """The offered schemas have limits, so every answer comes to its end."""
+def test_every_response_is_a_valid_call(smollm: ServerProcess) -> None:
+    """The offered schemas have limits, so every response finishes."""
 
     def ask(job: tuple[int, dict[str, Any]]) -> tuple[Any, Any, str | None]:
         place, case = job
         tools = tools_of(case, with_limits=True)
         name = tools[-1]["function"]["name"] if place % 4 == 0 else None
         choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
-        answer = asked(smollm, case, tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=700)
-        return answer, tools, name
+        response = asked(smollm, case, tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=700)
+        return response, tools, name
 
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(ask, enumerate(CASES)))
-    for answer, tools, name in answers:
-        (call,) = answer.message.tool_calls
-        assert answer.finish_reason == ("tool_calls" if name is None else "stop"), call
-        assert name in (None, call.function.name) and answer.message.content is None
+        responses = list(pool.map(ask, enumerate(CASES)))
+    for response, tools, name in responses:
+        (call,) = response.message.tool_calls
+        assert response.finish_reason == ("tool_calls" if name is None else "stop"), call
+        assert name in (None, call.function.name) and response.message.content is None
         check(call, tools)
 
 
 @pytest.mark.slow
-def test_answers_without_limits_are_valid_or_cut(smollm: Served) -> None:
-    """A cut answer says so; what was whole before the cut is valid."""
+def test_unlimited_responses_are_valid_or_truncated(smollm: ServerProcess) -> None:
+    """A truncated response has finish_reason length; complete calls before that are valid."""
 
     def ask(case: dict[str, Any]) -> tuple[Any, Any]:
         tools = tools_of(case, with_limits=False)
@@ -103,14 +103,14 @@ def test_answers_without_limits_are_valid_or_cut(smollm: Served) -> None:
 
     cases = CASES[::3]
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(ask, cases))
+        responses = list(pool.map(ask, cases))
     ended = 0
-    for answer, tools in answers:
-        calls = answer.message.tool_calls or []
-        if answer.finish_reason == "length":
+    for response, tools in responses:
+        calls = response.message.tool_calls or []
+        if response.finish_reason == "length":
             calls = calls[:-1]
         else:
-            assert answer.finish_reason == "tool_calls" and calls
+            assert response.finish_reason == "tool_calls" and calls
             ended += 1
         for call in calls:
             check(call, tools)

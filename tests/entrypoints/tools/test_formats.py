@@ -1,4 +1,4 @@
-"""Outputs as each family of models writes them, whole and cut at every place."""
+"""Outputs of each model family, whole and split at every position."""
 
 from typing import Any, NamedTuple
 
@@ -227,7 +227,7 @@ def test_whole_and_in_pieces(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_text_that_ends_too_early(case: Case) -> None:
-    """Where it ends does not matter to what came before, and nothing that was said is taken back."""
+    """Emitted deltas do not depend on how the text continues, and are never revoked."""
     before = whole(case.format, "")
     for end in range(1, len(case.text)):
         now = whole(case.format, case.text[:end])

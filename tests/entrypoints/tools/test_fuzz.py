@@ -56,7 +56,7 @@ def calls_of(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Call]]:
 
 
 def tools_for(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Functions whose schemas say what the arguments are. The second call of a function may disagree: it is dropped."""
+    """Functions with schemas that match the arguments. A second call of a function that does not match is dropped."""
     schemas: dict[str, Any] = {}
     for name, arguments in calls:
         types = {key: {"type": KINDS.get(type(value), "null")} for key, value in arguments.items()}
@@ -65,7 +65,7 @@ def tools_for(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def in_pieces(make: Callable[[], Any], text: str, cuts: Sequence[int]) -> Result:
-    """What all ways of cutting the text agree on."""
+    """The result, which must be equal for all ways of splitting the text."""
     whole = parse(make(), [text])
     places = sorted(cut % (len(text) + 1) for cut in cuts)
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
@@ -120,7 +120,7 @@ def test_broken_texts_are_read_alike(data: st.DataObject) -> None:
 
 
 class Counted(str):
-    """A text that counts the characters that are looked through or copied."""
+    """A string that counts the characters searched or copied."""
 
     work = 0
 
@@ -162,8 +162,8 @@ def test_work_is_in_proportion_to_the_text(format: str, monkeypatch: pytest.Monk
             assert double <= 2.3 * single + 3000, unit
 
 
-def test_what_is_told_is_json_as_soon_as_it_is_whole() -> None:
-    """Joined so far, the arguments of a stream are always the beginning of those of the whole answer."""
+def test_complete_arguments_are_valid_json() -> None:
+    """The joined arguments of a stream are always a prefix of the whole response's."""
     calls: list[Call] = [("get_weather", {"city": 'Zürich "x"', "where": {"a": [1.5, None, True]}, "days": 3})]
     for format, writers in WRITERS.items():
         tools = tools_for(calls)

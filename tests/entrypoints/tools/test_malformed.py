@@ -131,7 +131,7 @@ HARD = {
 @pytest.mark.parametrize("format", HARD)
 @pytest.mark.parametrize("filler", ["x", " ", "\n", "<", "{", "[", "1", "\\", "<tool_", '{"', '"a": {'])
 def test_reading_is_linear(format: str, filler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read again with each character has a bound, however long the text is."""
+    """The text re-read per character is bounded, however long the text is."""
     waiting: list[int] = []
     add = Reader.add
 

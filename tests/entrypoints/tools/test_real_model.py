@@ -1,4 +1,4 @@
-"""Calls that a real, small model is made to write."""
+"""Forced calls of a real, small model."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from tests.entrypoints.openai.processes import Served
+from tests.entrypoints.server_process import ServerProcess
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 TOOLS: Any = [
@@ -43,7 +43,7 @@ QUESTIONS = ["What is the weather in Oslo?", "What time is it?", "Add 17 and tru
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def test_forced_calls_are_valid(smollm: Served) -> None:
+def test_forced_calls_are_valid(smollm: ServerProcess) -> None:
     client = smollm.client()
 
     def ask(job: tuple[int, Any]) -> tuple[Any, Any]:
@@ -57,9 +57,9 @@ def test_forced_calls_are_valid(smollm: Served) -> None:
 
     jobs = [(seed, choice) for seed in range(5) for choice in ("required", NAMED)]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, jobs))
+        responses = list(pool.map(ask, jobs))
 
-    for (_, choice), (whole, streamed) in zip(jobs, answers, strict=True):
+    for (_, choice), (whole, streamed) in zip(jobs, responses, strict=True):
         (call,) = whole.message.tool_calls
         assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop") == streamed.finish_reason
         assert whole.message.content is None and (choice == "required" or call.function.name == "get_weather")
@@ -68,8 +68,8 @@ def test_forced_calls_are_valid(smollm: Served) -> None:
         assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
 
 
-def test_a_whole_conversation_on_auto(smollm: Served) -> None:
-    """The model is shown a call and its result, and told to go on; its own text is content, streamed or not."""
+def test_a_whole_conversation_on_auto(smollm: ServerProcess) -> None:
+    """The model continues after a call and its result; its text is content, streamed or not."""
     client = smollm.client()
     history: Any = [
         {"role": "user", "content": "What is the weather in Oslo?"},
@@ -89,8 +89,8 @@ def test_a_whole_conversation_on_auto(smollm: Served) -> None:
     assert none.message.content and none.message.tool_calls is None
 
 
-def test_no_arguments_of_its_own(smollm: Served) -> None:
-    """A schema that does not forbid other arguments does not invite a model to make some up."""
+def test_no_additional_arguments(smollm: ServerProcess) -> None:
+    """A schema that allows additional properties does not make a model invent some."""
     open_schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": open_schema}}
     messages: Any = [{"role": "user", "content": "Make up many arguments."}]

@@ -1,4 +1,4 @@
-"""What requests say about tools, and what becomes of it."""
+"""Tools and tool_choice of requests."""
 
 import json
 from pathlib import Path
@@ -189,7 +189,7 @@ def test_the_grammar_is_in_the_parameters() -> None:
     params = use.adjust(SamplingParams())
     assert params.structured_outputs is not None
     assert json.loads(params.structured_outputs.text) == use.schema()
-    with pytest.raises(ApiError, match="both want"):
+    with pytest.raises(ApiError, match="both constrain"):
         use.adjust(params)
     auto = used(ToolSetup(AUTO, None), request())
     assert auto is not None and auto.adjust(SamplingParams()).structured_outputs is None
@@ -230,7 +230,7 @@ class Shouting(ToolParser):
 '''
 
 
-def test_parsers_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "shouting_parser.py"
     file.write_text(PLUGIN)
     by_file = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="shouting", tool_parser_plugin=str(file))
@@ -249,7 +249,7 @@ def test_parsers_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("nothing", None, "is not known; use one of deepseek_v3, .*hermes"),
         ("nowhere:Parser", None, "cannot be imported"),
         ("json:nothing", None, "cannot be imported"),
-        ("json:dumps", None, "makes no text parser"),
+        ("json:dumps", None, "does not create a text parser"),
         ("json:JSONDecoder", None, "must be callable with the list of tools"),
         ("hermes", "nowhere.module", "--tool-parser-plugin nowhere.module cannot be imported"),
         ("hermes", "/nowhere/plugin.py", "cannot be imported"),

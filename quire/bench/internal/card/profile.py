@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: on the engine's thread, on the worker's, and on the device by kernel.
+"""Profiles a decode step: time on the engine's thread, on the worker's, and on the device by kernel.
 
 A steady batch decodes; some steps are timed by wrapping the calls between the engine's parts, then some more run under
 torch's profiler.
@@ -43,7 +43,7 @@ def profile_decode(llm: "LLM", vocab_size: int, batch: int, *, tiny: bool = Fals
         host = _host_times(llm, timed)
         try:
             device = _device_times(llm, profiled)
-        except RuntimeError as error:  # a driver that refuses profiling leaves the host's times
+        except RuntimeError as error:  # without profiling support, only the host's times are reported
             device = {"error": str(error)}
     finally:
         engine.abort_request(ids)
@@ -89,7 +89,7 @@ def _host_times(llm: "LLM", steps: int) -> dict[str, Any]:
     rows: list[tuple[int, int]] = []
     with _timed_calls(llm, spent, rows):
         for _ in range(engine.config.scheduler.depth + 1):
-            engine.step()  # results that were in flight before cannot be timed
+            engine.step()  # results already in flight are not wrapped
         spent.clear()
         rows.clear()
         began = time.perf_counter()
@@ -113,7 +113,7 @@ def _host_times(llm: "LLM", steps: int) -> dict[str, Any]:
 
 @contextmanager
 def _timed_calls(llm: "LLM", spent: dict[str, float], rows: list[tuple[int, int]]) -> "Iterator[None]":
-    """Add up seconds by call, and note each plan's size. Methods are replaced on the objects and put back."""
+    """Add up seconds per call, and record each plan's size, by wrapping the objects' methods for a while."""
     core = _core_of(llm)
     worker = core.executor.worker
 
@@ -159,7 +159,7 @@ def _timed_calls(llm: "LLM", spent: dict[str, float], rows: list[tuple[int, int]
     ]
     with ExitStack() as restore:
         for owner, method, wrap in wrappers:
-            own = vars(owner).get(method)  # most methods are the class's, and come back by themselves
+            own = vars(owner).get(method)  # usually the class's method, which reappears when ours is deleted
             restore.callback(delattr, owner, method) if own is None else restore.callback(setattr, owner, method, own)
             setattr(owner, method, wrap(getattr(owner, method)))
         yield
@@ -198,7 +198,7 @@ def _device_times(llm: "LLM", steps: int) -> dict[str, Any]:
 
 
 def _device_events(events: Iterable[Any], cuda: bool) -> "Iterator[tuple[str, float, float]]":
-    """(name, start, end) in microseconds. An operator on the CPU counts with its own time, without those it calls."""
+    """(name, start, end) in microseconds. A CPU operator counts with its self time."""
     for event in events:
         on_cuda = str(event.device_type).endswith("CUDA")
         if on_cuda and cuda and not event.is_user_annotation:
@@ -235,7 +235,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-# For people
+# Text
 
 
 def profile_text(model: str, profile: dict[str, Any]) -> str:
@@ -265,6 +265,6 @@ def _micros(times: dict[str, float]) -> str:
 
 
 def short(name: str) -> str:
-    """A C++ kernel's name without what all of them have."""
+    """A C++ kernel's name without common namespaces."""
     name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::|cutlass::|c10::", "", name)
     return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."

@@ -41,7 +41,7 @@ def run_serving(
     anchored: bool,
     peers: bool,
     tiny: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Add the rows to the card. A row that fails is an error on it and leaves the others."""
     changes: dict[str, Any] = {"token_id_limit": min(ROWS[rows[0]].token_id_limit, vocab_size)}
@@ -49,7 +49,7 @@ def run_serving(
         changes |= TINY_ROW
     try:
         with serving(options, server_args) as child:
-            say(f"server healthy after {child.start_up_seconds:.1f} s")
+            log(f"server healthy after {child.start_up_seconds:.1f} s")
             bar = H200_BARS.get(card.name, {}).get("server_startup", Bar()) if rows[0].startswith("h200") else Bar()
             card.figures["server_startup"] = Figure(SERVER_START_UP, [child.start_up_seconds], bar)
             _measure(child.url, rows[0], 0, client_processes, WARM_UP | changes, folder)
@@ -59,8 +59,8 @@ def run_serving(
                     report = _measure(child.url, name, number, client_processes, changes, folder)
                     _add(card, name, report, anchored, peers)
                 except (ValueError, OSError) as error:
-                    card.errors[name] = f"{error}\n{child.last_words()}"
-                say(f"server {name} took {time.perf_counter() - began:.1f} s")
+                    card.errors[name] = f"{error}\n{child.log_tail()}"
+                log(f"server {name} took {time.perf_counter() - began:.1f} s")
     except (ValueError, OSError) as error:
         card.errors["server"] = str(error)
 

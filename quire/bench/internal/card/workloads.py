@@ -1,4 +1,4 @@
-"""The card's workloads: each is one or a few blocking `generate` calls, and the figures that follow from them."""
+"""The card's workloads: each is one or a few blocking `generate` calls, and the figures computed from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ from quire.bench.workloads import (
 if TYPE_CHECKING:
     from quire import LLM
 
-BEST_OF = 3  # for the calls of a few milliseconds
+BEST_OF = 3  # for calls of a few milliseconds
 LONG_WARM_UP = Shape(requests=64, own=1024, output=32)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures by row, in the row's unit, and the seconds of every call they were made from."""
+    """Figures by row, in the row's unit, and the seconds of each underlying call."""
 
     figures: dict[str, float]
     seconds: dict[str, list[float]]
@@ -67,7 +67,7 @@ def cut(workload: Workload, output: int) -> Workload:
 
 
 def decode_seconds(to_first: float, to_last: float) -> float:
-    return max(to_last - to_first, 1e-9)  # a tiny workload can drown in noise
+    return max(to_last - to_first, 1e-9)  # a tiny workload may be all noise
 
 
 # One H200
@@ -115,7 +115,7 @@ def prefix(caller: Caller) -> Outcome:
 
 
 def ctx6k(caller: Caller) -> Outcome:
-    # The cache is emptied before each call: with the prompts cached, the difference would not be decoding alone.
+    # The prefix cache is reset before each call: with cached prompts the difference would not be decode time alone.
     whole = caller.gpu_workload("ctx6k")
     first = caller.seconds(cut(whole, 1))
     last = caller.seconds(whole)
@@ -177,14 +177,17 @@ def measure(caller: Caller, name: str, repetition: int, *, cpu: bool, qwen: bool
 
 
 def device_facts(llm: Any) -> dict[str, Any]:
-    """What the engine says of itself, and the device's versions; from inside the measured process."""
+    """The engine's summary and the device's versions, collected in the measured process."""
     import importlib.metadata
 
     import torch
 
     core = getattr(llm.llm_engine.client, "core", None)
-    # As a plain string: one of torch's own type would have the reader import torch beside the first measurement.
-    facts: dict[str, Any] = {"engine": list(core.summary) if core else [], "torch": str(torch.__version__)}
+    # A str: unpickling torch's own version type would make the parent import torch during the measurement.
+    facts: dict[str, Any] = {
+        "engine": [core.summary.device, core.summary.kv_cache] if core else [],
+        "torch": str(torch.__version__),
+    }
     try:
         facts["triton"] = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

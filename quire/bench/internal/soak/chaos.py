@@ -1,8 +1,8 @@
 """`quire bench soak --chaos`: the mixed traffic while processes are killed and stopped, clients misbehave, and the
-wall clock jumps.
+wall clock is stepped.
 
-It fails, with exit code 1, if a request hangs or is unaccounted for, if an answer is that of another request, or if a
-process, a file or a descriptor is left over.
+It fails, with exit code 1, if a request hangs or is unaccounted for, if a response belongs to another request, or if a
+process, a file or a descriptor leaks.
 """
 
 import argparse
@@ -19,63 +19,63 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.internal.soak.probe import Probe
-from quire.bench.internal.soak.server import ChaosServer, Surroundings, temporary_folder
-from quire.bench.internal.soak.traffic import COMPLETIONS, TEXT, Shot, Traffic
+from quire.bench.internal.soak.server import ChaosServer, Conditions, temporary_folder
+from quire.bench.internal.soak.traffic import COMPLETIONS, TEXT, SoakRequest, Traffic
 from quire.bench.machine import describe_machine
 from quire.bench.report import Metric, Report
 from quire.bench.serve_client import Target
 
-REQUEST_SECONDS = 90.0  # a request that has not ended by then hangs
+REQUEST_SECONDS = 90.0  # a request still open by then counts as hanging
 REST_SECONDS = 60.0
-RETRY_SECONDS = 0.5  # for clients that find no server
-START_SHARE = 0.3  # of the acts that fall into a start are made then; the others wait for its end
+RETRY_SECONDS = 0.5  # for clients while the server is down
+START_SHARE = 0.3  # share of actions that are run during a start instead of being skipped
 CLOCK_STEPS = (0, 3600, -3600, 86_400, -86_400, 10 * 365 * 86_400, -5 * 365 * 86_400)
 CROWD = 200  # connections that send nothing
 LONG = {"prompt": TEXT, "max_tokens": 900, "ignore_eos": True, "stream": True}
 
 
 class ChaosTraffic(Traffic):
-    """Requests may end with an error or a closed connection. They may not hang, nor get an answer that is wrong."""
+    """Requests may end with an error or a closed connection, but must not hang or get a wrong response."""
 
-    async def send(self, shot: Shot) -> None:
+    async def send(self, request: SoakRequest) -> None:
         before = self.tally.outcomes["unreachable"]
-        await super().send(shot)
+        await super().send(request)
         if self.tally.outcomes["unreachable"] > before:
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _broken(self, why: str) -> None:
+    def _record_failure(self, why: str) -> None:
         if why == "timeout":
-            self.tally.note("failed", why)
+            self.tally.record("failed", why)
         else:
-            self.tally.note("unreachable" if why.startswith("ConnectionRefusedError") else "ended")
+            self.tally.record("unreachable" if why.startswith("ConnectionRefusedError") else "ended")
 
-    def _judge(self, shot: Shot, status: int, reader: Any, whole: bytes) -> None:
-        cut = shot.stream and status == 200 and (reader.error is not None or not reader.finished)
+    def _check_response(self, request: SoakRequest, status: int, reader: Any, whole: bytes) -> None:
+        cut = request.stream and status == 200 and (reader.error is not None or not reader.finished)
         if cut or status in (503, 504):
-            self.tally.note("ended")
+            self.tally.record("ended")
         else:
-            super()._judge(shot, status, reader, whole)
+            super()._check_response(request, status, reader, whole)
 
 
 class Chaos:
-    """What is done to the server and in what order, by a seed."""
+    """Actions against the server, in an order given by a seed."""
 
     def __init__(self, server: ChaosServer, rng: random.Random, descriptors: int) -> None:
         self.server = server
         self.rng = rng
         self.done: Counter[str] = Counter()
-        self.events: list[tuple[float, str]] = []  # seconds after the start, and what was done
+        self.events: list[tuple[float, str]] = []  # seconds after the start, and the action
         self._began = time.perf_counter()
-        self.calm = asyncio.Event()  # set when nothing more is to be done
+        self.calm = asyncio.Event()  # set at the end: no more actions
         self._clients: set[asyncio.Task[None]] = set()
-        self._surroundings = (
-            Surroundings("fair"),
-            Surroundings("two API processes", api_servers=2),
-            Surroundings("few descriptors", descriptors=descriptors),
-            Surroundings("full disk", full_disk=True),
-            Surroundings("two API processes, few descriptors", api_servers=2, descriptors=descriptors),
+        self._conditions = (
+            Conditions("fair"),
+            Conditions("two API processes", api_servers=2),
+            Conditions("few descriptors", descriptors=descriptors),
+            Conditions("full disk", full_disk=True),
+            Conditions("two API processes, few descriptors", api_servers=2, descriptors=descriptors),
         )
-        self._order: list[Surroundings] = []
+        self._order: list[Conditions] = []
         actions: dict[str, Callable[[], Awaitable[None]]] = {
             "kill engine": lambda: self._kill("engine"),
             "kill API": lambda: self._kill("api"),
@@ -84,7 +84,7 @@ class Chaos:
             "stop engine": lambda: self._stop("engine"),
             "stop API": lambda: self._stop("api"),
             "slow clients": self._slow_clients,
-            "clients that never read": self._deaf_clients,
+            "clients that never read": self._clients_that_never_read,
             "crowd": self._crowd,
         }
         if server.clock.available:
@@ -92,14 +92,14 @@ class Chaos:
         self._actions = actions
         self._next: list[str] = []
 
-    def surroundings(self) -> Surroundings:
-        """Each once before any comes again."""
+    def conditions(self) -> Conditions:
+        """Each once before any repeats."""
         if not self._order:
-            self._order = self.rng.sample(self._surroundings, len(self._surroundings))
+            self._order = self.rng.sample(self._conditions, len(self._conditions))
         return self._order.pop()
 
     async def keep_running(self) -> None:
-        """Start the server again whenever it has ended."""
+        """Restart the server whenever it has exited."""
         while not self.calm.is_set():
             if not self.server.running:
                 await asyncio.to_thread(self.restart)
@@ -107,16 +107,16 @@ class Chaos:
 
     def restart(self) -> None:
         self.server.wait()
-        surroundings = self.surroundings()
-        self._note(f"start: {surroundings.name}")
-        self.server.start(surroundings)
-        self._note("healthy" if self.server.running else "ended in its start")
+        conditions = self.conditions()
+        self._log_event(f"start: {conditions.name}")
+        self.server.start(conditions)
+        self._log_event("healthy" if self.server.running else "exited during start")
 
-    def _note(self, event: str) -> None:
+    def _log_event(self, event: str) -> None:
         self.events.append((round(time.perf_counter() - self._began, 2), event))
 
     async def run(self, interval: float) -> None:
-        """An action about every `interval` seconds, each once before any comes again."""
+        """An action about every `interval` seconds, each once before any repeats."""
         while not self.calm.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.calm.wait(), interval * self.rng.uniform(0.5, 1.5))
@@ -127,8 +127,8 @@ class Chaos:
             if not self._next:
                 self._next = self.rng.sample(list(self._actions), len(self._actions))
             name = self._next.pop()
-            self._note(name)
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            self._log_event(name)
+            with contextlib.suppress(ProcessLookupError):  # it exited by itself
                 await self._actions[name]()
                 self.done[name] += 1
 
@@ -156,23 +156,23 @@ class Chaos:
 
     async def _slow_clients(self) -> None:
         for _ in range(4):
-            self._begin(self._read_slowly(seconds=15))
+            self._start_client(self._read_slowly(seconds=15))
 
-    async def _deaf_clients(self) -> None:
+    async def _clients_that_never_read(self) -> None:
         for _ in range(4):
-            self._begin(self._hold(self.server.target.message("POST", COMPLETIONS, LONG), seconds=10))
+            self._start_client(self._hold(self.server.target.message("POST", COMPLETIONS, LONG), seconds=10))
 
     async def _crowd(self) -> None:
         for _ in range(CROWD):
-            self._begin(self._hold(b"", seconds=3))
+            self._start_client(self._hold(b"", seconds=3))
 
-    def _begin(self, client: Any) -> None:
+    def _start_client(self, client: Any) -> None:
         task = asyncio.create_task(client)
         self._clients.add(task)
         task.add_done_callback(self._clients.discard)
 
     async def _read_slowly(self, seconds: float) -> None:
-        """A byte a second, then gone."""
+        """Read a byte per second, then disconnect."""
         with contextlib.suppress(OSError, TimeoutError):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port, limit=1)
             try:
@@ -184,7 +184,7 @@ class Chaos:
                 writer.transport.abort()
 
     async def _hold(self, message: bytes, seconds: float) -> None:
-        """Sends, never reads, then gone."""
+        """Send, never read, then disconnect."""
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection("127.0.0.1", self.server.port, limit=1)
             try:
@@ -196,12 +196,12 @@ class Chaos:
 
 
 def run_chaos(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    options = {"dtype": "float32"} | options  # in which the size of a batch does not change what is greedily chosen
+    options = {"dtype": "float32"} | options  # greedy tokens then do not depend on the batch size
     rng = random.Random(args.chaos_seed)
     with temporary_folder() as folder:
         server = ChaosServer(options, shlex.split(args.server_args), Path(folder))
         try:
-            server.start(Surroundings("fair"))
+            server.start(Conditions("fair"))
             began = time.perf_counter()
             details = asyncio.run(_run(args, server, rng))
             seconds = time.perf_counter() - began
@@ -266,7 +266,7 @@ async def _run(args: argparse.Namespace, server: ChaosServer, rng: random.Random
 
 
 async def _at_rest(chaos: Chaos, target: Target) -> tuple[list[str], dict[str, Any]]:
-    """What the last server still holds once there is nothing more to do. It may be about to end from the last act."""
+    """What the last server still holds when idle. It may be about to exit from the last action."""
     from quire.bench.internal.soak.command import leftovers, read_state
 
     deadline = time.monotonic() + REST_SECONDS
@@ -277,7 +277,7 @@ async def _at_rest(chaos: Chaos, target: Target) -> tuple[list[str], dict[str, A
         try:
             state = await read_state(target)
         except (OSError, ValueError) as error:
-            found, state = [f"the server does not answer: {error}"], {}
+            found, state = [f"the server does not respond: {error}"], {}
         else:
             found = leftovers(state)
         if not found or time.monotonic() > deadline:
@@ -291,5 +291,5 @@ def _text(report: Report, details: dict[str, Any]) -> str:
     lines.append(f"  afterwards: {details['state_afterwards']}")
     lines += [f"  PROBLEM: {problem}" for problem in details["problems"]]
     if not details["problems"]:
-        lines.append("  nothing was lost, mixed up or left behind")
+        lines.append("  nothing was lost, mixed up or leaked")
     return "\n".join(lines)

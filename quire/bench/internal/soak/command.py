@@ -1,7 +1,7 @@
-"""`quire bench soak`: minutes of mixed traffic with clients that leave, then a look at what is left behind.
+"""`quire bench soak`: minutes of mixed traffic with clients that disconnect, then a check for leaks.
 
-It fails, with exit code 1, if a request is unaccounted for or went wrong, if the engine still holds a request or a
-block afterwards, if the server logged a traceback, or if a process's memory grew after the warm-up.
+It fails, with exit code 1, if a request is unaccounted for or failed, if the engine still holds a request or a block
+afterwards, if the server logged a traceback, or if a process's memory grew after the warm-up.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from quire.bench.machine import describe_machine
 from quire.bench.processes import Process, server_processes
 from quire.bench.report import Metric, Report
 from quire.bench.serve_child import ServerChild, serving
-from quire.bench.serve_client import Target, ask
+from quire.bench.serve_client import Target, fetch
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, number, whole_number
 
-IDLE_SECONDS = 30.0  # in which an engine without requests must come to rest
+IDLE_SECONDS = 30.0  # within which an engine without requests must be idle
 MEGABYTE = 1e6
-# Small enough that all of the KV cache is in use within the warm-up: its pages count as memory once touched. What else
-# fills up and then stays is torch's store of compiled matrix products, one for each number of rows that was seen.
+# Small enough that the warm-up touches the whole KV cache, whose pages count as memory from then on. torch's cache of
+# compiled matmuls, one per number of rows, fills up in the warm-up too.
 DEFAULTS = {"num_gpu_blocks_override": 512, "max_model_len": 1024}
-MIN_SAMPLES = 8  # for a growth that means something
+MIN_SAMPLES = 8  # for a meaningful growth
 
 
 def parser() -> FlagParser:
-    parser = FlagParser(prog="quire bench soak", description="Mixed traffic on a server; nothing may be left behind.")
+    parser = FlagParser(prog="quire bench soak", description="Mixed traffic on a server; nothing may leak.")
     add_model_argument(parser)
     group = parser.add_argument_group("Soak")
 
@@ -42,15 +42,15 @@ def parser() -> FlagParser:
 
     add("--minutes", 10.0, "how long requests are sent")
     add("--concurrency", 8, "clients, each with one request at a time", positive)
-    add("--disconnects", 0.1, "part of the requests whose client leaves")
-    add("--warm-up", 0.5, "part of the time before memory is judged")
-    add("--sample-seconds", 5.0, "between two looks at memory")
-    add("--max-growth", 1.0, "most megabytes per minute that a process may grow")
-    add("--seed", 0, "of the traffic", whole_number)
+    add("--disconnects", 0.1, "fraction of requests whose client disconnects")
+    add("--warm-up", 0.5, "fraction of the time before memory growth is measured")
+    add("--sample-seconds", 5.0, "between two memory samples")
+    add("--max-growth", 1.0, "maximum growth of a process in megabytes per minute")
+    add("--seed", 0, "seed of the traffic", whole_number)
     group.add_argument("--chaos", action="store_true", help="kill, stop and starve the server's processes meanwhile")
-    add("--chaos-interval", 10.0, "seconds between two acts of chaos, about")
-    add("--chaos-seed", 0, "of the acts and their order", whole_number)
-    add("--chaos-descriptors", 128, "open files that a server gets where they are few", positive)
+    add("--chaos-interval", 10.0, "mean seconds between chaos actions")
+    add("--chaos-seed", 0, "seed of the actions", whole_number)
+    add("--chaos-descriptors", 128, "open-file limit in runs with few descriptors", positive)
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     group.add_argument("--result-file", metavar="FILE", help="write the JSON to this file")
@@ -70,9 +70,9 @@ class Memory:
         self.times.append(at)
         self.resident.append([process.resident_bytes() for process in self.processes])
 
-    def judged(self, warm_up: float) -> list[dict[str, Any]]:
+    def growth_report(self, warm_up: float) -> list[dict[str, Any]]:
         """Per process, in megabytes. Growth is from the highest before the end of the warm-up to the highest after it:
-        an allocator gives memory back and takes it again, and only a leak raises the peaks."""
+        an allocator returns memory and allocates it again; only a leak raises the peaks."""
         found = []
         minutes = np.array(self.times) / 60
         for i, process in enumerate(self.processes):
@@ -109,13 +109,13 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - began
         problems = _problems(args, tally, state, memory, child)
 
-    judged = memory.judged(args.warm_up)
+    growth_report = memory.growth_report(args.warm_up)
     metrics = [
         Metric("requests", "/s", [tally.sent / seconds]),
         Metric("output", "tok/s", [tally.output_tokens / seconds]),
         *(
             Metric(f"{one['role']} memory growth", "MB/min", [one["growth_mb_per_minute"]], lower_is_better=True)
-            for one in judged
+            for one in growth_report
             if one["growth_mb_per_minute"] is not None
         ),
     ]
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         "sent": tally.sent,
         "outcomes": dict(tally.outcomes),
         "failures": dict(tally.failures),
-        "memory": judged,
+        "memory": growth_report,
         "memory_samples": {
             "seconds": [round(at, 2) for at in memory.times],
             "resident_mb": [[round(size / MEGABYTE, 2) for size in row] for row in memory.resident],
@@ -149,13 +149,13 @@ async def _soak(args: argparse.Namespace, target: Target, memory: Memory) -> tup
         memory.sample(time.perf_counter() - began)
         await asyncio.wait({task}, timeout=args.sample_seconds)
     await task
-    state = await _resting(target)
+    state = await _idle_state(target)
     memory.sample(time.perf_counter() - began)
     return traffic.tally, state
 
 
-async def _resting(target: Target) -> dict[str, Any]:
-    """The server's state as soon as it holds nothing, or what it still holds after a while."""
+async def _idle_state(target: Target) -> dict[str, Any]:
+    """The server's state once it holds nothing, or after IDLE_SECONDS."""
     deadline = time.monotonic() + IDLE_SECONDS
     while True:
         state = await read_state(target)
@@ -165,9 +165,9 @@ async def _resting(target: Target) -> dict[str, Any]:
 
 
 async def read_state(target: Target) -> dict[str, Any]:
-    status, body = await ask(target, "GET", "/server_info")
+    status, body = await fetch(target, "GET", "/server_info")
     if status != 200:
-        raise ValueError(f"/server_info answers with status {status}")
+        raise ValueError(f"/server_info returns status {status}")
     state: dict[str, Any] = json.loads(body)["state"]
     return state
 
@@ -191,8 +191,8 @@ def _problems(
         found.append(f"the server ended with exit code {child.process.returncode}")
     tracebacks = child.log.read_text("utf-8", "replace").count("Traceback (most recent call last)")
     if tracebacks:
-        found.append(f"{tracebacks} tracebacks in the server's log:\n{child.last_words()}")
-    for one in memory.judged(args.warm_up):
+        found.append(f"{tracebacks} tracebacks in the server's log:\n{child.log_tail()}")
+    for one in memory.growth_report(args.warm_up):
         growth = one["growth_mb_per_minute"]
         if growth is not None and growth > args.max_growth:
             limit = f"--max-growth {args.max_growth:g}"
@@ -208,5 +208,5 @@ def _text(report: Report, details: dict[str, Any]) -> str:
             f"{one['last_mb']:.1f} at last"
         )
     lines.append(f"  afterwards: {details['state_afterwards']}")
-    lines += [f"  PROBLEM: {problem}" for problem in details["problems"]] or ["  nothing was left behind"]
+    lines += [f"  PROBLEM: {problem}" for problem in details["problems"]] or ["  nothing leaked"]
     return "\n".join(lines)

@@ -1,17 +1,17 @@
-"""Requests of the soak whose answers are known, to see that no request gets another's answer."""
+"""Soak requests with known responses, to detect a response that belongs to another request."""
 
 import asyncio
 from collections import Counter
 
 import msgspec
 
-from quire.bench.serve_client import Target, ask
+from quire.bench.serve_client import Target, fetch
 
 SUBJECTS = ("Paris", "the Moon", "seven", "rain", "a violin", "Monday", "an old bridge", "salt", "chess", "winter")
 PROMPTS = tuple(f"Question {i}: what do you know about {subject}?\nAnswer:" for i, subject in enumerate(SUBJECTS))
 OUTPUT_TOKENS = 16
-SAME = 4  # equal tokens at the beginning make it the other's answer
-MAX_DRIFTED = 0.05  # batches of other sizes round otherwise, which may turn a choice between two that are nearly equal
+SAME = 4  # this many equal first tokens identify a response
+MAX_DRIFTED = 0.05  # rounding depends on the batch size, which may flip a near tie
 
 
 class Choice(msgspec.Struct):
@@ -19,7 +19,7 @@ class Choice(msgspec.Struct):
     token_ids: list[int]
 
 
-class Answer(msgspec.Struct):
+class CompletionResponse(msgspec.Struct):
     choices: list[Choice]
 
 
@@ -31,12 +31,12 @@ class Probe:
         self.known: list[list[int]] = []
 
     async def learn(self) -> None:
-        """Each answer by itself, before anything happens."""
+        """Record each expected response, one at a time, before the chaos."""
         for prompt in PROMPTS:
-            status, body = await ask(self.target, "POST", "/v1/completions", self._body(prompt))
+            status, body = await fetch(self.target, "POST", "/v1/completions", self._body(prompt))
             if status != 200:
-                raise ValueError(f"a probe is answered with status {status}: {body[:200]!r}")
-            self.known.append(msgspec.json.decode(body, type=Answer).choices[0].token_ids)
+                raise ValueError(f"a probe returned status {status}: {body[:200]!r}")
+            self.known.append(msgspec.json.decode(body, type=CompletionResponse).choices[0].token_ids)
 
     async def run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -47,7 +47,7 @@ class Probe:
     async def _one(self, i: int) -> None:
         self.sent += 1
         try:
-            status, body = await ask(self.target, "POST", "/v1/completions", self._body(PROMPTS[i]))
+            status, body = await fetch(self.target, "POST", "/v1/completions", self._body(PROMPTS[i]))
         except TimeoutError:
             self.outcomes["hanging"] += 1
         except ConnectionRefusedError:
@@ -55,17 +55,17 @@ class Probe:
         except OSError:
             self.outcomes["ended"] += 1
         else:
-            self.outcomes[self.judged(i, status, body)] += 1
+            self.outcomes[self.classify(i, status, body)] += 1
 
-    def judged(self, i: int, status: int, body: bytes) -> str:
+    def classify(self, i: int, status: int, body: bytes) -> str:
         if status in (503, 504):
             return "ended"
         if status != 200:
             return f"status {status}"
-        answer = msgspec.json.decode(body, type=Answer).choices[0]
-        if not answer.text.startswith(PROMPTS[i]):
+        response = msgspec.json.decode(body, type=CompletionResponse).choices[0]
+        if not response.text.startswith(PROMPTS[i]):
             return "mixed up"
-        tokens = answer.token_ids
+        tokens = response.token_ids
         if tokens == self.known[i]:
             return "right"
         others = [known for j, known in enumerate(self.known) if j != i and known[:SAME] != self.known[i][:SAME]]
@@ -75,7 +75,7 @@ class Probe:
         wrong = [name for name in self.outcomes if name not in ("right", "drifted", "ended", "unreachable")]
         found = [f"{self.outcomes[name]} probes: {name}" for name in wrong]
         if self.outcomes["drifted"] > MAX_DRIFTED * self.sent:
-            found.append(f"{self.outcomes['drifted']} of {self.sent} probes differ from their first answer")
+            found.append(f"{self.outcomes['drifted']} of {self.sent} probes differ from their first response")
         if sum(self.outcomes.values()) != self.sent:
             found.append(f"{self.sent} probes were sent, {sum(self.outcomes.values())} accounted for")
         return found

@@ -1,5 +1,4 @@
-"""A server for the soak with chaos: in bad surroundings, and started again whenever it has ended, as a service manager
-would."""
+"""The server of the chaos soak: run under adverse conditions, and restarted after every exit."""
 
 import asyncio
 import os
@@ -19,22 +18,22 @@ from typing import Any
 
 from quire.bench.processes import Process, server_processes
 from quire.bench.serve_child import as_flags, free_port
-from quire.bench.serve_client import Target, ask
+from quire.bench.serve_client import Target, fetch
 from quire.config.environment import process_environment
 
 START_SECONDS = 300.0
-END_SECONDS = 60.0  # a server whose engine is gone, or that was told to, must have ended by then
+END_SECONDS = 60.0  # a server must exit within this after a signal or its engine's death
 POLL_SECONDS = 0.05
 CLOCK_SOURCE = Path(__file__).with_name("wall_clock.c")
 SHARED_MEMORY = re.compile(r"quire|psm_|torch_")
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Conditions:
     name: str
     api_servers: int = 1
-    descriptors: int | None = None  # most open files of a process
-    full_disk: bool = False  # neither log nor cache can be written
+    descriptors: int | None = None  # open-file limit
+    full_disk: bool = False  # neither logs nor caches can be written
 
 
 class ChaosServer:
@@ -43,9 +42,9 @@ class ChaosServer:
         self.port = free_port()
         self.target = Target(f"http://127.0.0.1:{self.port}", timeout=10)
         self.process: subprocess.Popen[bytes] | None = None
-        self.surroundings = Surroundings("fair")
+        self.conditions = Conditions("fair")
         self.starts = 0
-        self.healthy = False  # it has been, since its last start
+        self.healthy = False  # was healthy since its last start
         self.problems: list[str] = []
         self._command = [sys.executable, "-m", "quire", "serve", "--port", str(self.port), "--no-access-log"]
         self._command += ["--enable-admin", "--shutdown-timeout", "5", *as_flags(options), *flags]
@@ -53,41 +52,41 @@ class ChaosServer:
         self._temporary.mkdir()
         self._log = folder / "log"
         self._descriptors: dict[int, int] = {}  # by process, at the start
-        self._seen: dict[int, str] = {}  # every process that there was, and when it began
+        self._seen: dict[int, str] = {}  # start time of every process seen
         self._shared = _shared_memory()
         self._disturbed = False
         self.clock = WallClock(folder)
 
-    def start(self, surroundings: Surroundings) -> None:
-        """Returns when it is healthy, or has been ended by a signal of ours before."""
-        self.surroundings = surroundings
+    def start(self, conditions: Conditions) -> None:
+        """Returns once it is healthy, or has exited from a signal of ours."""
+        self.conditions = conditions
         self.starts += 1
         self._disturbed = self.healthy = False
         environment = process_environment({"TMPDIR": str(self._temporary)} | self.clock.environment())
         log = self._log
-        if surroundings.full_disk:
+        if conditions.full_disk:
             environment["XDG_CACHE_HOME"] = "/dev/full"
             log = Path("/dev/full")
         with log.open("ab") as out:
-            command = [*self._command, "--api-server-count", str(surroundings.api_servers)]
+            command = [*self._command, "--api-server-count", str(conditions.api_servers)]
             self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment)
-        if surroundings.descriptors is not None:
+        if conditions.descriptors is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (surroundings.descriptors, hard))
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (conditions.descriptors, hard))
         deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
+        while not self._is_healthy():
             ended = self.process.poll() is not None
             if ended and self._disturbed:
                 return
             if ended or time.monotonic() > deadline:
-                raise ValueError(f"the server did not start ({surroundings.name}):\n{self.last_words()}")
+                raise ValueError(f"the server did not start ({conditions.name}):\n{self.log_tail()}")
             time.sleep(POLL_SECONDS)
         self._descriptors = {one.pid: _descriptors(one.pid) for one in self.processes()}
         self.healthy = True
 
-    def _answers(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
-            return asyncio.run(ask(self.target, "GET", "/health"))[0] == 200
+            return asyncio.run(fetch(self.target, "GET", "/health"))[0] == 200
         except (OSError, TimeoutError):
             return False
 
@@ -103,7 +102,7 @@ class ChaosServer:
         return found
 
     def send(self, role: str, number: int) -> Process | None:
-        """A signal to a process of that role: "main" or those of `Process`."""
+        """Send a signal to a process with this role: "main" or one of `Process`."""
         found = self.processes()
         chosen = found[:1] if role == "main" else [one for one in found if one.role == role]
         if not chosen:
@@ -117,12 +116,12 @@ class ChaosServer:
         os.kill(one.pid, number)
 
     def wait(self) -> None:
-        """For the end, and for that of its children."""
+        """Wait for the exit of the server and its children."""
         assert self.process is not None
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self.problems.append(f"the server did not end within {END_SECONDS:g} s ({self.surroundings.name})")
+            self.problems.append(f"the server did not end within {END_SECONDS:g} s ({self.conditions.name})")
             self.process.kill()
             self.process.wait()
         deadline = time.monotonic() + END_SECONDS
@@ -144,14 +143,14 @@ class ChaosServer:
             self.wait()
 
     def check_descriptors(self) -> None:
-        """Those of a server at rest are as many as it began with; a few more for what is opened at first use."""
+        """An idle server has as many as at its start, plus a few opened at first use."""
         for one in self.processes():
             before, now = self._descriptors.get(one.pid), _descriptors(one.pid)
             if before is not None and now > before + 16:
                 self.problems.append(f"the {one.role} process has {now} open files; it began with {before}")
 
     def check_leftovers(self) -> None:
-        """Of all servers that there were."""
+        """Files and shared memory left by any server of the run."""
         left = sorted(path.name for path in self._temporary.iterdir())
         if left:
             self.problems.append(f"temporary files are left: {', '.join(left[:5])}")
@@ -162,12 +161,12 @@ class ChaosServer:
     def log(self) -> str:
         return self._log.read_text("utf-8", "replace") if self._log.is_file() else ""
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return "\n".join(self.log().splitlines()[-15:])
 
 
 class WallClock:
-    """The wall clock as the server sees it, where a compiler is there to make that possible."""
+    """Shifts the server's wall clock through LD_PRELOAD; needs a C compiler."""
 
     def __init__(self, folder: Path) -> None:
         self._offset = folder / "clock"
@@ -189,7 +188,7 @@ class WallClock:
 
 
 def _began(pid: int) -> str:
-    """When a process began; empty if it has ended."""
+    """A process's start time; empty if it has exited."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Telling a model's reasoning from its answer."""
+"""Separates a model's reasoning from the content of its response."""
 
 from quire.entrypoints.parsers.reasoning.formats import FORMATS
 from quire.entrypoints.parsers.reasoning.registry import ReasoningFormat, reasoning_format

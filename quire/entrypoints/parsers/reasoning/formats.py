@@ -1,7 +1,7 @@
 """The formats that `--reasoning-parser` knows, under vLLM's names.
 
 Most chat templates write the start tag, or an empty pair of tags where thinking is switched off, at the end of the
-prompt; TagFormat.is_open() sees that. `implied` is for models that begin to think without a word about it.
+prompt; TagFormat.is_open() sees that. `implied` is for models that start reasoning without a start tag.
 """
 
 from quire.entrypoints.parsers.reasoning.tags import TagFormat
@@ -26,7 +26,7 @@ FORMATS: dict[str, TagFormat] = {
     "mistral": TagFormat(starts=("[THINK]",), ends=("[/THINK]",)),
     "nemotron_v3": THINK,
     "olmo3": IMPLIED,
-    # Qwen3.5 may call a tool without ending its thoughts.
+    # Qwen3.5 may call a tool without an end tag.
     "qwen3": TagFormat(ends_before=("<tool_call>\n<function=",)),
     "seed_oss": TagFormat(starts=("<seed:think>",), ends=("</seed:think>",), implied=True),
     "step3": IMPLIED,

@@ -1,11 +1,11 @@
-"""Finding fixed texts in a text that comes in pieces."""
+"""Searches streamed text for fixed markers."""
 
 from collections.abc import Sequence
 
 
 class MarkerSearch:
-    """The first of several markers. Text goes out as soon as it cannot be part of one, so what is kept is always
-    shorter than the longest marker."""
+    """Finds the first of several markers. Text that cannot be part of a marker is returned at once, so the held-back
+    text is always shorter than the longest marker."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         self.markers = tuple(markers)
@@ -20,18 +20,18 @@ class MarkerSearch:
         if found is not None:
             at, _, marker = found
             return text[:at], marker, text[at + len(marker) :]
-        kept = self._kept(text)
-        if kept:
-            self.held = text[-kept:]
-            return text[:-kept], None, ""
+        length = self._held_length(text)
+        if length:
+            self.held = text[-length:]
+            return text[:-length], None, ""
         return text, None, ""
 
     def finish(self) -> str:
         held, self.held = self.held, ""
         return held
 
-    def _kept(self, text: str) -> int:
-        """Length of the longest end of the text that begins a marker."""
+    def _held_length(self, text: str) -> int:
+        """Length of the longest suffix of the text that is a prefix of a marker."""
         for length in range(min(self.longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(marker.startswith(end) for marker in self.markers):

@@ -1,4 +1,4 @@
-"""Reasoning formats by name, or by import path where they are somebody's own."""
+"""Reasoning formats by name, or by import path for custom ones."""
 
 import importlib
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ class ReasoningFormat(Protocol):
 
     @property
     def end(self) -> str:
-        """What ends the reasoning; forced when a thinking budget is used up."""
+        """The end tag; forced when the thinking budget is exhausted."""
         ...
 
     @property
     def end_markers(self) -> Sequence[str]:
-        """All texts with which reasoning is over."""
+        """All texts that end the reasoning."""
         ...
 
     @property
     def markers(self) -> Sequence[str]:
-        """Texts that the parser has to see even where the tokenizer calls them special tokens."""
+        """Texts that must not be skipped as special tokens."""
         ...
 
-    def is_open(self, prompt: str, goes_on: bool = False) -> bool | None:
-        """Whether an answer to this prompt begins inside the reasoning, after it, or decides that itself (None)."""
+    def is_open(self, prompt: str, continues: bool = False) -> bool | None:
+        """Whether a response to this prompt starts inside the reasoning (True), after it (False), or either (None)."""
         ...
 
     def parser(self, open: bool | None) -> TextParser:
-        """A new parser for one answer."""
+        """A new parser for one response."""
         ...
 
 
@@ -52,5 +52,5 @@ def reasoning_format(name: str) -> ReasoningFormat:
         raise ValueError(f"--reasoning-parser {name} cannot be imported: {error}") from error
     if not isinstance(found, ReasoningFormat):
         needed = "start, end, end_markers, markers, is_open() and parser()"
-        raise ValueError(f"--reasoning-parser {name} is no reasoning format; it needs {needed}, as a TagFormat has")
+        raise ValueError(f"--reasoning-parser {name} is not a reasoning format; it needs {needed}, as a TagFormat has")
     return found

@@ -1,4 +1,4 @@
-"""Reasoning between two tags, which is how nearly all models write it."""
+"""Reasoning between a start and an end tag, the format of nearly all models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from quire.entrypoints.parsers.base import ParsedDelta, TextParser
 from quire.entrypoints.parsers.reasoning.markers import MarkerSearch
 
-MAX_BLANK = 32  # characters before a start tag; more of them are an answer
+MAX_BLANK = 32  # white-space characters before a start tag; more are content
 
 
 @dataclass(frozen=True)
 class TagFormat:
-    """How a family of models marks its reasoning; several spellings of a tag mean the same.
+    """How a model family marks its reasoning; a tag may have several spellings.
 
-    Reasoning comes first and only once: a start tag later in the answer is text. Where the end tag never comes, all
-    that followed the start is reasoning.
+    Reasoning comes first and only once: a later start tag is content. Without an end tag, everything after the start
+    is reasoning.
     """
 
     starts: tuple[str, ...] = ("<think>",)
     ends: tuple[str, ...] = ("</think>",)
     implied: bool = False  # reasoning begins with the first character, whether or not the tag is written
-    ends_before: tuple[str, ...] = ()  # texts that end the reasoning too, but belong to the answer
-    closing: tuple[str, ...] = ()  # left out of the answer
+    ends_before: tuple[str, ...] = ()  # texts that also end the reasoning, but belong to the content
+    closing: tuple[str, ...] = ()  # removed from the content
 
     def __post_init__(self) -> None:
         for tags in (self.starts, self.end_markers, self.closing):
@@ -45,20 +45,20 @@ class TagFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What the text must hold even where the tokenizer calls it a special token."""
+        """Texts that must not be skipped as special tokens."""
         return (*self.starts, *self.end_markers, *self.closing)
 
-    def is_open(self, prompt: str, goes_on: bool = False) -> bool | None:
-        """Whether an answer to this prompt begins inside the reasoning (the chat template wrote the start tag), begins
-        after it (the template wrote an empty one), or decides that itself: None.
+    def is_open(self, prompt: str, continues: bool = False) -> bool | None:
+        """Whether a response to this prompt starts inside the reasoning (the chat template wrote the start tag), after
+        it (the template wrote an empty pair), or either: None.
 
-        `goes_on`: the prompt ends within an answer, after any text."""
+        `continues`: the prompt ends inside a response that is to be continued."""
         end = prompt.rstrip()
         if end.endswith(_stripped(self.starts)):
             return True
         if end.endswith(_stripped(self.ends)):
             return False
-        if goes_on:
+        if continues:
             started, ended = _last(prompt, self.starts), _last(prompt, self.ends)
             return started > ended
         return True if self.implied else None
@@ -69,32 +69,32 @@ class TagFormat:
 
 class TagParser:
     def __init__(self, format: TagFormat, open: bool | None) -> None:
-        """`open`: as TagFormat.is_open() says."""
+        """`open`: the result of TagFormat.is_open()."""
         self._undecided = open is not False
         self._needs_start = open is None
         self._format = format
-        self._begun = ""  # the first characters, until it is known whether they are a start tag
+        self._held_start = ""  # the first characters, while they may be a start tag
         self._ends = MarkerSearch(format.end_markers)
         self._closing = MarkerSearch(format.closing)
         self.reasoning = not self._needs_start and self._undecided
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta:
         if self._undecided:
-            text = self._opened(text)
+            text = self._after_start_tag(text)
         if not text:
             return ParsedDelta()
-        return self._inside(text) if self.reasoning else ParsedDelta(content=self._answer(text))
+        return self._reasoning_text(text) if self.reasoning else ParsedDelta(content=self._content(text))
 
     def finish(self) -> ParsedDelta:
-        begun, self._begun = self._begun, ""
+        begun, self._held_start = self._held_start, ""
         if self.reasoning:
             return ParsedDelta(reasoning=begun + self._ends.finish())
-        return ParsedDelta(content=self._answer(begun) + self._closing.finish())
+        return ParsedDelta(content=self._content(begun) + self._closing.finish())
 
-    def _opened(self, text: str) -> str:
-        """What is left once it is known whether the text begins with a start tag."""
-        text = self._begun + text
-        self._begun = ""
+    def _after_start_tag(self, text: str) -> str:
+        """The text after the start tag, if any; "" while undecided."""
+        text = self._held_start + text
+        self._held_start = ""
         begin = text.lstrip()
         if len(text) - len(begin) <= MAX_BLANK:
             for start in self._format.starts:
@@ -102,21 +102,21 @@ class TagParser:
                     self._undecided, self.reasoning = False, True
                     return begin[len(start) :]
             if any(start.startswith(begin) for start in self._format.starts):
-                self._begun = text
+                self._held_start = text
                 return ""
         self._undecided = False
         return text
 
-    def _inside(self, text: str) -> ParsedDelta:
+    def _reasoning_text(self, text: str) -> ParsedDelta:
         before, marker, after = self._ends.feed(text)
         if marker is None:
             return ParsedDelta(reasoning=before)
         self.reasoning = False
         if marker in self._format.ends_before:
             after = marker + after
-        return ParsedDelta(self._answer(after), before)
+        return ParsedDelta(self._content(after), before)
 
-    def _answer(self, text: str) -> str:
+    def _content(self, text: str) -> str:
         if not self._closing.markers or not text:
             return text
         parts = []

@@ -1,4 +1,4 @@
-"""Tool calls: what a request offers, and how each family of models writes a call."""
+"""Parsers of tool calls, one per format."""
 
 from quire.entrypoints.parsers.tools.base import ToolParser
 from quire.entrypoints.parsers.tools.registry import register_tool_parser

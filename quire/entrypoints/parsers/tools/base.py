@@ -1,4 +1,4 @@
-"""What the parsers of all formats share."""
+"""Base class of the tool-call parsers."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -8,26 +8,26 @@ from typing import Any, ClassVar
 from quire.entrypoints.parsers.base import ParsedDelta, ToolCallDelta
 from quire.entrypoints.parsers.tools.reader import Malformed, Reader, Reading
 
-MAX_NAME = 256  # characters; what is longer is not a function's name
-MAX_CALLS = 1024  # in one answer
+MAX_NAME = 256  # characters; longer text is not a function's name
+MAX_CALLS = 1024  # in one response
 
 
 class ToolParser(ABC):
-    """Reads generated text as it comes and splits tool calls from content.
+    """Splits generated text into content and tool calls, incrementally.
 
-    A subclass writes `steps` as if the whole text were in `self.reader`. What it says with `content`, `call` and
-    `arguments` goes to the client at once, so a call is begun only when it can no longer turn out to be plain text.
-    White space beside a call is layout, not content.
+    A subclass writes `steps` as if the whole text were in `self.reader`. What it emits with `content`, `call` and
+    `arguments` is sent to the client at once, so it must emit a call only once the text cannot be content any more.
+    White space next to a call is not content.
     """
 
-    markers: ClassVar[tuple[str, ...]] = ()  # texts it has to see even where the tokenizer calls them special tokens
+    markers: ClassVar[tuple[str, ...]] = ()  # texts that must not be skipped as special tokens
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         functions = [tool.get("function", tool) for tool in tools]
         self.schemas: dict[str, Mapping[str, Any]] = {f["name"]: f.get("parameters") or {} for f in functions}
         self.reader = Reader()
         self.num_calls = 0
-        # What was said since the last delta, in pieces: adding to a text again and again would copy it as often.
+        # Emitted since the last delta, as lists: repeated string concatenation would be quadratic.
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._arguments: list[str] = []  # of the last call
@@ -38,7 +38,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def steps(self) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Parse to the end of the text."""
 
     def new_id(self) -> str:
         return f"call_{uuid.uuid4().hex}"
@@ -47,7 +47,7 @@ class ToolParser(ABC):
         if text:
             self.reader.add(text)
             self._advance()
-        return self._taken()
+        return self._flush()
 
     def finish(self) -> ParsedDelta:
         self.reader.ended = True
@@ -55,19 +55,19 @@ class ToolParser(ABC):
         if self._space and not self._beside_call:
             self._content += self._space
         self._space.clear()
-        return self._taken()
+        return self._flush()
 
     def _advance(self) -> None:
         try:
             ended = self._steps is None or next(self._steps, self) is self
         except Malformed:
             ended = True
-            self.content(self.reader.give_back())
+            self.content(self.reader.rollback())
         if ended:
             self._steps = None
-            self.content(self.reader.take(len(self.reader.text) - self.reader.at))
+            self.content(self.reader.consume(len(self.reader.text) - self.reader.at))
 
-    def _taken(self) -> ParsedDelta:
+    def _flush(self) -> ParsedDelta:
         self._end_arguments()
         delta = ParsedDelta("".join(self._content), "".join(self._reasoning), self._calls)
         self._content, self._reasoning, self._calls = [], [], []
@@ -95,11 +95,11 @@ class ToolParser(ABC):
         self._reasoning.append(text)
 
     def call(self, name: str, id: str | None = None) -> None:
-        """Begin a call: from here on the client knows of it."""
+        """Start a call: it is sent to the client and cannot be revoked."""
         if self.num_calls >= MAX_CALLS:
             raise Malformed
         self._end_arguments()
-        self.reader.forget()
+        self.reader.commit()
         self._space.clear()
         self._beside_call = True
         self._calls.append(ToolCallDelta(self.num_calls, id or self.new_id(), name))
@@ -111,15 +111,15 @@ class ToolParser(ABC):
             self._arguments.append(text)
 
     def attempt(self, reading: Reading[None], kept: str = "") -> Reading[bool]:
-        """Read a call. What turns out to be none becomes content, `kept` (its opening marker) before it."""
-        self.reader.keep()
+        """Parse a call. If malformed, the text becomes content, preceded by its opening marker `kept`."""
+        self.reader.mark()
         before = self.num_calls
         try:
             yield from reading
         except Malformed:
             if self.num_calls == before:
                 self.content(kept)
-            self.content(self.reader.give_back())
+            self.content(self.reader.rollback())
             return False
-        self.reader.forget()
+        self.reader.commit()
         return True

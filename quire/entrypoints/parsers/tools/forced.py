@@ -1,4 +1,4 @@
-"""Answers that a grammar has made calls: see `request.ToolUse.schema`."""
+"""Parsers of calls that a grammar has forced: see `ToolUse.schema`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ class RequiredParser(JsonCallParser):
 
 
 class NamedParser(JsonCallParser):
-    """The arguments of the one function that was asked for."""
+    """The arguments of the function that tool_choice names."""
 
     def __init__(self, name: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)

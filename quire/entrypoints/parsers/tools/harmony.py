@@ -15,7 +15,7 @@ MAX_HEADER = 2 * MAX_NAME
 
 class HarmonyParser(JsonCallParser):
     """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>. The channel analysis is
-    reasoning; final, and commentary to nobody, are content."""
+    reasoning; final, and commentary without a recipient, are content."""
 
     STARTS = ("<|start|>", "<|channel|>")
     ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -30,7 +30,7 @@ class HarmonyParser(JsonCallParser):
             marker = yield from self.reader.until(*self.STARTS, emit=self.content)
 
     def addressed(self) -> Reading[None]:
-        """The prompt ends with the role, so an answer may begin with its recipient."""
+        """The prompt ends with the role, so a response may begin with its recipient."""
         to = yield from self.reader.match(TO, MAX_NAME)
         yield from self.reader.expect("<|channel|>")
         yield from self.message(f"{to}<|channel|>")
@@ -49,6 +49,6 @@ class HarmonyParser(JsonCallParser):
             return
         if channel is None:
             raise Malformed
-        reader.forget()
+        reader.commit()
         emit = self.reasoning if channel[1] == "analysis" else self.content
         yield from reader.until(*self.ENDS, emit=emit)

@@ -7,11 +7,11 @@ from quire.entrypoints.parsers.tools.base import MAX_NAME, ToolParser
 from quire.entrypoints.parsers.tools.reader import Emit, Malformed, Reading
 
 ARGUMENTS = ("arguments", "parameters")
-BESIDE = ("id", "type", "index")  # keys that plain answers do not have beside a name and arguments
+OTHER_KEYS = ("id", "type", "index")  # of a call; any other key means that an unmarked object is content
 
 
 class JsonCallParser(ToolParser):
-    """What reads such objects, one or a list of them."""
+    """Parses call objects, one or a list."""
 
     def offered(self, name: str) -> bool:
         return not self.schemas or name in self.schemas
@@ -21,7 +21,7 @@ class JsonCallParser(ToolParser):
         yield from self.call_members(marked)
 
     def call_members(self, marked: bool) -> Reading[None]:
-        """The rest of an object after its brace. One that no marker announces must look like a call in every way."""
+        """The rest of an object after its brace. An object without a marker must match a call in every key."""
         reader = self.reader
         name = early = None
         began = False
@@ -43,7 +43,7 @@ class JsonCallParser(ToolParser):
                     pieces: list[str] = []
                     yield from arguments_object(self, pieces.append)
                     early = "".join(pieces)
-            elif marked or key in BESIDE:
+            elif marked or key in OTHER_KEYS:
                 yield from json_text.value(reader, _ignore)
             else:
                 raise Malformed
@@ -62,7 +62,7 @@ class JsonCallParser(ToolParser):
         self.arguments("{}")
 
     def call_arguments(self, name: str, id: str | None = None) -> Reading[None]:
-        """Arguments of a call whose name is known: the call begins with their first character."""
+        """Arguments of a call whose name is known; emits the call at their first character."""
         char = yield from self.reader.peek()
         if char == "{":
             self.call(name, id)
@@ -80,7 +80,7 @@ class JsonCallParser(ToolParser):
             yield from reader.space()
             yield from self.call_object(marked)
             yield from reader.space()
-            reader.keep()
+            reader.mark()
             if (yield from reader.expect(",", "]")) == "]":
                 return
 
@@ -118,7 +118,7 @@ class MarkedJsonParser(JsonCallParser):
             before = self.num_calls
             whole = yield from self.attempt(self.marked(), marker)
             if not whole and self.num_calls > before and self.closes:
-                # The call was broken off: what is left of it is content, but its closing marker is not.
+                # The call is malformed: the rest of it is content, except its closing marker.
                 marker = yield from self.reader.until(self.closes, *self.opens, emit=self.content)
                 if marker != self.closes:
                     continue
@@ -137,7 +137,7 @@ class MarkedJsonParser(JsonCallParser):
                 return
             if (yield from reader.at_end()):
                 return
-            reader.keep()
+            reader.mark()
             if (yield from reader.peek()) != "{":
                 if self.closes:
                     raise Malformed
@@ -212,13 +212,13 @@ class Llama3JsonParser(JsonCallParser):
         yield from self.call_members(marked=tagged)
 
     def another(self) -> Reading[str]:
-        """The separator and brace of one more object, or "" where none follows."""
+        """The separator and brace of one more object, or ""."""
         reader = self.reader
-        reader.keep()
+        reader.mark()
         yield from reader.space()
         if (yield from reader.has(";", ",")):
             yield from reader.space()
             if (yield from reader.has("{")):
-                return reader.give_back()
-        self.content(reader.give_back())
+                return reader.rollback()
+        self.content(reader.rollback())
         return ""

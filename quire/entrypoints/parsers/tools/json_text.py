@@ -1,4 +1,4 @@
-"""JSON read as it comes: passed on piece by piece, and refused at the first character that cannot be."""
+"""Incremental JSON: emits the text as it is validated, and fails at the first invalid character."""
 
 import json
 import re
@@ -17,11 +17,11 @@ CLOSES = {"{": "}", "[": "]"}
 
 
 def value(reader: Reader, emit: Emit) -> Reading[None]:
-    """One value, its text as it is, but for control characters in strings: models write them, JSON wants an escape."""
+    """One value, its text unchanged except that control characters in strings are escaped, which models omit."""
     try:
         yield from _value(reader, emit)
     except Truncated:
-        emit(reader.take(len(reader.text) - reader.at))
+        emit(reader.consume(len(reader.text) - reader.at))
         raise
 
 
@@ -34,7 +34,7 @@ def _value(reader: Reader, emit: Emit) -> Reading[None]:
         if char in CLOSES:
             if len(closers) == MAX_DEPTH:
                 raise Malformed
-            emit(reader.take(1))
+            emit(reader.consume(1))
             closers.append(CLOSES[char])
             yield from reader.space(emit)
             opened = (yield from reader.peek()) != closers[-1]
@@ -51,9 +51,9 @@ def _value(reader: Reader, emit: Emit) -> Reading[None]:
             char = yield from reader.peek()
             if char == closers[-1]:
                 closers.pop()
-                emit(reader.take(1))
+                emit(reader.consume(1))
             elif char == ",":
-                emit(reader.take(1))
+                emit(reader.consume(1))
                 if closers[-1] == "}":
                     yield from key(reader, emit)
                 break
@@ -75,16 +75,16 @@ def string(reader: Reader, emit: Emit) -> Reading[None]:
     while True:
         char = yield from reader.peek()
         if char == '"':
-            emit(reader.take(1))
+            emit(reader.consume(1))
             return
         if char == "\\":
             yield from escape(reader, emit)
         elif char < " ":
-            emit(json.dumps(reader.take(1))[1:-1])
+            emit(json.dumps(reader.consume(1))[1:-1])
         else:
             match = PLAIN.match(reader.text, reader.at)
             assert match is not None
-            emit(reader.take(len(match[0])))
+            emit(reader.consume(len(match[0])))
 
 
 def escape(reader: Reader, emit: Emit) -> Reading[None]:
@@ -93,7 +93,7 @@ def escape(reader: Reader, emit: Emit) -> Reading[None]:
     for _ in range(4 if begun == "\\u" else 0):
         if (yield from reader.peek()) not in HEX_DIGITS:
             raise Malformed
-        emit(reader.take(1))
+        emit(reader.consume(1))
 
 
 def scalar(reader: Reader, emit: Emit) -> Reading[None]:
@@ -125,18 +125,18 @@ def digits(reader: Reader, emit: Emit) -> Reading[None]:
     while (yield from reader.peek()) in DIGITS:
         match = SOME_DIGITS.match(reader.text, reader.at)
         assert match is not None
-        emit(reader.take(len(match[0])))
+        emit(reader.consume(len(match[0])))
 
 
 def short_string(reader: Reader, longest: int) -> Reading[str]:
-    """A string that is needed as a whole, decoded."""
+    """A whole string, decoded."""
     text = yield from reader.match(UNCLOSED, longest)
     text += yield from reader.expect('"')
     return str(loads(text))
 
 
 def loads(text: str) -> Any:
-    """What Python's decoder accepts beyond JSON (NaN) or gives up on is malformed."""
+    """Malformed also for what Python accepts beyond JSON (NaN) and for what nests too deeply for it."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):

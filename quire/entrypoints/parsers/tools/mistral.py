@@ -19,7 +19,7 @@ class MistralParser(MarkedJsonParser):
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def new_id(self) -> str:
-        """Its chat templates take nothing but nine letters and digits."""
+        """Mistral's chat templates only accept ids of nine letters and digits."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def marked(self) -> Reading[None]:

@@ -21,8 +21,8 @@ CLOSES = {"[": "]", "(": ")", "{": "}"}
 
 
 class PythonicParser(ToolParser):
-    """The list begins the answer, or follows <|python_start|>: Llama 3.2 and 4, and other models that write Python. A
-    list at the beginning is one of calls only if its functions were offered."""
+    """The list starts the response, or follows <|python_start|>: Llama 3.2 and 4, and other models that write Python. A
+    list at the start holds calls only if its functions were offered."""
 
     START, END = "<|python_start|>", "<|python_end|>"
     markers = (START, END)
@@ -47,7 +47,7 @@ class PythonicParser(ToolParser):
             yield from reader.expect("(")
             yield from self.keywords(name)
             yield from reader.space()
-            reader.keep()
+            reader.mark()
             if (yield from reader.expect(",", "]")) == "]":
                 break
             yield from reader.space()
@@ -58,7 +58,7 @@ class PythonicParser(ToolParser):
             yield from reader.space()
 
     def keywords(self, function: str) -> Reading[None]:
-        """a=1, b="x") as {"a": 1, "b": "x"}. The call begins when a keyword, or the end, shows that it is one."""
+        """a=1, b="x") as {"a": 1, "b": "x"}. Emits the call at its first keyword, or at its end."""
         reader = self.reader
         began = False
         while True:
@@ -87,7 +87,7 @@ class PythonicParser(ToolParser):
         try:
             yield from self._value()
         except Truncated:
-            self.arguments(self.reader.take(len(self.reader.text) - self.reader.at))
+            self.arguments(self.reader.consume(len(self.reader.text) - self.reader.at))
             raise
 
     def _value(self) -> Reading[None]:
@@ -112,7 +112,7 @@ class PythonicParser(ToolParser):
                 if char in CLOSES:
                     if len(closers) == MAX_DEPTH:
                         raise Malformed
-                    reader.take(1)
+                    reader.consume(1)
                     emit("{" if char == "{" else "[")
                     closers.append(CLOSES[char])
                     first = True
@@ -157,14 +157,14 @@ class PythonicParser(ToolParser):
         while True:
             char = yield from reader.peek()
             if char == quote:
-                reader.take(1)
+                reader.consume(1)
                 emit('"')
                 return
             match = PLAIN[quote].match(reader.text, reader.at)
             if char == "\\":
                 text = yield from self.escape()
             else:
-                text = reader.take(len(match[0]) if match is not None else 1)
+                text = reader.consume(len(match[0]) if match is not None else 1)
             emit(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def escape(self) -> Reading[str]:
@@ -175,13 +175,13 @@ class PythonicParser(ToolParser):
         char = yield from reader.peek()
         if char in "01234567":
             return chr(int((yield from reader.match_up_to(OCTAL, 3)), 8))
-        reader.take(1)
+        reader.consume(1)
         if char not in HEX_LENGTHS:
             return ESCAPES.get(char, "\\" + char)
         digits = ""
         while len(digits) < HEX_LENGTHS[char]:
             if (yield from reader.at_end()) or (yield from reader.peek()) not in HEX_DIGITS:
                 return f"\\{char}{digits}"
-            digits += reader.take(1)
+            digits += reader.consume(1)
         code = int(digits, 16)
         return chr(code) if code < 0xD800 or 0xE000 <= code < 0x110000 else f"\\{char}{digits}"

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, read as if it were there already.
+"""A reader for streamed text, used as if the whole text were available.
 
-Every method that may need more text is a generator: it yields where the text ends for now, and goes on when there is
-more. So what is read never depends on where the pieces were cut.
+Methods that may need more text are generators: they yield at the end of the text received so far and resume when there
+is more. So the result never depends on where the stream was split.
 """
 
 import re
@@ -16,7 +16,7 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Malformed(Exception):
-    """The text is not what the format asks for from here on."""
+    """The text does not match the format."""
 
 
 class Truncated(Malformed):
@@ -28,34 +28,35 @@ class Reader:
         self.text = ""
         self.at = 0
         self.ended = False
-        self._places: dict[str, int] = {}  # of the next marker of each kind in the text; -1: it has none
-        self._kept: list[str] | None = None
+        self._marker_positions: dict[str, int] = {}  # next position of each marker; -1: none
+        self._recorded: list[str] | None = None
 
     def add(self, text: str) -> None:
         self.text = self.text[self.at :] + text
         self.at = 0
-        self._places.clear()
+        self._marker_positions.clear()
 
-    def keep(self) -> None:
-        """Remember what is read from here on, until `forget` or `give_back`."""
-        self._kept = []
+    def mark(self) -> None:
+        """Record what is consumed from here, until `commit` or `rollback`."""
+        self._recorded = []
 
-    def forget(self) -> None:
-        self._kept = None
+    def commit(self) -> None:
+        self._recorded = None
 
-    def give_back(self) -> str:
-        kept, self._kept = "".join(self._kept or ()), None
+    def rollback(self) -> str:
+        """The text consumed since `mark`."""
+        kept, self._recorded = "".join(self._recorded or ()), None
         return kept
 
-    def take(self, count: int) -> str:
-        taken = self.text[self.at : self.at + count]
+    def consume(self, count: int) -> str:
+        consumed = self.text[self.at : self.at + count]
         self.at += count
-        if self._kept is not None:
-            self._kept.append(taken)
-        return taken
+        if self._recorded is not None:
+            self._recorded.append(consumed)
+        return consumed
 
     def peek(self) -> Reading[str]:
-        """The next character; Truncated where there is none."""
+        """The next character; raises Truncated at the end."""
         while self.at == len(self.text):
             if self.ended:
                 raise Truncated
@@ -72,24 +73,24 @@ class Reader:
             match = SPACE.match(self.text, self.at)
             assert match is not None
             if match[0]:
-                taken = self.take(len(match[0]))
+                consumed = self.consume(len(match[0]))
                 if emit is not None:
-                    emit(taken)
+                    emit(consumed)
             if self.at < len(self.text) or self.ended:
                 return
             yield
 
     def has(self, *literals: str) -> Reading[str]:
-        """The first of the literals that comes next (it is taken), or none: ""."""
+        """Consume and return the first of `literals` that the text continues with; "" if none."""
         while True:
-            waits = False
+            incomplete = False
             for literal in literals:
                 if self.text.startswith(literal, self.at):
-                    return self.take(len(literal))
+                    return self.consume(len(literal))
                 if not self.ended and literal.startswith(self.text[self.at : self.at + len(literal)]):
-                    waits = True  # an earlier literal goes first
+                    incomplete = True  # an earlier literal has precedence
                     break
-            if not waits:
+            if not incomplete:
                 return ""
             yield
 
@@ -103,56 +104,56 @@ class Reader:
         return found
 
     def match(self, pattern: re.Pattern[str], longest: int) -> Reading[str]:
-        """What the pattern takes (it must match every prefix of what it matches), up to `longest` characters."""
+        """Consume what the pattern matches, up to `longest` characters. It must match every prefix of its matches."""
         while True:
             match = pattern.match(self.text, self.at, self.at + longest + 1)
             found = match[0] if match is not None else ""
             if len(found) > longest:
                 raise Malformed
             if self.at + len(found) < len(self.text) or self.ended:
-                return self.take(len(found))
+                return self.consume(len(found))
             yield
 
     def match_up_to(self, pattern: re.Pattern[str], longest: int) -> Reading[str]:
-        """The same, but what goes on is cut after `longest` characters."""
+        """The same, but a longer match is cut after `longest` characters."""
         while True:
             match = pattern.match(self.text, self.at, self.at + longest)
             found = match[0] if match is not None else ""
             if len(found) == longest or self.at + len(found) < len(self.text) or self.ended:
-                return self.take(len(found))
+                return self.consume(len(found))
             yield
 
     def until(self, *markers: str, emit: Emit) -> Reading[str]:
-        """Pass text on up to the nearest of the markers, which is taken and returned; "" where the text ends. No
-        marker may have another one's beginning inside it."""
+        """Emit text up to the nearest of the markers, which is consumed and returned; "" at the end of the text. No
+        marker may contain the beginning of another."""
         while True:
-            found = [(place, marker) for marker in markers if (place := self._place(marker)) >= 0]
+            found = [(position, marker) for marker in markers if (position := self._marker_position(marker)) >= 0]
             end = len(self.text) if self.ended else self._safe_end(markers)
-            place, marker = min(found, default=(end, ""))
-            if place > self.at:
-                emit(self.take(place - self.at))
+            position, marker = min(found, default=(end, ""))
+            if position > self.at:
+                emit(self.consume(position - self.at))
             if marker:
-                return self.take(len(marker))
+                return self.consume(len(marker))
             if self.ended:
                 return ""
             yield
 
-    def _place(self, marker: str) -> int:
-        """Each part of the text is searched once, however often another marker comes first."""
-        place = self._places.get(marker, 0)
-        if 0 <= place < self.at or marker not in self._places:
-            place = self._places[marker] = self.text.find(marker, self.at)
-        return place
+    def _marker_position(self, marker: str) -> int:
+        """Cached, so that each part of the text is searched once per marker."""
+        position = self._marker_positions.get(marker, 0)
+        if 0 <= position < self.at or marker not in self._marker_positions:
+            position = self._marker_positions[marker] = self.text.find(marker, self.at)
+        return position
 
     def _safe_end(self, markers: tuple[str, ...]) -> int:
-        """The text up to here cannot be part of a marker that is still to come."""
+        """The end of the text that cannot be part of an incomplete marker."""
         end = len(self.text)
         for marker in markers:
             start = max(self.at, len(self.text) - len(marker) + 1)
-            place = self.text.find(marker[0], start)
-            while 0 <= place < end:
-                if marker.startswith(self.text[place:]):
-                    end = place
+            position = self.text.find(marker[0], start)
+            while 0 <= position < end:
+                if marker.startswith(self.text[position:]):
+                    end = position
                     break
-                place = self.text.find(marker[0], place + 1)
+                position = self.text.find(marker[0], position + 1)
         return end

@@ -1,4 +1,4 @@
-"""Tool parsers by name, or by import path where they are somebody's own."""
+"""Tool parsers by name, or by import path for custom ones."""
 
 import importlib
 import importlib.util
@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from quire.entrypoints.parsers.base import TextParser
 
-# What makes a parser for one answer from the tools that the request offers. `markers`, if it has them, are special
-# tokens that the parser has to see in the text.
+# Creates a parser for one response from the request's tools. Its attribute `markers`, if any, lists special tokens that
+# must not be skipped in the text.
 ParserFactory = Callable[[Sequence[Mapping[str, Any]]], TextParser]
 F = TypeVar("F", bound=ParserFactory)
 
-HERE = "quire.entrypoints.parsers.tools"
+PACKAGE = "quire.entrypoints.parsers.tools"
 BUILT_IN = {
     "deepseek_v3": "sections:DeepSeekParser",
     "deepseek_v31": "sections:DeepSeekParser",
@@ -40,7 +40,7 @@ _registered: dict[str, ParserFactory] = {}
 
 
 def register_tool_parser(name: str) -> Callable[[F], F]:
-    """A decorator for parsers of a plugin (--tool-parser-plugin); one may take a built-in's name."""
+    """A decorator for plugins' parsers (--tool-parser-plugin); the name of a built-in parser overrides it."""
 
     def register(factory: F) -> F:
         _registered[name] = factory
@@ -57,7 +57,7 @@ def tool_parser(name: str) -> ParserFactory:
     if name in _registered:
         return _registered[name]
     if name in BUILT_IN:
-        module, _, attribute = f"{HERE}.{BUILT_IN[name]}".partition(":")
+        module, _, attribute = f"{PACKAGE}.{BUILT_IN[name]}".partition(":")
     else:
         module, colon, attribute = name.partition(":")
         if not colon:
@@ -76,19 +76,19 @@ def check_factory(factory: Any, what: str) -> ParserFactory:
     except TypeError as error:
         raise ValueError(f"{what} must be callable with the list of tools: {error}") from error
     if not all(callable(getattr(parser, method, None)) for method in ("feed", "finish")):
-        raise ValueError(f"{what} makes no text parser; it needs feed() and finish(), as a ToolParser has")
+        raise ValueError(f"{what} does not create a text parser; it needs feed() and finish(), as a ToolParser has")
     made: ParserFactory = factory
     return made
 
 
-def load_plugin(place: str) -> None:
+def load_plugin(path: str) -> None:
     """A file or a module that calls `register_tool_parser`."""
     try:
-        if not place.endswith(".py"):
-            importlib.import_module(place)
+        if not path.endswith(".py"):
+            importlib.import_module(path)
             return
-        spec = importlib.util.spec_from_file_location(f"quire_tool_parser_{Path(place).stem}", place)
+        spec = importlib.util.spec_from_file_location(f"quire_tool_parser_{Path(path).stem}", path)
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f"--tool-parser-plugin {place} cannot be imported: {error}") from error
+        raise ValueError(f"--tool-parser-plugin {path} cannot be imported: {error}") from error

@@ -12,16 +12,16 @@ def arguments_schema(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str,
 
 
 def calls_schema(tools: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
-    """A list of {"name": ..., "parameters": ...}: one call or, where `parallel`, more."""
+    """A list of {"name": ..., "parameters": ...}: one call or, if `parallel`, more."""
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool["function"]
         parameters = _object(function)
-        moved = _with_refs_below(parameters, f"#/$defs/f{place}")
-        if moved != parameters:  # its references are to its own root, which is not the root any more
-            definitions[f"f{place}"] = moved
-            moved = {"$ref": f"#/$defs/f{place}"}
+        moved = _with_refs_below(parameters, f"#/$defs/f{index}")
+        if moved != parameters:  # its $refs are relative to its own root, which has moved
+            definitions[f"f{index}"] = moved
+            moved = {"$ref": f"#/$defs/f{index}"}
         calls.append(
             {
                 "type": "object",

@@ -1,4 +1,4 @@
-"""Formats whose calls stand in a section of special tokens: name, separator, JSON arguments."""
+"""Formats with a section of calls between special tokens: name, separator, JSON arguments."""
 
 import re
 from abc import abstractmethod
@@ -19,7 +19,7 @@ class SectionParser(JsonCallParser):
 
     @abstractmethod
     def one_call(self) -> Reading[None]:
-        """What is between a call's markers."""
+        """The text between a call's markers."""
 
     def steps(self) -> Reading[None]:
         reader = self.reader
@@ -48,7 +48,7 @@ class SectionParser(JsonCallParser):
             yield from reader.space()
             yield from reader.has(self.call_closes)
             yield from reader.space()
-            reader.keep()
+            reader.mark()
             if (yield from reader.has(self.call_opens, self.section_closes)) != self.call_opens:
                 return
 
@@ -85,7 +85,7 @@ class DeepSeekParser(SectionParser):
 
 
 class KimiParser(SectionParser):
-    """Kimi K2 names a call functions.NAME:NUMBER, and its chat template wants that back as the call's id."""
+    """Kimi K2 names a call functions.NAME:NUMBER, and its chat template expects that as the call's id."""
 
     section_opens = "<|tool_calls_section_begin|>"
     section_closes = "<|tool_calls_section_end|>"

@@ -34,10 +34,10 @@ class TaggedParser(ToolParser):
 
     @abstractmethod
     def marked(self, marker: str) -> Reading[None]:
-        """What follows an opening marker."""
+        """The text after an opening marker."""
 
     def argument(self, function: str, key: str, first: bool) -> Reading[None]:
-        """A value up to its closing tag. A string streams; anything else must be whole to be known."""
+        """A value up to its closing tag. Strings are streamed; other types are buffered until complete."""
         self.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         types = types_of(self.schemas.get(function, {}), key)
         if types == {"string"}:
@@ -58,7 +58,7 @@ class TaggedParser(ToolParser):
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """The JSON types that a schema gives an argument; none where it does not say."""
+    """The JSON types that a schema allows for an argument; empty if unspecified."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
     if not isinstance(found, Mapping):
@@ -87,7 +87,7 @@ def as_json(text: str, types: set[str]) -> str:
         try:
             value = loads(stripped)
             known = "string" not in types or value is None or _kind(value) in types
-            # As it was written, but for control characters in strings, which the decoder let pass.
+            # Unchanged, except for control characters in strings, which the decoder accepts unescaped.
             if known:
                 return json.dumps(value, ensure_ascii=False) if "\n" in stripped else stripped
         except Malformed:
@@ -145,7 +145,7 @@ class Qwen3CoderParser(TaggedParser):
         while True:
             yield from self.function()
             yield from reader.space()
-            reader.keep()
+            reader.mark()
             if (yield from reader.has("<function=", self.closes)) != "<function=":
                 return
 

@@ -1,0 +1,153 @@
+"""Admits waiting requests: finds what of their KV cache exists, allocates the rest, gives them rows."""
+
+import time
+from dataclasses import dataclass, field
+
+from quire.core.admission_queue import AdmissionQueue
+from quire.core.forks import ForkTable
+from quire.core.kv_cache_manager import Hit, KVCacheManager
+from quire.core.kv_transfers import KVTransfers
+from quire.core.request import Request, RequestState
+from quire.core.row_blocks import RowBlocks
+from quire.core.running_set import RunningSet
+from quire.messages.plan import NewRow
+
+
+@dataclass(slots=True)
+class Admitted:
+    """The part of a plan that is about new rows."""
+
+    rows: list[NewRow] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)  # how far each row advances
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Start:
+    """Where a request begins to compute, and where the KV cache of the tokens before comes from."""
+
+    num_computed: int
+    parent: Request | None = None  # shares its blocks
+    hit: Hit | None = None  # None if the prefix cache was not asked
+    num_external: int = 0  # tokens after the hit that a connector loads
+    loads_async: bool = False
+
+
+class Admission:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningSet,
+        blocks: RowBlocks,
+        queue: AdmissionQueue,
+        forks: ForkTable,
+        transfers: KVTransfers,
+        *,
+        max_model_len: int,
+        chunk_limit: int,
+        chunked_prefill: bool,
+    ) -> None:
+        self._kv = kv
+        self._running = running
+        self._blocks = blocks
+        self._queue = queue
+        self._forks = forks
+        self._transfers = transfers
+        self._max_model_len = max_model_len
+        self._chunk_limit = chunk_limit
+        self._chunked_prefill = chunked_prefill
+
+    def admit(self, budget: int, plans_in_flight: bool) -> Admitted:
+        """As many of the waiting requests as rows, blocks and `budget` tokens allow."""
+        admitted = Admitted()
+        while budget > 0 and not self._running.full and (request := self._queue.peek()) is not None:
+            count = self._admit(request, budget, admitted)
+            if count is not None:
+                budget -= count
+            elif plans_in_flight or not self._make_room_for(request):
+                break  # no room for the first request: none behind it is admitted instead
+        return admitted
+
+    def _admit(self, request: Request, budget: int, admitted: Admitted) -> int | None:
+        """How far the request advances; 0 if it must wait for its KV cache; None if there is no room."""
+        known = len(request.token_ids)
+        start = self._find_start(request)
+        computed = start.num_computed
+        count = min(known - computed, self._chunk_limit, budget)
+        if not self._chunked_prefill and count < known - computed:
+            return None
+        if not self._allocate(request, start, computed if start.loads_async else computed + count, admitted):
+            return None
+        self._queue.pop()
+        if start.hit is not None:
+            self._transfers.start(request, start.num_external, start.loads_async)
+        self._note_first_admission(request, start)
+        if start.loads_async:
+            request.num_computed = computed
+            self._queue.block(request, RequestState.WAITING_REMOTE_KV)
+            return 0
+        admitted.rows.append(self._enter_row(request, computed))
+        admitted.num_tokens.append(count)
+        # At once, so that the next request of this very plan finds the blocks: layers write keys before they attend.
+        self._blocks.register(request, computed + count)
+        return count
+
+    def _find_start(self, request: Request) -> Start:
+        if request.has_blocks:  # loaded by a connector
+            return Start(request.num_computed)
+        parent = self._forks.parent(request)
+        if parent is not None and self._kv.can_fork(parent, request):
+            return Start(len(request.token_ids) - 1, parent)
+        if request.core.params.prompt_logprobs is not None:  # they need the whole prompt computed here
+            return Start(0, hit=self._kv.no_hit())
+        hit = self._kv.find_hit(request)
+        num_external, loads_async = self._transfers.match(request, hit.num_tokens)
+        return Start(hit.num_tokens + num_external, None, hit, num_external, loads_async)
+
+    def _allocate(self, request: Request, start: Start, num_tokens: int, admitted: Admitted) -> bool:
+        if start.parent is None:
+            return self._kv.allocate(request, num_tokens, start.hit, start.num_computed)
+        copies = self._kv.fork(start.parent, request)
+        admitted.block_copies += copies or []
+        return copies is not None
+
+    def _note_first_admission(self, request: Request, start: Start) -> None:
+        # A request that comes back after a preemption finds blocks that it computed itself: those are no cache hits.
+        if request.num_cached >= 0:
+            return
+        if start.hit is not None:
+            self._kv.count_lookup(len(request.token_ids), start.hit)
+        request.num_cached = min(start.num_computed, request.num_prompt_tokens)
+        request.scheduled_at = time.monotonic()
+
+    def _enter_row(self, request: Request, computed: int) -> NewRow:
+        params = request.core.params
+        limit = self._max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, request.num_prompt_tokens + params.max_tokens)
+        request.state = RequestState.RUNNING
+        row = self._running.add(request, computed, limit)
+        self._blocks.add(request)
+        return NewRow(
+            row=row,
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            num_computed=computed,
+            block_ids=request.block_ids(),
+            params=params,
+            seed=request.core.seed,
+            num_prompt_tokens=request.num_prompt_tokens,
+            stop_ids=request.stop_ids,
+        )
+
+    def _make_room_for(self, request: Request) -> bool:
+        """Where nothing runs that could end, blocks can only come from another waiting request, which a connector has
+        loaded: free the last one's, it loads again. False if that is not so."""
+        if self._transfers.connector is None or len(self._running):
+            return False
+        last = self._queue.last_with_blocks()
+        if last is None or last is request:
+            return False
+        self._kv.free(last)
+        last.num_computed = 0
+        return True

@@ -1,0 +1,364 @@
+/* What one task of attention computes. A task is a block of queries of one row and some of its KV heads, each with all
+ * query heads of its group: m rows that see the same keys. Keys come in tiles, the softmax is brought up to date after
+ * each. The keys of a single query, if many, are split into parts, each a task: whichever ends last combines the results
+ * of all. attention.c makes the tasks of a step. */
+
+#pragma once
+#include <string.h>
+#include "attention_vectors.h"
+
+enum { MAX_M = 192, MAX_D = 256 };
+
+typedef struct Task {
+    const void *q, *cache;
+    void *out;
+    const int32_t *pages; /* of the row */
+    int64_t heads, kv_heads, d, block_size, first_head, num_heads, first_token, num_queries, position, window;
+    int64_t begin, end; /* the keys it attends to */
+    int many_rows;      /* whether its queries are those of as many rows, and its keys those that all rows share */
+    /* Partial results, of each query and head: d sums, the greatest score and the total. */
+    const float *from; /* of keys before these, to go on from; or NULL */
+    float *to;         /* where to leave them for others to go on from, instead of `out`; or NULL */
+    float *partials;   /* of the parts that the task's keys are split into, `stride` numbers apart */
+    int64_t stride, part, num_parts;
+    struct Task *first_part; /* its `unfinished` counts parts */
+    int unfinished;
+    float scale, softcap;        /* softcap 0: none */
+    const float *slopes, *sinks; /* of each head, or NULL */
+    const int32_t *lengths;      /* of each row */
+    int type, tiles;             /* tiles: whether there are AMX's */
+} Task;
+
+static inline int64_t key_place(const Task *t, int64_t head, int64_t key, int kind) {
+    int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + head;
+    return (page * t->block_size + key % t->block_size) * t->d;
+}
+
+static inline int64_t first_key(int64_t position, int64_t window) {
+    return window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
+}
+
+/* The keys [first, last) of a tile that query `position` sees. */
+static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t count, int64_t *first, int64_t *last) {
+    *last = position - tile + 1 < count ? position - tile + 1 : count;
+    *first = t->window > 0 ? position - t->window + 1 - tile : 0;
+    if (*first < 0) *first = 0;
+    if (*last < *first) *last = *first;
+}
+
+/* Whether queries first to last, counted from the task's first, see every key of a tile. */
+static inline int see_all(const Task *t, int64_t first, int64_t last, int64_t tile, int64_t count) {
+    if (count < TILE || t->position + first - tile + 1 < TILE) return 0;
+    return t->window <= 0 || t->position + last - t->window + 1 <= tile;
+}
+
+/* Products of row i with keys [first, last) of a tile -> scores with soft-cap and ALiBi. The softmax only scales those of
+ * a layer that has neither, so that they cost it nothing. */
+static void bend(const Task *t, float *s, int64_t head, int64_t group, int64_t i, int64_t tile, int64_t first,
+                 int64_t last) {
+    if (t->softcap > 0) {
+        float by = 2.0f * t->scale / t->softcap, cap = t->softcap;
+        _Pragma("omp simd") for (int64_t j = first; j < last; j++) {
+            float e = exp_fast(-fabsf(s[j] * by)); /* tanh |x| = (1 - exp -2|x|) / (1 + exp -2|x|) */
+            s[j] = copysignf(cap * (1.0f - e) / (1.0f + e), s[j]);
+        }
+    } else {
+        for (int64_t j = first; j < last; j++) s[j] *= t->scale;
+    }
+    if (t->slopes) {
+        int64_t query = t->many_rows ? t->lengths[t->first_token + i / group] - 1 : t->position + i / group;
+        float slope = t->slopes[head * group + i % group];
+        int32_t from = (int32_t)(tile - query);
+        for (int32_t j = first; j < last; j++) s[j] += slope * (float)(from + j);
+    }
+}
+
+static inline int bends(const Task *t) { return t->softcap > 0 || t->slopes; }
+
+/* Scores [m][TILE] of a tile -> weights in place; greatest, sum and what is accumulated so far are brought up to date. */
+static void soften(const Task *t, float *scores, int64_t head, int64_t tile, int64_t count, int64_t group, int64_t m,
+                   float *most, float *total, float *acc) {
+    float scale = bends(t) ? 1.0f : t->scale;
+    for (int64_t i = 0; i < m; i++) {
+        float *s = scores + i * TILE;
+        int64_t first, last;
+        seen(t, t->position + i / group, tile, count, &first, &last);
+        float greatest = most[i];
+        if (bends(t)) bend(t, s, head, group, i, tile, first, last);
+        for (int64_t j = first; j < last; j++) {
+            s[j] *= scale;
+            greatest = s[j] > greatest ? s[j] : greatest;
+        }
+        for (int64_t j = 0; j < first && j < TILE; j++) s[j] = 0;
+        for (int64_t j = last; j < TILE; j++) s[j] = 0;
+        if (last <= first) continue;
+        float sum = 0;
+        _Pragma("omp simd reduction(+ : sum)") for (int64_t j = first; j < last; j++) {
+            s[j] = exp_fast(s[j] - greatest);
+            sum += s[j];
+        }
+        if (greatest > most[i]) {
+            float shrink = most[i] == -INFINITY ? 0.0f : exp_fast(most[i] - greatest);
+            total[i] *= shrink;
+            for (int64_t j = 0; j < t->d; j++) acc[i * t->d + j] *= shrink;
+            most[i] = greatest;
+        }
+        total[i] += sum;
+    }
+}
+
+/* Where row i of a KV head's queries lies, in q and in out. */
+static inline int64_t query_place(const Task *t, int64_t head, int64_t group, int64_t i) {
+    return ((t->first_token + i / group) * t->heads + head * group + i % group) * t->d;
+}
+
+static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, float *acc, float *most, float *total) {
+    float q[MAX_D], k[MAX_D], scores[MAX_M * TILE];
+    for (int64_t tile = t->begin; tile < t->end; tile += TILE) {
+        int64_t count = t->end - tile < TILE ? t->end - tile : TILE;
+        for (int64_t j = 0; j < count; j++) {
+            int64_t at = key_place(t, head, tile + j, 0);
+            for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
+            for (int64_t i = 0; i < m; i++) {
+                int64_t from = query_place(t, head, group, i);
+                float sum = 0;
+                for (int64_t e = 0; e < t->d; e++) q[e] = load(t->q, from + e, t->type);
+                _Pragma("omp simd reduction(+ : sum)") for (int64_t e = 0; e < t->d; e++) sum += q[e] * k[e];
+                scores[i * TILE + j] = sum;
+            }
+        }
+        soften(t, scores, head, tile, count, group, m, most, total, acc);
+        for (int64_t j = 0; j < count; j++) {
+            int64_t at = key_place(t, head, tile + j, 1);
+            for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
+            for (int64_t i = 0; i < m; i++) {
+                float w = scores[i * TILE + j];
+                for (int64_t e = 0; e < t->d; e++) acc[i * t->d + e] += w * k[e];
+            }
+        }
+    }
+}
+
+#ifdef HAVE_BF16_VECTORS
+
+/* Rows [begin, end) of a KV head, those from m on being padding; scores and weights are theirs alone. */
+static void soften_bf16(const Task *t, float *scores, bf16 *weights, int64_t head, int64_t tile, int64_t count,
+                        int64_t group, int64_t begin, int64_t end, int64_t m, float *most, float *total, float *acc) {
+    float scale = bends(t) ? 1.0f : t->scale;
+    for (int64_t i = begin; i < end; i++) {
+        if (i + 16 <= end && i + 16 <= m && !bends(t) && see_all(t, i / group, (i + 15) / group, tile, count)) {
+            soften_rows(scores + (i - begin) * TILE, weights + (i - begin) * TILE, scale, t->d, most + i, total + i,
+                        acc + i * t->d);
+            i += 15;
+            continue;
+        }
+        int64_t first = 0, last = 0;
+        float *s = scores + (i - begin) * TILE;
+        bf16 *to = weights + (i - begin) * TILE;
+        if (i < m) seen(t, t->position + i / group, tile, count, &first, &last);
+        if (last <= first) {
+            memset(to, 0, TILE * 2);
+            continue;
+        }
+        if (bends(t)) bend(t, s, head, group, i, tile, first, last);
+        if (last - first == TILE) soften_row(s, to, scale, t->d, 0, TILE, 1, most + i, total + i, acc + i * t->d);
+        else soften_row(s, to, scale, t->d, first, last, 0, most + i, total + i, acc + i * t->d);
+    }
+}
+
+/* Where the keys of a tile are; past the last, the last again: it is finite, and gets no weight. */
+static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, const bf16 **rows) {
+    const int32_t *page = t->pages + tile / t->block_size;
+    int64_t left = t->block_size - tile % t->block_size; /* of a page */
+    const bf16 *row = (const bf16 *)t->cache + key_place(t, head, tile, 0);
+    for (int64_t j = 0; j < count; j++, row += t->d) {
+        if (left-- == 0) {
+            row = (const bf16 *)t->cache + ((int64_t)*++page * 2 * t->kv_heads + head) * t->block_size * t->d;
+            left = t->block_size - 1;
+        }
+        rows[j] = row;
+    }
+    for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
+}
+
+/* after: the task that follows, whose first keys are asked for with the last of this one; or NULL. */
+static inline __attribute__((always_inline)) void attend_few(const Task *t, const Task *after, int64_t m, int64_t d,
+                                                             float *acc, float *most, float *total) {
+    int64_t begin = t->begin, end = t->end;
+    int64_t to_values = t->kv_heads * t->block_size * d;
+    bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
+    float scores[FEW * TILE] __attribute__((aligned(64)));
+    const bf16 *tiles[2][TILE];
+    int64_t count = end - begin < TILE ? end - begin : TILE, turn = 0;
+    if (begin < end) find_rows(t, t->first_head, begin, count, tiles[0]);
+    for (int64_t tile = begin; tile < end; tile += TILE)
+        for (int64_t h = 0; h < t->num_heads; h++, turn ^= 1) {
+            const bf16 **rows = tiles[turn], **next = tiles[turn ^ 1];
+            count = end - tile < TILE ? end - tile : TILE;
+            int64_t head = t->first_head + h, last = h + 1 == t->num_heads, later = last ? tile + TILE : tile;
+            if (later < end) {
+                int64_t some = end - later < TILE ? end - later : TILE;
+                find_rows(t, last ? t->first_head : head + 1, later, some, next);
+            } else if (after && after->begin < after->end) {
+                int64_t some = after->end - after->begin < TILE ? after->end - after->begin : TILE;
+                find_rows(after, after->first_head, after->begin, some, next);
+            } else next = rows;
+            memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
+            score_few(q, rows, next, scores, m, d, count);
+            float *sums = acc + h * FEW * d;
+            soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
+            weigh_few(weights, rows, next, to_values, sums, m, d, count);
+        }
+}
+
+/* bf16 with d a multiple of 32. Keys are packed [d / 2][TILE] pairs of elements, values [TILE / 2][d] pairs of keys, so
+ * that one instruction multiplies 16 outputs by a pair, or one tile 16 rows by 16 pairs. Rows past m are zero. */
+static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *acc,
+                                                  float *most, float *total) {
+    int64_t begin = t->begin, end = t->end;
+    int64_t d = t->d, to_values = t->kv_heads * t->block_size * d; /* from a key to its value */
+    static const bf16 zeros[MAX_D];
+    bf16 q[MAX_M * MAX_D] __attribute__((aligned(64)));
+    int32_t keys[MAX_D / 2 * TILE] __attribute__((aligned(64)));
+    bf16 values[TILE * MAX_D] __attribute__((aligned(64)));
+    float scores[ROWS * TILE] __attribute__((aligned(64)));
+    bf16 weights[ROWS * TILE] __attribute__((aligned(64)));
+    const bf16 *rows[TILE];
+    for (int64_t h = 0; h < t->num_heads; h++)
+        for (int64_t i = 0; i < all; i++) {
+            const bf16 *from = i < m ? (const bf16 *)t->q + query_place(t, t->first_head + h, group, i) : zeros;
+            memcpy(q + (h * all + i) * d, from, d * 2);
+        }
+    if (t->tiles) quire_tiles_begin();
+    const __m512i low = PAIRS_LOW, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t tile = begin; tile < end; tile += TILE)
+        for (int64_t h = 0; h < t->num_heads; h++) {
+            int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
+            int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
+            find_rows(t, head, tile, count, rows);
+            for (int64_t b = 0; b < blocks; b++)
+                for (int64_t e = 0; e < d / 2; e += 16) {
+                    __m512i r[16];
+                    for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512((const int32_t *)rows[b * 16 + j] + e);
+                    transpose16(r);
+                    for (int j = 0; j < 16; j++) _mm512_store_si512(keys + (e + j) * TILE + b * 16, r[j]);
+                }
+            for (int64_t j = 0; j < pairs; j++) {
+                const bf16 *x = rows[2 * j] + to_values, *y = rows[2 * j + 1] + to_values;
+                for (int64_t e = 0; e < d; e += 32) {
+                    __m512i a = _mm512_loadu_si512(x + e), b = _mm512_loadu_si512(y + e);
+                    _mm512_store_si512(values + (j * d + e) * 2, _mm512_permutex2var_epi16(a, low, b));
+                    _mm512_store_si512(values + (j * d + e + 16) * 2, _mm512_permutex2var_epi16(a, high, b));
+                }
+            }
+            float *sums = acc + h * all * d;
+            for (int64_t i = 0; i < all; i += ROWS) {
+                int64_t some = all - i < ROWS ? all - i : ROWS;
+                if (t->tiles) quire_tile_scores(q + (h * all + i) * d, keys, scores, some, d, blocks);
+                else score(q + (h * all + i) * d, keys, scores, some, d, blocks);
+                soften_bf16(t, scores, weights, head, tile, count, group, i, i + some, m, most + h * all,
+                            total + h * all, sums);
+                if (t->tiles) quire_tile_values(weights, values, sums + i * d, some, d, blocks / 2);
+                else weigh(weights, values, sums + i * d, some, d, (count + 1) / 2);
+            }
+        }
+    if (t->tiles) quire_tiles_end();
+}
+#endif
+
+/* Whether queries are multiplied one by one: one of a group of few heads. */
+static int is_few(int64_t queries, int64_t group, int type, int64_t d) {
+#ifdef HAVE_BF16_VECTORS
+    return queries == 1 && group <= FEW && type == 1 && d % 32 == 0;
+#else
+    return 0;
+#endif
+}
+
+/* A KV head's rows, padded to what is multiplied at a time. */
+static int64_t padded(int64_t queries, int64_t group, int type, int64_t d, int tiles) {
+    int64_t unit = tiles && !is_few(queries, group, type, d) ? 16 : 4;
+    return (queries * group + unit - 1) / unit * unit;
+}
+
+/* Where, among the partial results of a task, those of row i of a KV head are. */
+static inline int64_t partial_place(const Task *t, int64_t head, int64_t group, int64_t i) {
+    return (i / group * t->heads + head * group + i % group) * (t->d + 2);
+}
+
+static void keep_partial(const Task *t, float *to, const float *sums, float most, float total) {
+    memcpy(to, sums, t->d * 4);
+    to[t->d] = most, to[t->d + 1] = total;
+}
+
+static void finish(const Task *t, int64_t head, int64_t group, int64_t i, const float *sums, float most, float total) {
+    if (t->to) {
+        keep_partial(t, t->to + partial_place(t, head, group, i), sums, most, total);
+        return;
+    }
+    int64_t to = query_place(t, head, group, i);
+    float scale = total > 0 ? 1.0f / total : 0.0f;
+    for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, sums[e] * scale, t->type);
+}
+
+/* In the order of the parts, whoever ended first: equal inputs have equal results. */
+static void combine(const Task *t, int64_t group, int64_t m) {
+    float sums[MAX_D];
+    for (int64_t head = t->first_head; head < t->first_head + t->num_heads; head++)
+        for (int64_t i = 0; i < m; i++) {
+            const float *parts = t->partials + partial_place(t, head, group, i);
+            float most = -INFINITY, total = 0;
+            for (int64_t p = 0; p < t->num_parts; p++) {
+                float greatest = parts[p * t->stride + t->d];
+                most = greatest > most ? greatest : most;
+            }
+            memset(sums, 0, t->d * 4);
+            for (int64_t p = 0; p < t->num_parts; p++) {
+                const float *part = parts + p * t->stride;
+                float weight = part[t->d] == most ? 1.0f : exp_fast(part[t->d] - most);
+                for (int64_t e = 0; e < t->d; e++) sums[e] += weight * part[e];
+                total += weight * part[t->d + 1];
+            }
+            finish(t, head, group, i, sums, most, total);
+        }
+}
+
+static void attend(const Task *t, const Task *after) {
+    float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
+    float most[MAX_M], total[MAX_M];
+    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
+    int64_t all = padded(t->num_queries, group, t->type, d, t->tiles);
+    for (int64_t i = 0; i < t->num_heads * all; i++) most[i] = -INFINITY, total[i] = 0;
+    if (t->sinks && !t->part) /* as if one key had been seen; what goes on from others finds it in them */
+        for (int64_t h = 0; h < t->num_heads; h++)
+            for (int64_t i = 0; i < m; i++)
+                most[h * all + i] = t->sinks[(t->first_head + h) * group + i % group], total[h * all + i] = 1;
+    memset(acc, 0, sizeof(float) * t->num_heads * all * d);
+    if (t->from)
+        for (int64_t h = 0; h < t->num_heads; h++)
+            for (int64_t i = 0; i < m; i++) {
+                const float *partial = t->from + partial_place(t, t->first_head + h, group, i);
+                memcpy(acc + (h * all + i) * d, partial, d * 4);
+                most[h * all + i] = partial[d], total[h * all + i] = partial[d + 1];
+            }
+#ifdef HAVE_BF16_VECTORS
+    int few = is_few(t->num_queries, group, t->type, d);
+    if (few && d == 64) attend_few(t, after, m, 64, acc, most, total);
+    else if (few && d == 128) attend_few(t, after, m, 128, acc, most, total);
+    else if (few) attend_few(t, after, m, d, acc, most, total);
+    else if (t->type == 1 && d % 32 == 0) attend_bf16(t, group, m, all, acc, most, total);
+    else
+#endif
+        for (int64_t h = 0; h < t->num_heads; h++)
+            attend_plain(t, t->first_head + h, group, m, acc + h * all * d, most + h * all, total + h * all);
+    for (int64_t h = 0; h < t->num_heads; h++)
+        for (int64_t i = 0; i < m; i++) {
+            int64_t head = t->first_head + h, row = h * all + i;
+            if (t->num_parts == 1) finish(t, head, group, i, acc + row * d, most[row], total[row]);
+            else {
+                float *to = t->partials + t->part * t->stride + partial_place(t, head, group, i);
+                keep_partial(t, to, acc + row * d, most[row], total[row]);
+            }
+        }
+    if (t->num_parts > 1 && !__atomic_sub_fetch(&t->first_part->unfinished, 1, __ATOMIC_ACQ_REL)) combine(t, group, m);
+}

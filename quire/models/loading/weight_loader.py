@@ -1,0 +1,184 @@
+"""Streams a checkpoint's tensors into a model's parameters, or fills these with dummy weights."""
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from quire.checkpoint.tensors import CheckpointTensor, reader_pool
+from quire.layers.load_slot import LoadSlot, all_load_slots
+from quire.models.decoder import DecoderModel
+from quire.models.loading.transforms import RowOrder
+from quire.models.loading.weight_map import Target
+from quire.quantization.block_quantized import StoredBlocks
+
+MAX_NAMES_IN_ERROR = 5
+# Tensors queued for the reader threads: enough that one large tensor leaves no thread idle, few enough that the
+# progress bar is accurate and shards are opened one after the other.
+MAX_READS_AHEAD = 32
+
+
+def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = ()) -> None:
+    """Read every tensor into its parameter. A missing, unexpected or misshapen one is a ValueError that names it."""
+    weight_map = model.weight_map().ignoring(*ignored)
+    slots = all_load_slots(model)
+    unexpected: list[str] = []
+    tied = model.head_names() if model.lm_head.tied else ()
+    heads: list[CheckpointTensor] = []
+    reads: deque[Future[None]] = deque()
+    with reader_pool() as pool:
+        try:
+            for tensor in model.regroup_tensors(tensors):
+                if tensor.name in tied:
+                    heads.append(tensor)
+                if weight_map.is_ignored(tensor.name):
+                    continue
+                target = weight_map.target(tensor.name)
+                found = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else []
+                matched = [slot for slot in found if slot is not None]
+                if target is None or len(matched) < len(found):
+                    unexpected.append(tensor.name)
+                    continue
+                reads.append(pool.submit(_read, tensor, target, matched))
+                if len(reads) > MAX_READS_AHEAD:
+                    reads.popleft().result()
+            while reads:
+                reads.popleft().result()
+        finally:
+            for read in reads:
+                read.cancel()
+    for head in heads:
+        model.check_tied_head(head)
+    missing = [weight_map.checkpoint_name(*key) for key in slots]
+    missing = list(dict.fromkeys(missing))  # one tensor of the checkpoint may fill several slots
+    complaints = [
+        f"{what} {abbreviated(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names
+    ]
+    if complaints:
+        raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it {' and '.join(complaints)}")
+
+
+def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
+    """Random weights for benchmarks without a checkpoint, reproducible for a seed and device."""
+    generator: torch.Generator | None = None
+    for slot in all_load_slots(model, dummy=True).values():
+        with slot.opened() as view:
+            generator = generator or torch.Generator(device=view.device).manual_seed(seed)
+            if slot.dummy != "normal":
+                view.fill_(1.0 if slot.dummy == "ones" else 0.0)
+            elif view.dtype.itemsize > 1:
+                view.normal_(0.0, 0.02, generator=generator)
+            else:  # torch has no random fp8 numbers
+                numbers = torch.empty(view.shape, dtype=torch.bfloat16, device=view.device)
+                view.copy_(numbers.normal_(0.0, 0.02, generator=generator))
+
+
+def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[CheckpointTensor]:
+    """With a progress bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        return tensors
+    from tqdm import tqdm
+
+    return tqdm(tensors, total=count, desc="Loading weights", unit="tensor")
+
+
+def _read(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
+    try:
+        if _load_quantized_rows(tensor, target, slots):
+            return
+        if len(slots) == 1:
+            _read_into_slot(tensor, target, slots[0])
+        else:
+            _split_into_slots(tensor, target, slots)
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(f"{tensor.name} could not be read from the checkpoint: {error}") from error
+
+
+@dataclass(frozen=True)
+class _StoredRows:
+    """Rows of a tensor in their stored (quantized) form."""
+
+    type_name: str
+    blocks: torch.Tensor
+    rotary_half: int = 0
+
+    def raw(self) -> torch.Tensor:
+        return self.blocks
+
+
+def _load_quantized_rows(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> bool:
+    """Whether the slots accepted the rows of a tensor in quantized form, reordered or split between them."""
+    reordered = isinstance(target.transform, RowOrder)
+    if not isinstance(tensor, StoredBlocks) or len(tensor.shape) != 2 or tensor.rotary_half:
+        return False
+    sizes = [slot.full_shape[0] for slot in slots]
+    split = reordered or len(slots) > 1
+    if not split or (target.transform and not reordered) or tuple(tensor.shape) != (sum(sizes), slots[0].full_shape[1]):
+        return False
+    blocks = tensor.raw() if target.transform is None else target.transform(tensor.raw())
+    return all(
+        slot.load_directly(_StoredRows(tensor.type_name, rows))
+        for slot, rows in zip(slots, blocks.split(sizes), strict=True)
+    )
+
+
+def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) -> None:
+    if target.transform is None and not slot.any_shape:
+        _check_shape(tensor.name, tensor.shape, slot)
+    if target.transform is None and slot.load_directly(tensor):
+        return
+    with slot.opened() as view:
+        if target.transform is None and slot.is_whole and tuple(tensor.shape) == slot.full_shape:
+            tensor.read_into(view)
+            return
+        full = _read_whole(tensor, target, view)
+        if slot.any_shape and full.numel() == prod(slot.full_shape):
+            full = full.view(slot.full_shape)
+        _check_shape(tensor.name, full.shape, slot)
+        view.copy_(slot.part_of(full))
+
+
+def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
+    """One tensor that holds the outputs of several partitions, one after the other."""
+    sizes = [slot.full_shape[0] for slot in slots]
+    parts: tuple[torch.Tensor, ...] | None = None
+    for i, slot in enumerate(slots):
+        with slot.opened() as view:
+            if parts is None:
+                full = _read_whole(tensor, target, view)
+                if slot.any_shape and full.numel() == 1:
+                    full = full.expand(sum(sizes))  # one scale for all partitions
+                elif slot.any_shape:
+                    full = full.view(-1, *slot.full_shape[1:])
+                if full.shape[0] != sum(sizes):
+                    found, expected = full.shape[0], sum(sizes)
+                    raise ValueError(
+                        f"{tensor.name} has {found} rows in the checkpoint; the config asks for {expected}"
+                    )
+                parts = full.split(sizes)
+            _check_shape(tensor.name, parts[i].shape, slot)
+            view.copy_(slot.part_of(parts[i]))
+
+
+def _read_whole(tensor: CheckpointTensor, target: Target, like: torch.Tensor) -> torch.Tensor:
+    full = torch.empty(tensor.shape, dtype=like.dtype, device=like.device)
+    tensor.read_into(full)
+    return full if target.transform is None else target.transform(full)
+
+
+def _check_shape(name: str, shape: Iterable[int], slot: LoadSlot) -> None:
+    if tuple(shape) != slot.full_shape:
+        raise ValueError(
+            f"{name} has shape {list(shape)} in the checkpoint, but the config asks for {list(slot.full_shape)}"
+        )
+
+
+def abbreviated(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
+    rest = len(names) - MAX_NAMES_IN_ERROR
+    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -1,0 +1,31 @@
+"""Linear layers of few rows fused with norm, activation and residual on a GPU."""
+
+import torch
+from torch import nn
+
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.skinny_linear import can_fuse, fused_config_for, skinny_linear
+
+
+class FusedLinearMixin:
+    """The fused part of a LinearMethod, for at most MAX_FUSED_ROWS rows on a GPU."""
+
+    def can_fuse(self, layer: nn.Module) -> bool:
+        weight = getattr(layer, "weight", None)
+        return weight is not None and can_fuse(weight)
+
+    def apply_fused(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNormParams | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        weight, scale = layer.weight, getattr(layer, "weight_scale", None)
+        assert isinstance(weight, torch.Tensor)
+        config = fused_config_for(len(x), weight)
+        return skinny_linear(
+            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu
+        )

@@ -1,0 +1,39 @@
+"""Links in the docs lead somewhere, and the performance page has the figures of the committed results."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import performance_tables
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's: lower case, without punctuation, spaces as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in LINK.findall(without_code(page)):
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{path} does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{path} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("table", [performance_tables.h200, performance_tables.h200_server, performance_tables.cpu])
+def test_the_performance_page_has_the_committed_results(table: Callable[[], str]) -> None:
+    assert table() in performance_tables.PAGE.read_text("utf-8"), "run `make figures`"
