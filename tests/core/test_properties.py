@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.requests import FinishReason
-from tests.core.fake_engine import FakeEngine, expected_tokens, spec
+from tests.core.fake_engine import MOST_DRAFTS, PROPOSERS, FakeEngine, expected_tokens, spec
 from tests.properties import SEARCH
 
 MAX_LEN = 40
@@ -48,6 +48,8 @@ def workloads(draw):
         "max_num_batched_tokens": budget,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
+        "num_drafts": draw(st.integers(0, MOST_DRAFTS)),
+        "proposer": draw(st.sampled_from(sorted(PROPOSERS))),
     }
     return engine, requests
 
