@@ -87,7 +87,7 @@ class ResultReader:
             lengths = run.append(rows, tokens)
             stopped = (run.stop_ids[:, rows] == tokens).any(axis=0)
             offsets = np.arange(len(rows) + 1, dtype=np.int32)
-            places = sampled * output.token_ids.shape[1]
+            places = sampled
         else:
             accepted = self._accept(rows, output, sampled, frame.drafts[sampled])
             tokens, last, stopped, offsets, places = accepted

@@ -199,8 +199,6 @@ class Scheduler:
             end = self._end_of_step(rows, computed + counts)
         preempted = len(short) > 0 and self._extend_or_preempt(rows, short, end, counts, appended)
         drafts = np.maximum(counts - certain, 0) if self.num_drafts else None
-        if drafts is not None and not drafts.any():
-            drafts = None
         chosen = counts > 0
         if not chosen.all():
             rows, counts = rows[chosen], counts[chosen]

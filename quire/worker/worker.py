@@ -16,6 +16,7 @@ from quire.models.loading.loader import load_model
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
+from quire.spec_decode.proposer import make_proposer
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recovery import Recovery
@@ -80,6 +81,8 @@ class Worker:
             worker_connector(config.transfer.kv_connector),
             use_graphs=backend.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
+            proposer=make_proposer(config, self.platform.device),
+            num_drafts=config.speculative.num_drafts,
         )
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 

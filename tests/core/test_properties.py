@@ -37,7 +37,9 @@ def workloads(draw):
         )
     depth, budget = draw(st.integers(0, 4)), draw(st.integers(1, 24))
     groups = tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs))
-    smallest = blocks_of_one_request(groups, MAX_LEN, max(budget, depth + 2))  # what start-up insists on
+    num_drafts = draw(st.integers(0, MOST_DRAFTS))
+    span = max(budget, (depth + 1) * (1 + num_drafts) + 1)
+    smallest = blocks_of_one_request(groups, MAX_LEN, span)  # what start-up insists on
     engine = {
         "specs": specs,
         "num_blocks": smallest + draw(st.integers(0, 12)),
@@ -48,7 +50,7 @@ def workloads(draw):
         "max_num_batched_tokens": budget,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
-        "num_drafts": draw(st.integers(0, MOST_DRAFTS)),
+        "num_drafts": num_drafts,
         "proposer": draw(st.sampled_from(sorted(PROPOSERS))),
     }
     return engine, requests
