@@ -113,7 +113,13 @@ class ModelRunner:
         if self.use_graphs:
             max_rows = len(self.rows.num_tokens)
             self.graphs = StepGraphs(
-                self._captured_step, self.backend, max_rows, max_tokens, self.device, self.reset_workspaces
+                self._captured_step,
+                self.backend,
+                max_rows,
+                max_tokens,
+                self.device,
+                self.reset_workspaces,
+                self.num_drafts,
             )
             self.graphs.capture_at_start(largest_only)
             if not largest_only:
@@ -208,13 +214,14 @@ class ModelRunner:
         plan = pending.plan
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
-        has_graph = self.graphs is not None and plan.num_drafts is None
-        if has_graph and self.connector is None and not self.prompt_logprobs.needed(plan):
-            assert self.graphs is not None
+        if self.graphs is not None and self.connector is None and not self.prompt_logprobs.needed(plan):
+            replayed = None
             if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
-            else:
+            elif plan.num_drafts is None or not plan.num_drafts.any():
                 replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens)
+            elif (plan.num_tokens == 1 + plan.num_drafts).all() and (plan.num_drafts == plan.num_drafts[0]).all():
+                replayed = self.graphs.run_decode(plan.rows, 0, int(plan.num_tokens[0]))
             if replayed is not None:
                 pending.rows, pending.logits = replayed
                 return
@@ -280,10 +287,18 @@ class ModelRunner:
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
         hidden = self._compute_hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
-        return self.model.compute_logits(hidden[:rows])
+        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
+        if key.tokens_per_row > 1:
+            # Each token is a row of the attention's, with its own length: it goes through the kernel that splits keys.
+            tokens = torch.arange(key.num_tokens, dtype=torch.int32, device=self.device)
+            starts = torch.arange(key.num_rows + 1, dtype=torch.int32, device=self.device) * key.tokens_per_row
+            token_rows = tokens // key.tokens_per_row
+            return self.model.compute_logits(
+                self._compute_hidden(rows, starts, token_rows, None, None, attend_as_rows=True)
+            )
         if key.decode_only:
             prefix = buffers.prefix_len if key.shared_prefix else None
             return self.model.compute_logits(self._compute_hidden(rows, buffers.query_start, None, None, prefix))
@@ -300,6 +315,7 @@ class ModelRunner:
         query_blocks: torch.Tensor | None,
         prefix_len: torch.Tensor | None,
         has_decode_rows: bool = True,
+        attend_as_rows: bool = False,  # every token by itself
     ) -> torch.Tensor:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
@@ -312,12 +328,17 @@ class ModelRunner:
             # Nothing was launched that would have filled them, and they index tables.
             inputs.input_ids.zero_()
             inputs.positions.zero_()
+        seq_lens, decode_only = inputs.seq_lens, token_rows is None
+        if attend_as_rows:
+            assert token_rows is not None
+            rows, decode_only = rows[token_rows.long()], True
+            seq_lens = torch.where(rows >= 0, inputs.positions.int() + 1, 0)
         step = StepInputs(
             rows=rows,
             num_tokens=len(inputs.input_ids),
             query_start=query_start,
-            seq_lens=inputs.seq_lens,
-            decode_only=token_rows is None,
+            seq_lens=seq_lens,
+            decode_only=decode_only,
             has_decode_rows=has_decode_rows,
             query_blocks=query_blocks,
             prefix_len=prefix_len,

@@ -70,7 +70,9 @@ class Worker:
         shapes = [AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers]
         kv_cache_dtype, requested = config.cache.kv_cache_dtype, config.device.attention_backend
         self.cache_dtype = cache_dtype(self.platform, self.dtype, kv_cache_dtype)
-        backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, requested, kv_cache_dtype)
+        # Where drafts are verified, each of a row's tokens is attended to as a row.
+        attention_rows = self.max_num_seqs * (1 + config.speculative.num_drafts)
+        backend, why = choose_backend(self.platform, self.dtype, shapes, attention_rows, requested, kv_cache_dtype)
         logger.debug(why)
         self.runner = ModelRunner(
             self.model,
