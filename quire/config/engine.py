@@ -11,6 +11,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig, backend_of
 
 
@@ -51,6 +52,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
 
@@ -63,6 +65,7 @@ class EngineConfig:
             "load": LoadConfig,
             "device": DeviceConfig,
             "transfer": TransferConfig,
+            "speculative": SpeculativeConfig,
             "observability": ObservabilityConfig,
             "structured_outputs": StructuredOutputsConfig,
         }
@@ -90,7 +93,6 @@ class EngineConfig:
 
 # vLLM's arguments for features that Quire does not have yet: the neutral value, and the feature.
 UNAVAILABLE: dict[str, tuple[Any, str]] = {
-    "speculative_config": (None, "speculative decoding"),
     "spec_method": (None, "speculative decoding"),
     "spec_model": (None, "speculative decoding"),
     "spec_tokens": (None, "speculative decoding"),

@@ -138,6 +138,7 @@ class Admission:
             seed=request.core.seed,
             num_prompt_tokens=request.num_prompt_tokens,
             stop_ids=request.stop_ids,
+            token_limit=limit,
         )
 
     def _make_room_for(self, request: Request) -> bool:

@@ -31,7 +31,8 @@ class EngineCore:
         step_tokens = config.scheduler.max_num_batched_tokens
         self.max_num_seqs = config.scheduler.max_num_seqs
         # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
-        span = max(step_tokens, self.depth + 2)
+        num_drafts = config.speculative.num_drafts
+        span = max(step_tokens, (self.depth + 1) * (1 + num_drafts) + 1)
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
         if not config.scheduler.enable_chunked_prefill and step_tokens < self.max_model_len:
@@ -63,6 +64,7 @@ class EngineCore:
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             chunked_prefill=config.scheduler.enable_chunked_prefill,
             connector=scheduler_connector(config.transfer.kv_connector),
+            num_drafts=num_drafts,
         )
         self.grammars = StructuredOutputManager.of_engine(config)
         self._grammar_failures: list[Failure] = []  # requests whose grammar failed, until their results are returned

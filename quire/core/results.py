@@ -28,6 +28,7 @@ class Frame:
     generations: np.ndarray
     requests: np.ndarray
     samples: np.ndarray
+    drafts: np.ndarray | None
 
 
 @dataclass(slots=True)
@@ -53,9 +54,16 @@ class ResultReader:
     def pending(self) -> bool:
         return bool(self._frames)
 
-    def expect(self, step: int, rows: np.ndarray, requests: np.ndarray, samples: np.ndarray) -> None:
+    def expect(
+        self,
+        step: int,
+        rows: np.ndarray,
+        requests: np.ndarray,
+        samples: np.ndarray,
+        drafts: np.ndarray | None = None,
+    ) -> None:
         """A plan is made: its results will come."""
-        self._frames.append(Frame(step, rows, self._running.generation[rows], requests, samples))
+        self._frames.append(Frame(step, rows, self._running.generation[rows], requests, samples, drafts))
 
     def constrained_rows(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
         """Rows of the newest plan that get a token under a grammar, as (place, index of the request). None while a
@@ -74,20 +82,27 @@ class ResultReader:
         frame, live, stale = self._pop_frame(plan)
         sampled = np.flatnonzero(live & frame.samples)
         rows = frame.rows[sampled]
-        tokens = output.token_ids[sampled, 0]
-        lengths = run.append(rows, tokens)
-        stopped = (run.stop_ids[:, rows] == tokens).any(axis=0)
+        if frame.drafts is None:
+            tokens = last = output.token_ids[sampled, 0]
+            lengths = run.append(rows, tokens)
+            stopped = (run.stop_ids[:, rows] == tokens).any(axis=0)
+            offsets = np.arange(len(rows) + 1, dtype=np.int32)
+            places = sampled
+        else:
+            accepted = self._accept(rows, output, sampled, frame.drafts[sampled])
+            tokens, last, stopped, offsets, places = accepted
+            lengths = run.num_tokens[rows]
         finish = np.where(stopped, STOP, np.where(lengths >= run.token_limit[rows], LENGTH, NOT_FINISHED))
-        missing = np.flatnonzero(tokens < 0)
+        missing = np.flatnonzero(last < 0)
         if len(missing):
             finish[missing] = NOT_FINISHED
         outputs = EngineCoreOutputs(
             index=run.index[rows],
             token_ids=tokens,
-            offsets=np.arange(len(rows) + 1, dtype=np.int32),
+            offsets=offsets,
             finish=finish,
             num_cached=run.num_cached[rows],
-            logprobs=select_logprobs(output.logprobs, sampled),
+            logprobs=select_logprobs(output.logprobs, places),
             prompt_logprobs=[
                 msgspec.structs.replace(part, owner=int(run.index[frame.rows[part.owner]]))
                 for part in output.prompt_logprobs
@@ -95,18 +110,37 @@ class ResultReader:
             ],
         )
         result = StepResult(outputs, stale)
-        self.num_generated_tokens += len(rows)
+        self.num_generated_tokens += len(tokens)
         if run.num_awaiting_first_token:
             self._note_first_tokens(rows, outputs)
         for place in np.flatnonzero(finish).tolist():
             request = run.requests[rows[place]]
-            if stopped[place] and (request.core.params.ignore_eos or tokens[place] not in request.core.eos_token_ids):
-                outputs.stop_reasons[place] = int(tokens[place])
+            if stopped[place] and (request.core.params.ignore_eos or last[place] not in request.core.eos_token_ids):
+                outputs.stop_reasons[place] = int(last[place])
             result.finished.append(request)
         if len(missing):
             result.failed = list(run.requests[rows[missing]])
             fail_without_token(outputs, missing)
         return result
+
+    def _accept(
+        self, rows: np.ndarray, output: ModelRunnerOutput, sampled: np.ndarray, drafts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Confirm the tokens that rows with drafts accepted, up to a stop token. All of them, each row's last, whether
+        that is a stop token, each row's offset, and the places of all in the runner's token_ids."""
+        run = self._running
+        matrix, counts = output.token_ids[sampled], output.num_sampled[sampled].astype(np.int64)
+        assert (counts > 0).all(), "a row at its limit was planned"
+        width = matrix.shape[1]
+        stops = (matrix[None] == run.stop_ids[:, rows, None]).any(axis=0) & (np.arange(width) < counts[:, None])
+        stopped = stops.any(axis=1)
+        counts = np.where(stopped, stops.argmax(axis=1) + 1, counts)
+        run.append_several(rows, matrix, counts, drafts)
+        kept = np.arange(width) < counts[:, None]
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        places = (sampled[:, None] * width + np.arange(width))[kept]
+        return matrix[kept], matrix[np.arange(len(rows)), counts - 1], stopped, offsets, places
 
     def fail(self, plan: SchedulerOutput, error: RequestError) -> StepResult:
         """The plan has no results: its requests end with the cause."""
@@ -135,24 +169,27 @@ class ResultReader:
                 self.num_prompt_tokens += request.num_prompt_tokens
 
 
-def select_logprobs(logprobs: Logprobs | None, sampled: np.ndarray) -> Logprobs | None:
-    """Logprobs by output row instead of plan row."""
+def select_logprobs(logprobs: Logprobs | None, places: np.ndarray) -> Logprobs | None:
+    """Those of the tokens at `places` of the runner's token_ids, which are the core's output."""
     if logprobs is None:
         return None
-    place = np.searchsorted(sampled, logprobs.position)
-    place = np.minimum(place, max(0, len(sampled) - 1))
-    kept = sampled[place] == logprobs.position if len(sampled) else np.zeros(len(place), bool)
+    place = np.searchsorted(places, logprobs.position)
+    place = np.minimum(place, max(0, len(places) - 1))
+    kept = places[place] == logprobs.position if len(places) else np.zeros(len(place), bool)
     return Logprobs(place[kept], logprobs.token_ids[kept], logprobs.logprobs[kept], logprobs.ranks[kept])
 
 
 def fail_without_token(outputs: EngineCoreOutputs, places: np.ndarray) -> None:
-    """No token could be sampled for the rows at `places`: they end with an error."""
-    outputs.token_ids = np.delete(outputs.token_ids, places)
-    lengths = np.ones(len(outputs.index), np.int32)
-    lengths[places] = 0
+    """No token could be sampled for the rows at `places`, as the last of theirs: they end with an error."""
+    missing = outputs.offsets[places + 1] - 1
+    outputs.token_ids = np.delete(outputs.token_ids, missing)
+    lengths = np.diff(outputs.offsets)
+    lengths[places] -= 1
     np.cumsum(lengths, out=outputs.offsets[1:])
     outputs.finish[places] = FinishReason.ERROR
     outputs.errors |= dict.fromkeys(places.tolist(), NO_TOKEN)
     if outputs.logprobs is not None:
-        kept = np.flatnonzero(~np.isin(outputs.logprobs.position, places))
-        outputs.logprobs = Logprobs(*(column[kept] for column in msgspec.structs.astuple(outputs.logprobs)))
+        found = outputs.logprobs
+        kept = np.flatnonzero(~np.isin(found.position, missing))
+        position = found.position[kept] - np.searchsorted(missing, found.position[kept])
+        outputs.logprobs = Logprobs(position, found.token_ids[kept], found.logprobs[kept], found.ranks[kept])

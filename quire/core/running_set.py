@@ -12,7 +12,8 @@ class RunningSet:
     are distinguished from those of its next owner.
 
     `num_tokens` counts confirmed tokens, `num_pending` those being sampled in plans in flight; `num_computed` is
-    optimistic: it counts what plans in flight will have computed.
+    optimistic: it counts what plans in flight will have computed. Plans may also verify drafts (`num_drafts_pending`):
+    both counts are of what is certain, as if none were accepted, and results correct them.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -21,7 +22,10 @@ class RunningSet:
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_pending = np.zeros(rows, np.int64)
         self.num_computed = np.zeros(rows, np.int64)
+        self.num_drafts_pending = np.zeros(rows, np.int64)  # in plans in flight
         self.num_frames = np.zeros(rows, np.int64)  # plans in flight
+        self.num_prompt_tokens = np.zeros(rows, np.int64)
+        self.allows_drafts = np.zeros(rows, bool)
         self.token_limit = np.zeros(rows, np.int64)  # prompt + max_tokens, or max_model_len
         self.generation = np.zeros(rows, np.int64)
         self.index = np.zeros(rows, np.int64)  # the front end's number of the request
@@ -65,7 +69,9 @@ class RunningSet:
         count = len(request.token_ids)
         self.token_ids[row, :count] = request.token_ids
         self.num_tokens[row] = count
-        self.num_pending[row] = self.num_frames[row] = 0
+        self.num_pending[row] = self.num_frames[row] = self.num_drafts_pending[row] = 0
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.allows_drafts[row] = request.core.params.allows_drafts
         self.num_computed[row] = num_computed
         self.token_limit[row] = token_limit
         self.index[row] = request.core.index
@@ -97,8 +103,25 @@ class RunningSet:
         """Confirmed and pending tokens."""
         return self.num_tokens[rows] + self.num_pending[rows]
 
-    def advance(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A plan computes `counts` more tokens of the rows. How many are computed then, and which rows get a token."""
+    def draftable(self, rows: np.ndarray, num_drafts: int) -> np.ndarray:
+        """How many drafts, up to `num_drafts`, a plan may have of each row that decodes."""
+        known = self.num_known(rows)
+        decodes = (known - self.num_computed[rows] == 1) & (known > self.num_prompt_tokens[rows])
+        allowed = np.where(decodes & self.allows_drafts[rows], num_drafts, 0)
+        return np.clip(self.token_limit[rows] - known - 1, 0, allowed)
+
+    def most_computed(self, rows: np.ndarray) -> np.ndarray:
+        """If all drafts of plans in flight are accepted."""
+        return self.num_computed[rows] + self.num_drafts_pending[rows]
+
+    def advance(
+        self, rows: np.ndarray, counts: np.ndarray, drafts: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A plan computes `counts` more tokens of the rows, the last `drafts` of them drafts. How many are certainly
+        computed then, and which rows get a token."""
+        if drafts is not None:
+            self.num_drafts_pending[rows] += drafts
+            counts = counts - drafts
         computed = self.num_computed[rows] + counts
         pending = self.num_pending[rows]
         samples = computed == self.num_tokens[rows] + pending
@@ -115,6 +138,16 @@ class RunningSet:
         self.num_tokens[rows] = lengths
         self.num_pending[rows] -= 1
         return lengths
+
+    def append_several(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, drafts: np.ndarray) -> None:
+        """Confirm the first `counts` of each row's `tokens`, of which a plan with `drafts` drafts made one certain."""
+        first = self.num_tokens[rows]
+        for row, at, count, new in zip(rows.tolist(), first.tolist(), counts.tolist(), tokens, strict=True):
+            self.token_ids[row, at : at + count] = new[:count]
+        self.num_tokens[rows] = first + counts
+        self.num_computed[rows] += counts - 1
+        self.num_pending[rows] -= 1
+        self.num_drafts_pending[rows] -= drafts
 
     def note_first_token(self, request: Request) -> None:
         request.scheduled_at = 0.0

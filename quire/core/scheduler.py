@@ -42,9 +42,12 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         chunked_prefill: bool = True,
         connector: SchedulerConnector | None = None,
+        num_drafts: int = 0,
     ) -> None:
+        """`num_drafts`: the most drafts that a decoding row verifies in a step."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_drafts = num_drafts
         self.by_priority = policy == "priority"
         threshold = long_prefill_token_threshold if chunked_prefill else 0
         self.chunk_limit = threshold or max_num_batched_tokens
@@ -136,20 +139,22 @@ class Scheduler:
             self.queue.fork_ready(child)
         self.blocks.free_out_of_window()
         appended = BlockAppends()
-        rows, counts, preempted = self._advance_running(appended)
+        rows, counts, drafts, preempted = self._advance_running(appended)
         used = int(counts.sum())
         budget = 0 if preempted else self.max_num_batched_tokens - used
         admitted = self.admission.admit(budget, self.results.pending)
         if admitted.rows:
             rows = np.concatenate([rows, np.asarray([new.row for new in admitted.rows], np.int64)])
             counts = np.concatenate([counts, np.asarray(admitted.num_tokens, np.int64)])
+            if drafts is not None:
+                drafts = np.concatenate([drafts, np.zeros(len(admitted.rows), np.int64)])
             used += sum(admitted.num_tokens)
         if not len(rows) and not self.transfers.pending:
             return None
 
         self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, used)] += 1
         self._step_tokens_sum += used
-        computed, samples = self.running.advance(rows, counts)
+        computed, samples = self.running.advance(rows, counts, drafts)
         self.blocks.register_full(rows, computed)
         requests = self.running.requests[rows]
         self.forks.note_planned(requests, computed)
@@ -164,26 +169,49 @@ class Scheduler:
             appended=appended,
             block_copies=admitted.block_copies,
             common_prefix_blocks=self._common_prefix,
+            num_drafts=drafts.astype(np.int32) if drafts is not None else None,
         )
         self.transfers.add_meta(plan)
         self._released_rows = []
-        self.results.expect(self._step, rows, requests, samples)
+        self.results.expect(self._step, rows, requests, samples, drafts)
         return plan
 
-    def _advance_running(self, appended: BlockAppends) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Rows that run on, how far each goes, and whether a request was preempted for lack of blocks."""
+    def _advance_running(self, appended: BlockAppends) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, bool]:
+        """Rows that run on, how far each goes, how many of those tokens are drafts (None: none are), and whether a
+        request was preempted for lack of blocks."""
         run = self.running
         rows = run.order
         known = run.num_known(rows)
         computed = run.num_computed[rows]
         # Plans in flight may already sample a request's last token.
         wanted = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
+        certain = wanted
+        if self.num_drafts:
+            wanted = wanted + np.where(wanted > 0, run.draftable(rows, self.num_drafts), 0)
+            computed = run.most_computed(rows)
         ahead = np.cumsum(wanted) - wanted
         counts = np.maximum(np.minimum(self.max_num_batched_tokens - ahead, wanted), 0)
-        short = self.blocks.extend(rows, computed + counts, appended)
-        preempted = len(short) > 0 and self._extend_or_preempt(rows, short, computed + counts, counts, appended)
+        end = self._end_of_step(rows, computed + counts)
+        short = self.blocks.extend(rows, end, appended)
+        if self.num_drafts and len(short):
+            # Drafts are dropped before anyone is preempted for them.
+            counts[short] = np.minimum(counts[short], certain[short])
+            end = self._end_of_step(rows, computed + counts)
+        preempted = len(short) > 0 and self._extend_or_preempt(rows, short, end, counts, appended)
+        drafts = np.maximum(counts - certain, 0) if self.num_drafts else None
         chosen = counts > 0
-        return (rows, counts, preempted) if chosen.all() else (rows[chosen], counts[chosen], preempted)
+        if not chosen.all():
+            rows, counts = rows[chosen], counts[chosen]
+            drafts = drafts[chosen] if drafts is not None else None
+        return rows, counts, drafts, preempted
+
+    def _end_of_step(self, rows: np.ndarray, num_computed: np.ndarray) -> np.ndarray:
+        """Positions that blocks are needed for. No row accepts drafts past its limit, so none is written far past."""
+        return (
+            np.minimum(num_computed, self.running.token_limit[rows] + self.num_drafts)
+            if self.num_drafts
+            else num_computed
+        )
 
     def _extend_or_preempt(
         self, rows: np.ndarray, short: np.ndarray, num_tokens: np.ndarray, counts: np.ndarray, appended: BlockAppends

@@ -145,10 +145,10 @@ class OutputProcessor:
                         self._record_first_token(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
                     completion.last_token_at = now
                 completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
-                if i in logprobs_at and outputs.logprobs is not None:
-                    at = logprobs_at[i]
+                if logprobs_at and outputs.logprobs is not None:
                     found = outputs.logprobs
-                    self._add_logprobs(completion, found.token_ids[at], found.logprobs[at], int(found.ranks[at]))
+                    for at in (logprobs_at[j] for j in range(offsets[i], offsets[i + 1]) if j in logprobs_at):
+                        self._add_logprobs(completion, found.token_ids[at], found.logprobs[at], int(found.ranks[at]))
                 if finish[i]:
                     completion.finish(str(FinishReason(finish[i])), outputs.stop_reasons.get(i))
                     request.error = outputs.errors.get(i, request.error)

@@ -28,6 +28,7 @@ class NewRow:
     seed: int
     num_prompt_tokens: int
     stop_ids: list[int]  # tokens that finish it
+    token_limit: int  # the most tokens it may have: prompt and max_tokens, or max_model_len
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]]  # (source, destination), before any KV is written
     common_prefix_blocks: tuple[int, ...]  # per group, leading blocks of the same content in all rows
     connector_meta: Any = None
+    num_drafts: np.ndarray | None = None  # [n] int32: how many of num_tokens are drafts to verify; None: no row has any
 
     @property
     def total_tokens(self) -> int:

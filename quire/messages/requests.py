@@ -99,9 +99,11 @@ def child_seed(seed: int, child: int) -> int:
 
 
 class Logprobs(msgspec.Struct):
-    """Rows that requested logprobs: the sampled token first, then the top ones, best first."""
+    """Tokens whose logprobs were requested: the sampled token first, then the top ones, best first."""
 
-    position: np.ndarray  # [m] which output row
+    position: (
+        np.ndarray
+    )  # [m] which token: in a runner's output of all places of its token_ids, in the core's of its token_ids
     token_ids: np.ndarray  # [m, 1 + k]
     logprobs: np.ndarray  # [m, 1 + k] float32
     ranks: np.ndarray  # [m] rank of the sampled token, 1 is the best
@@ -172,9 +174,10 @@ class EngineCoreOutputs(msgspec.Struct):
         owner = np.repeat(np.arange(len(self.index)), lengths)
         logprobs = self.logprobs
         if logprobs is not None:
-            mine = np.flatnonzero(np.isin(logprobs.position, rows))
+            kept = np.flatnonzero(np.isin(owner, rows))
+            mine = np.flatnonzero(np.isin(logprobs.position, kept))
             logprobs = Logprobs(
-                np.searchsorted(rows, logprobs.position[mine]),
+                np.searchsorted(kept, logprobs.position[mine]),
                 logprobs.token_ids[mine],
                 logprobs.logprobs[mine],
                 logprobs.ranks[mine],

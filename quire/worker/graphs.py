@@ -33,6 +33,7 @@ class GraphKey:
     num_rows: int
     decode_only: bool
     shared_prefix: bool = False
+    tokens_per_row: int = 1  # of decode steps: more than 1 where rows verify drafts
 
 
 @dataclass
@@ -81,6 +82,7 @@ class StepGraphs:
         max_tokens: int,
         device: torch.device,
         reset_workspaces: Callable[[], None],
+        num_drafts: int = 0,
     ) -> None:
         """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
         after a capture that failed."""
@@ -89,6 +91,8 @@ class StepGraphs:
         self.reset_workspaces = reset_workspaces
         self.device = device
         self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
+        # Without drafts for any row, or with the most for all; other steps are rare.
+        self.tokens_per_row = sorted({1, 1 + num_drafts}, reverse=True)
         self.mixed_rows = min(MIXED_ROWS, max_rows)
         self.mixed_tokens = [n for n in MIXED_TOKENS if n <= max_tokens]
         max_mixed_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
@@ -105,8 +109,9 @@ class StepGraphs:
         """Largest first: the others reuse its memory from the pool."""
         began = time.perf_counter()
         sizes = slice(-1, None) if largest_only else slice(None)
-        for num_rows in reversed(self.decode_rows[sizes]):
-            self._capture(GraphKey(num_rows, num_rows, decode_only=True))
+        for count in self.tokens_per_row:
+            for num_rows in reversed(self.decode_rows[sizes]):
+                self._capture(GraphKey(num_rows * count, num_rows, decode_only=True, tokens_per_row=count))
         for num_tokens in reversed(self.mixed_tokens[sizes]):
             self._capture(GraphKey(num_tokens, self.mixed_rows, decode_only=False))
         logger.debug("%d graphs captured in %.2f s", len(self._captured), time.perf_counter() - began)
@@ -114,12 +119,19 @@ class StepGraphs:
     @property
     def max_growth(self) -> float:
         """The number of graphs that may ever be captured, relative to those captured now."""
-        return (2 * len(self.decode_rows) + len(self.mixed_tokens)) / max(1, len(self._captured))
+        return ((1 + len(self.tokens_per_row)) * len(self.decode_rows) + len(self.mixed_tokens)) / max(
+            1, len(self._captured)
+        )
 
-    def run_decode(self, rows: np.ndarray, prefix_len: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows and logits, both padded, of a step of one token per row; None if there is no graph for it (yet)."""
+    def run_decode(
+        self, rows: np.ndarray, prefix_len: int, tokens_per_row: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows and logits of all tokens, both padded, of a step of as many tokens in each row; None if there is no
+        graph for it (yet)."""
         bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]
-        key = GraphKey(bucket, bucket, decode_only=True, shared_prefix=prefix_len > 0)
+        key = GraphKey(bucket * tokens_per_row, bucket, True, prefix_len > 0, tokens_per_row)
+        if tokens_per_row not in self.tokens_per_row:
+            return None
         if key not in self._captured and not self._capture_if_frequent(key):
             return None
         self.decode_buffers.fill_decode(rows, bucket, prefix_len)

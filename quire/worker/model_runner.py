@@ -1,5 +1,6 @@
 """Executes plans: applies their changes to the rows, runs the model, samples."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.models.base import LanguageModel
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
+from quire.spec_decode.proposer import Proposer
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 from quire.worker.transfer import Pending
+from quire.worker.verification import logit_positions, sample_and_verify
 
 # From this length and number of rows on, a prefix that all rows share is attended to once for all of them.
 MIN_SHARED_PREFIX = 512
@@ -55,8 +58,10 @@ class ModelRunner:
         connector: WorkerConnector | None = None,
         use_graphs: bool = False,
         processors: Sequence[LogitsProcessor] = (),
+        proposer: Proposer | None = None,
+        num_drafts: int = 0,
     ) -> None:
-        """`processors` are users' own logits processors."""
+        """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step."""
         self.model = model
         self.backend = backend
         self.device = device
@@ -65,6 +70,8 @@ class ModelRunner:
         self.connector = connector
         self.use_graphs = use_graphs
         self.processors = processors
+        self.proposer = proposer
+        self.num_drafts = num_drafts
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
         self._pending: PendingStep | None = None
@@ -73,7 +80,7 @@ class ModelRunner:
 
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
         """Allocate rows and cache; hand every attention layer its part."""
-        self.rows = RowState(max_num_seqs, max_model_len, config, self.device)
+        self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts)
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
         self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
@@ -106,7 +113,13 @@ class ModelRunner:
         if self.use_graphs:
             max_rows = len(self.rows.num_tokens)
             self.graphs = StepGraphs(
-                self._captured_step, self.backend, max_rows, max_tokens, self.device, self.reset_workspaces
+                self._captured_step,
+                self.backend,
+                max_rows,
+                max_tokens,
+                self.device,
+                self.reset_workspaces,
+                self.num_drafts,
             )
             self.graphs.capture_at_start(largest_only)
             if not largest_only:
@@ -132,8 +145,17 @@ class ModelRunner:
         step, self._pending = self._pending, None
         # Finished transfers are read last: those read before something fails would be lost.
         if step.logits is None:
-            return Pending(lambda: self._with_transfers(_nothing_sampled()))
-        return self._sample(step, step.logits, grammar)
+            return Pending(lambda: self._complete(step, _nothing_sampled()))
+        assert step.rows is not None
+        if step.plan.num_drafts is None:
+            pending = self._sample(step, step.logits, grammar)
+        else:
+            rows = step.rows[: len(step.plan.rows)]
+            complete = functools.partial(self._complete, step)
+            pending = sample_and_verify(step.plan, step.logits, rows, self.rows, self.sampler, grammar, complete)
+        if self.proposer is not None:
+            self.proposer.propose(step.rows, self.rows)
+        return pending
 
     def _sample(
         self, step: PendingStep, logits: torch.Tensor, grammar: GrammarMask | None
@@ -144,9 +166,7 @@ class ModelRunner:
         draw = self.sampler.choose_draw(row_list, grammar) if supports_triton(self.device) else None
         if draw is not None:
             self.sampler.sample_fused(logits, step.rows, state, draw, self.sampled)
-            return Pending(
-                lambda ids: self._with_transfers(_output(ids, None, step.prompt_logprobs)), self.sampled[:count]
-            )
+            return Pending(lambda ids: self._complete(step, _output(ids, None)), self.sampled[:count])
         rows = step.rows[:count].long()
         positions = state.num_tokens[rows]
         batch = SampleBatch(
@@ -162,13 +182,14 @@ class ModelRunner:
 
         def make(ids: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
             logprobs = Logprobs(np.asarray(sampled.places), *found) if found else None
-            return self._with_transfers(_output(ids, logprobs, step.prompt_logprobs))
+            return self._complete(step, _output(ids, logprobs))
 
         arrays = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
         return Pending(make, sampled.token_ids.int(), *arrays)
 
-    def _with_transfers(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Adds the requests whose KV transfers have finished."""
+    def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Adds prompt logprobs, and the requests whose KV transfers have finished."""
+        output.prompt_logprobs = step.prompt_logprobs
         if self.connector is not None:
             output.finished_sending, output.finished_recving = self.connector.get_finished()
         return output
@@ -194,10 +215,13 @@ class ModelRunner:
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
         if self.graphs is not None and self.connector is None and not self.prompt_logprobs.needed(plan):
+            replayed = None
             if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
-            else:
+            elif plan.num_drafts is None or not plan.num_drafts.any():
                 replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens)
+            elif (plan.num_tokens == 1 + plan.num_drafts).all() and (plan.num_drafts == plan.num_drafts[0]).all():
+                replayed = self.graphs.run_decode(plan.rows, 0, int(plan.num_tokens[0]))
             if replayed is not None:
                 pending.rows, pending.logits = replayed
                 return
@@ -209,7 +233,7 @@ class ModelRunner:
             plan.rows,
             query_start,
             token_rows,
-            query_start[1:] - 1,
+            logit_positions(query_start, plan.num_drafts),
             [prefix_len],
         ]
         arrays += [blocks] if blocks is not None else []
@@ -263,10 +287,18 @@ class ModelRunner:
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
         hidden = self._compute_hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
-        return self.model.compute_logits(hidden[:rows])
+        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
+        if key.tokens_per_row > 1:
+            # Each token is a row of the attention's, with its own length: it goes through the kernel that splits keys.
+            tokens = torch.arange(key.num_tokens, dtype=torch.int32, device=self.device)
+            starts = torch.arange(key.num_rows + 1, dtype=torch.int32, device=self.device) * key.tokens_per_row
+            token_rows = tokens // key.tokens_per_row
+            return self.model.compute_logits(
+                self._compute_hidden(rows, starts, token_rows, None, None, attend_as_rows=True)
+            )
         if key.decode_only:
             prefix = buffers.prefix_len if key.shared_prefix else None
             return self.model.compute_logits(self._compute_hidden(rows, buffers.query_start, None, None, prefix))
@@ -283,6 +315,7 @@ class ModelRunner:
         query_blocks: torch.Tensor | None,
         prefix_len: torch.Tensor | None,
         has_decode_rows: bool = True,
+        attend_as_rows: bool = False,  # every token by itself
     ) -> torch.Tensor:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
@@ -295,12 +328,17 @@ class ModelRunner:
             # Nothing was launched that would have filled them, and they index tables.
             inputs.input_ids.zero_()
             inputs.positions.zero_()
+        seq_lens, decode_only = inputs.seq_lens, token_rows is None
+        if attend_as_rows:
+            assert token_rows is not None
+            rows, decode_only = rows[token_rows.long()], True
+            seq_lens = torch.where(rows >= 0, inputs.positions.int() + 1, 0)
         step = StepInputs(
             rows=rows,
             num_tokens=len(inputs.input_ids),
             query_start=query_start,
-            seq_lens=inputs.seq_lens,
-            decode_only=token_rows is None,
+            seq_lens=seq_lens,
+            decode_only=decode_only,
             has_decode_rows=has_decode_rows,
             query_blocks=query_blocks,
             prefix_len=prefix_len,
@@ -321,8 +359,8 @@ def _nothing_sampled() -> ModelRunnerOutput:
     return ModelRunnerOutput(np.empty((0, 1), np.int32), np.empty(0, np.int32))
 
 
-def _output(ids: np.ndarray, logprobs: Logprobs | None, prompt_logprobs: list[PromptLogprobs]) -> ModelRunnerOutput:
-    return ModelRunnerOutput(ids[:, None], np.ones(len(ids), np.int32), logprobs, prompt_logprobs)
+def _output(ids: np.ndarray, logprobs: Logprobs | None) -> ModelRunnerOutput:
+    return ModelRunnerOutput(ids[:, None], np.ones(len(ids), np.int32), logprobs)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

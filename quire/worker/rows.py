@@ -12,11 +12,15 @@ MAX_ENTRIES = 2**31 - 1  # indices are int32
 
 def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -> int:
     widths = [-(-max_model_len // size) for size in block_sizes]
-    return num_rows * (4 * max_model_len + 4 * sum(widths) + 2 * 8)
+    return num_rows * (4 * max_model_len + 4 * sum(widths) + 3 * 8)
 
 
 class RowState:
-    def __init__(self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device, num_drafts: int = 0
+    ) -> None:
+        """`num_drafts`: the most that a row may hold behind its known tokens."""
+        max_model_len += num_drafts
         widths = [-(-max_model_len // group.spec.block_size) for group in config.groups]
         if num_rows * max(max_model_len, sum(widths)) > MAX_ENTRIES:
             raise ValueError(
@@ -27,6 +31,7 @@ class RowState:
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.token_limit = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
         # All tables in one allocation, so that the blocks of every group are appended by one write.
         self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
@@ -42,6 +47,7 @@ class RowState:
         rows = np.array([new.row for new in new_rows])
         counts = [len(new.token_ids) for new in new_rows]
         computed = [new.num_computed for new in new_rows]
+        limits = [new.token_limit for new in new_rows]
         token_at = np.concatenate([np.arange(len(new.token_ids)) + new.row * width for new in new_rows])
         tokens = np.concatenate([new.token_ids for new in new_rows])
         entries = [
@@ -51,10 +57,11 @@ class RowState:
         ]
         block_at = np.concatenate([at for at, _ in entries])
         blocks = np.concatenate([np.asarray(ids, np.int64) for _, ids in entries])
-        arrays = to_device(self.device, rows, counts, computed, token_at, tokens, block_at, blocks)
-        rows_, counts_, computed_, token_at_, tokens_, block_at_, blocks_ = arrays
+        arrays = to_device(self.device, rows, counts, computed, limits, token_at, tokens, block_at, blocks)
+        rows_, counts_, computed_, limits_, token_at_, tokens_, block_at_, blocks_ = arrays
         self.num_tokens[rows_.long()] = counts_.long()
         self.num_computed[rows_.long()] = computed_.long()
+        self.token_limit[rows_.long()] = limits_.long()
         self.token_ids.view(-1).index_copy_(0, token_at_.long(), tokens_)
         self._all_tables.index_copy_(0, block_at_.long(), blocks_)
 

@@ -16,6 +16,7 @@ from quire.models.loading.loader import load_model
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
+from quire.spec_decode.proposer import make_proposer
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recovery import Recovery
@@ -69,7 +70,9 @@ class Worker:
         shapes = [AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers]
         kv_cache_dtype, requested = config.cache.kv_cache_dtype, config.device.attention_backend
         self.cache_dtype = cache_dtype(self.platform, self.dtype, kv_cache_dtype)
-        backend, why = choose_backend(self.platform, self.dtype, shapes, self.max_num_seqs, requested, kv_cache_dtype)
+        # Where drafts are verified, each of a row's tokens is attended to as a row.
+        attention_rows = self.max_num_seqs * (1 + config.speculative.num_drafts)
+        backend, why = choose_backend(self.platform, self.dtype, shapes, attention_rows, requested, kv_cache_dtype)
         logger.debug(why)
         self.runner = ModelRunner(
             self.model,
@@ -80,6 +83,8 @@ class Worker:
             worker_connector(config.transfer.kv_connector),
             use_graphs=backend.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
+            proposer=make_proposer(config, self.platform.device),
+            num_drafts=config.speculative.num_drafts,
         )
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 

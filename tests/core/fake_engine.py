@@ -7,6 +7,7 @@ changes the output or trips an assertion.
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from quire.messages.requests import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 
 VOCAB = 50
+MOST_DRAFTS = 4
 
 
 def next_token(context: np.ndarray, seed: int) -> int:
@@ -45,6 +47,31 @@ def request(name, key=(0, 0), prompt=range(4), num_groups=1) -> Request:
     return Request(core, key, num_groups)
 
 
+def fixed_drafts(context: np.ndarray, seed: int, count: int) -> list[int]:
+    return [7] * count
+
+
+def random_drafts(context: np.ndarray, seed: int, count: int) -> list[int]:
+    return [(next_token(context, seed + 1) * (j + 3)) % VOCAB for j in range(count)]
+
+
+def right_drafts(context: np.ndarray, seed: int, count: int, right: int = MOST_DRAFTS) -> list[int]:
+    tokens = expected_tokens(context, count, seed)
+    return [token if j < right else (token + 1) % VOCAB for j, token in enumerate(tokens)]
+
+
+def half_right_drafts(context: np.ndarray, seed: int, count: int) -> list[int]:
+    return right_drafts(context, seed, count, int(context.sum()) % (count + 1))
+
+
+PROPOSERS: dict[str, Callable[[np.ndarray, int, int], list[int]]] = {
+    "fixed": fixed_drafts,
+    "random": random_drafts,
+    "half right": half_right_drafts,
+    "right": right_drafts,
+}
+
+
 class FakeWorker:
     def __init__(self, config: KVCacheConfig, kv: KVCacheManager, max_model_len: int) -> None:
         self.groups = config.groups
@@ -54,6 +81,9 @@ class FakeWorker:
         self.cache = np.full(((config.num_blocks + 1) * self.page, 2), -1, np.int64)
         self.rows: dict[int, dict] = {}
         self.max_tokens_seen = 0
+        self.num_accepted = 0  # drafts
+        self.has_drafts = False
+        self.propose = PROPOSERS["fixed"]
         self.shared: set[int] = set()  # blocks with several owners when the plan was made
 
     def _slots(self, row: dict, group: int, positions: np.ndarray) -> np.ndarray:
@@ -67,12 +97,14 @@ class FakeWorker:
             self.rows.pop(row, None)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away twice"
+            assert new.token_limit == min(self.max_model_len, new.num_prompt_tokens + new.params.max_tokens)
             self.rows[new.row] = {
                 "tokens": list(new.token_ids),
                 "computed": new.num_computed,
                 "blocks": [list(ids) for ids in new.block_ids],
                 "seed": new.seed,
-                "limit": min(self.max_model_len, new.num_prompt_tokens + new.params.max_tokens),
+                "limit": new.token_limit,
+                "drafts": self.propose(new.token_ids, new.seed, MOST_DRAFTS),
             }
         appended = plan.appended
         for row, group, position, block in zip(
@@ -85,24 +117,43 @@ class FakeWorker:
             page = self.page
             self.cache[target * page : (target + 1) * page] = self.cache[source * page : (source + 1) * page]
         self._write(plan)
-        tokens = np.zeros((len(plan.rows), 1), np.int32)
+        drafts = self._num_drafts(plan)
+        tokens = np.full((len(plan.rows), 1 + max(drafts, default=0)), -7, np.int32)
+        num_sampled = np.zeros(len(plan.rows), np.int32)
         for i, (r, n) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             row = self.rows[int(r)]
-            row["computed"] += int(n)
+            row["computed"] += int(n) - drafts[i]
+            held = row["drafts"][: drafts[i]]
             if row["computed"] == len(row["tokens"]):
-                self._check_context(row)
-                tokens[i, 0] = next_token(np.asarray(row["tokens"]), row["seed"])
-                row["tokens"].append(int(tokens[i, 0]))
-                assert len(row["tokens"]) <= row["limit"], "planned past the request's limit"
-        return ModelRunnerOutput(tokens, np.ones(len(plan.rows), np.int32))
+                for j in range(drafts[i] + 1):
+                    if len(row["tokens"]) == row["limit"]:
+                        assert self.has_drafts, "planned past the request's limit"
+                        break
+                    self._check_context(row)
+                    tokens[i, j] = next_token(np.asarray(row["tokens"]), row["seed"])
+                    row["tokens"].append(int(tokens[i, j]))
+                    num_sampled[i] += 1
+                    if j == drafts[i] or held[j] != tokens[i, j]:
+                        break
+                    row["computed"] += 1
+                    self.num_accepted += 1
+                row["computed"] = len(row["tokens"]) - 1
+                row["drafts"] = self.propose(np.asarray(row["tokens"]), row["seed"], MOST_DRAFTS)
+        return ModelRunnerOutput(tokens, num_sampled)
+
+    @staticmethod
+    def _num_drafts(plan: SchedulerOutput) -> list[int]:
+        return plan.num_drafts.tolist() if plan.num_drafts is not None else [0] * len(plan.rows)
 
     def _write(self, plan: SchedulerOutput) -> None:
         written: set[int] = set()
-        for r, n in zip(plan.rows, plan.num_tokens, strict=True):
+        for r, n, num_drafts in zip(plan.rows, plan.num_tokens, self._num_drafts(plan), strict=True):
             row = self.rows[int(r)]
-            assert n > 0
+            assert n > num_drafts >= 0
             positions = np.arange(row["computed"], row["computed"] + n)
-            assert positions[-1] < len(row["tokens"]), "advanced past the known tokens"
+            tokens = np.asarray([*row["tokens"], *row["drafts"][:num_drafts]])
+            assert positions[-1] < len(tokens), "advanced past the known tokens"
+            assert not num_drafts or row["computed"] == len(row["tokens"]) - 1, "drafts of a row that does not decode"
             for group in range(len(self.groups)):
                 slots = self._slots(row, group, positions)
                 assert (slots >= self.page).all(), "wrote to the null block"
@@ -111,7 +162,7 @@ class FakeWorker:
                 # A block may get a second owner in the plan that fills it, but once shared it stays as it is.
                 for block in set((slots // self.page).tolist()) & self.shared:
                     assert self.kv.pool.blocks[block].ref < 2, "wrote to a shared block"
-                self.cache[slots] = np.stack([np.asarray(row["tokens"])[positions], positions], 1)
+                self.cache[slots] = np.stack([tokens[positions], positions], 1)
 
     def _check_context(self, row: dict) -> None:
         """What attention would read is what the row was given, in every group."""
@@ -129,7 +180,15 @@ class FakeEngine:
     """Scheduler and fake worker with `depth` plans in flight, results collected per request."""
 
     def __init__(
-        self, num_blocks=64, specs=None, depth=0, max_model_len=256, caching=True, connector=None, **kwargs
+        self,
+        num_blocks=64,
+        specs=None,
+        depth=0,
+        max_model_len=256,
+        caching=True,
+        connector=None,
+        proposer="fixed",
+        **kwargs,
     ) -> None:
         specs = specs or [spec()]
         config = KVCacheConfig(num_blocks, tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs)))
@@ -137,6 +196,8 @@ class FakeEngine:
         kwargs = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **kwargs}
         self.scheduler = Scheduler(self.kv, max_model_len=max_model_len, connector=connector, **kwargs)
         self.worker = FakeWorker(config, self.kv, max_model_len)
+        self.worker.propose = PROPOSERS[proposer]
+        self.worker.has_drafts = self.scheduler.num_drafts > 0
         self.depth = depth
         self.in_flight: deque = deque()
         self.tokens: dict[str, list[int]] = {}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.requests import FinishReason
-from tests.core.fake_engine import FakeEngine, expected_tokens, spec
+from tests.core.fake_engine import MOST_DRAFTS, PROPOSERS, FakeEngine, expected_tokens, spec
 from tests.properties import SEARCH
 
 MAX_LEN = 40
@@ -37,7 +37,9 @@ def workloads(draw):
         )
     depth, budget = draw(st.integers(0, 4)), draw(st.integers(1, 24))
     groups = tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs))
-    smallest = blocks_of_one_request(groups, MAX_LEN, max(budget, depth + 2))  # what start-up insists on
+    num_drafts = draw(st.integers(0, MOST_DRAFTS))
+    span = max(budget, (depth + 1) * (1 + num_drafts) + 1)
+    smallest = blocks_of_one_request(groups, MAX_LEN, span)  # what start-up insists on
     engine = {
         "specs": specs,
         "num_blocks": smallest + draw(st.integers(0, 12)),
@@ -48,6 +50,8 @@ def workloads(draw):
         "max_num_batched_tokens": budget,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
+        "num_drafts": num_drafts,
+        "proposer": draw(st.sampled_from(sorted(PROPOSERS))),
     }
     return engine, requests
 

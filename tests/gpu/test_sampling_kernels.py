@@ -6,6 +6,7 @@ import torch
 from quire.kernels.sample_tokens import NO_TOKEN, Draw, sample_tokens, sample_tokens_torch
 from quire.messages.sampling_params import SamplingParams
 from quire.sample.sampler import Sampler
+from tests.kernels import draft_cases
 from tests.sample.rows import new_row
 
 pytestmark = [
@@ -150,3 +151,8 @@ def test_replayed_in_a_graph_with_other_rows(cases, draw):
             assert not kept or int(state.token_ids[row, known[row]]) == max(0, eager[i])
         others = [row for row in range(num_rows) if row not in used]
         assert torch.equal(state.num_tokens[others], known[others])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_accepted_drafts(seed):
+    draft_cases.check(seed, "cuda")

@@ -24,7 +24,7 @@ def test_other_processes_change_the_budget_by_a_bounded_amount():
 def test_row_state_bytes_equal_what_is_allocated():
     specs = dict.fromkeys(range(5), WINDOW) | {5: FULL}
     state = RowState(32, 1000, KVCacheConfig(1, make_groups(specs)), torch.device("cpu"))
-    tensors = (state.token_ids, state.num_tokens, state.num_computed, state._all_tables)
+    tensors = (state.token_ids, state.num_tokens, state.num_computed, state.token_limit, state._all_tables)
     assert row_state_bytes(32, 1000, state.block_sizes) == sum(tensor.nbytes for tensor in tensors)
 
 

@@ -1,0 +1,83 @@
+"""A step in which rows verify drafts: logits at several positions of a row, and how many tokens each accepts."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quire.kernels.accept_drafts import accept_drafts
+from quire.kernels.dispatch import supports_triton
+from quire.kernels.sample_tokens import sample_tokens
+from quire.kernels.transfer import to_device
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.messages.requests import Logprobs
+from quire.sample.processors import SampleBatch
+from quire.sample.sampler import Sampler
+from quire.worker.rows import RowState
+from quire.worker.transfer import Pending
+
+
+def logit_positions(query_start: np.ndarray, num_drafts: np.ndarray | None) -> np.ndarray:
+    """Which of a step's tokens get logits: each row's last, and with d drafts the d before it."""
+    ends = query_start[1:] - 1
+    if num_drafts is None:
+        return ends
+    counts = 1 + num_drafts
+    return np.repeat(ends - num_drafts, counts) + offsets_within(counts)
+
+
+def offsets_within(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each of `counts`."""
+    first = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(first, counts)
+
+
+def sample_and_verify(
+    plan: SchedulerOutput,
+    logits: torch.Tensor,  # [m, vocab]: at logit_positions()
+    rows: torch.Tensor,  # [n]
+    state: RowState,
+    sampler: Sampler,
+    grammar: GrammarMask | None,
+    complete: Callable[[ModelRunnerOutput], ModelRunnerOutput],
+) -> Pending[ModelRunnerOutput]:
+    """Draw a token at every position as if the drafts before it were right; rows keep those up to the first surprise.
+    Rows with a grammar, and others whose logits depend on tokens before, have no drafts."""
+    assert plan.num_drafts is not None
+    counts = 1 + plan.num_drafts
+    width = int(counts.max())
+    place = np.repeat(np.arange(len(counts)), counts)
+    offset = offsets_within(counts)
+    first = np.concatenate(([0], np.cumsum(counts)))
+    row_list = plan.rows[place].tolist()
+    arrays = (first, plan.rows[place], offset, plan.num_drafts[place])
+    first_, position_rows, offset_, drafts = to_device(logits.device, *arrays)
+    position_rows = position_rows.long()
+    known = state.num_tokens[position_rows]
+    draw = sampler.choose_draw(row_list, grammar) if supports_triton(logits.device) else None
+    places: list[int] = []
+    found: tuple[torch.Tensor, ...] = ()
+    if draw is not None:
+        tokens = sample_tokens(logits, position_rows, known + offset_, sampler.parameters.device, draw)
+    else:
+        batch = SampleBatch(
+            rows=position_rows,
+            row_list=row_list,
+            positions=known + offset_,
+            done=state.num_computed[position_rows] == known + drafts,
+            token_ids=state.token_ids,
+        )
+        if grammar is not None:
+            grammar = GrammarMask(first[grammar.places], grammar.bitmask)
+        sampled = sampler.sample(logits, batch, grammar)
+        tokens, places, top = sampled.token_ids, sampled.places, sampled.logprobs
+        found = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
+    out = torch.empty(len(counts), width, dtype=torch.int32, device=logits.device)
+    num_sampled = torch.empty(len(counts), dtype=torch.int32, device=logits.device)
+    accept_drafts(tokens, first_, rows, state, out, num_sampled)
+    where = place[places] * width + offset[places]
+
+    def make(ids: np.ndarray, num_sampled: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
+        return complete(ModelRunnerOutput(ids, num_sampled, Logprobs(where, *found) if found else None))
+
+    return Pending(make, out, num_sampled, *found)

@@ -1,0 +1,39 @@
+"""Steps that verify drafts on a GPU: the same text as without, through graphs and without."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.spec_decode import proposers
+from tests.tiny_models import save_tiny
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[5, 6, 7], list(range(3, 40)), [9] * 20, [4, 8, 15, 16, 23, 42], *([i, i + 1, i + 2] for i in range(8))]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    model = tmp_path_factory.mktemp("model")
+    save_tiny("llama", model)
+    return str(model)
+
+
+def texts(model, **options):
+    llm = LLM(model, skip_tokenizer_init=True, max_model_len=128, dtype="float32", max_num_seqs=16, **options)
+    try:
+        params = [
+            SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=20 + i, ignore_eos=True)
+            for i in range(len(PROMPTS))
+        ]
+        found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    finally:
+        llm.shutdown()
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("method", ["Fixed", "HalfRight"])
+def test_the_text_is_that_of_one_token_a_step(tiny, method, eager):
+    wanted = texts(tiny)
+    proposers.KNOWN[:] = [[*prompt, *text] for prompt, text in zip(PROMPTS, wanted, strict=True)]
+    config = {"method": f"tests.spec_decode.proposers:{method}", "num_speculative_tokens": 3}
+    assert texts(tiny, speculative_config=config, enforce_eager=eager) == wanted

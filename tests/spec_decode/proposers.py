@@ -1,0 +1,43 @@
+"""Proposers for tests: what they guess is fixed, random, or partly right by a text that is known beforehand."""
+
+import torch
+
+from quire.config import EngineConfig
+from quire.kernels.accept_drafts import DraftRows
+
+KNOWN: list[list[int]] = []  # texts that half-right drafts come from: prompt and output of a run without drafts
+
+
+class Fixed:
+    """In one file and one registration: {"method": "tests.spec_decode.proposers:Fixed", ...}."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.num_drafts = config.speculative.num_drafts
+
+    def propose(self, rows: torch.Tensor, state: DraftRows) -> None:
+        rows = rows[rows >= 0].long()
+        at = state.num_tokens[rows].unsqueeze(1) + torch.arange(self.num_drafts, device=rows.device)
+        at = at.clamp(max=state.token_ids.shape[1] - 1)
+        state.token_ids[rows.unsqueeze(1), at] = self.drafts(rows, state, at).int()
+
+    def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(at, 7)
+
+
+class Random(Fixed):
+    def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
+        return torch.randint_like(at, 5)
+
+
+class HalfRight(Fixed):
+    """The next tokens of a known text that begins as the row does, with every third one wrong. Reads the device."""
+
+    def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
+        guesses = torch.full_like(at, 3)
+        for i, row in enumerate(rows.tolist()):
+            known = state.token_ids[row, : int(state.num_tokens[row])].tolist()
+            for text in KNOWN:
+                if text[: len(known)] == known:
+                    for j, token in enumerate(text[len(known) : len(known) + self.num_drafts]):
+                        guesses[i, j] = token if (len(known) + j) % 3 else 0
+        return guesses
