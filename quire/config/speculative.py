@@ -22,9 +22,6 @@ class SpeculativeConfig:
         validate(self)
         require_object("speculative_config", self.speculative_config)
         given = self.speculative_config or {}
-        unknown = given.keys() - {"method", "num_speculative_tokens"}
-        if unknown:
-            raise ValueError(f"speculative_config has {sorted(unknown)}; allowed: method, num_speculative_tokens")
         if not given:
             return
         if not isinstance(self.method, str) or ":" not in self.method:
@@ -32,6 +29,9 @@ class SpeculativeConfig:
                 f"speculative_config: method is {self.method!r}, which is not available yet; allowed: a proposer of "
                 "your own as 'module:Class'"
             )
+        unknown = given.keys() - {"method", "num_speculative_tokens"}
+        if unknown:
+            raise ValueError(f"speculative_config has {sorted(unknown)}; allowed: method, num_speculative_tokens")
         count = given.get("num_speculative_tokens")
         if not isinstance(count, int) or not 1 <= count <= MAX_DRAFTS:
             raise ValueError(
