@@ -33,7 +33,7 @@ def parser() -> FlagParser:
 def run(args: argparse.Namespace) -> int:
     """Flags are checked before the model is loaded."""
     from quire.config import EngineConfig
-    from quire.entrypoints.logs import set_up_logging
+    from quire.config.logs import set_up_logging
 
     set_up_logging()
     config = server_config(args)
