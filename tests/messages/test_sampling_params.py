@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from quire.messages.checks import MAX_PLAIN_CHARACTERS, MAX_PLAIN_DEPTH, MAX_PLAIN_VALUES, shown
+from quire.config.shown import shown
+from quire.messages.checks import MAX_PLAIN_CHARACTERS, MAX_PLAIN_DEPTH, MAX_PLAIN_VALUES
 from quire.messages.protocol import AddRequests, Codec, ToEngine
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import (

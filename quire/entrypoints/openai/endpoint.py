@@ -1,7 +1,6 @@
 """A generation request, from its body to the last byte of the response; shared by completions and chat."""
 
 import asyncio
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
@@ -25,6 +24,7 @@ from quire.entrypoints.http.errors import (
     refused_value,
 )
 from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
 from quire.entrypoints.openai.logprobs import LogprobFormat
@@ -34,7 +34,6 @@ from quire.entrypoints.openai.response import DONE, ResponseBuilder, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
 LARGE_RESPONSE = 10_000  # logprobs; encoding them on the event loop would stall every stream
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -226,6 +225,6 @@ class GenerationEndpoint(ABC, Generic[R]):
     def _request_id(self, request: R, scope: Scope) -> str | None:
         if request.request_id is None:
             return scope.get("quire.client_request_id")
-        if not REQUEST_ID.fullmatch(request.request_id):
+        if not CLIENT_REQUEST_ID.fullmatch(request.request_id):
             raise bad_request("request_id must be 1 to 128 visible ASCII characters", "request_id")
         return request.request_id
