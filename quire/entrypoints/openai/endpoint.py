@@ -20,13 +20,12 @@ from quire.entrypoints.http.errors import (
     ApiError,
     as_api_error,
     bad_request,
-    openai_body,
-    refused_value,
 )
 from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
+from quire.entrypoints.openai.errors import error_body, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import GenerationRequest
@@ -212,7 +211,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         except BaseException as error:  # also panics of Rust libraries
             if not started:
                 raise
-            last = event(openai_body(as_api_error(error, scope))) + DONE
+            last = event(error_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def check_length(self, request: R, num_tokens: int, prompt_index: int | None = None) -> None:
