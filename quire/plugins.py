@@ -1,7 +1,8 @@
 """Plugins: entry points of the group `quire.general_plugins`, run at start-up.
 
-A plugin is a function without arguments. It is called once in every process that builds a model, before the model's
-class is looked up, and typically calls `ModelRegistry.register_model`.
+A plugin is a function without arguments. It is called once in every process that builds a model or serves HTTP,
+before the model's class or the dialects are looked up, and typically calls `ModelRegistry.register_model` or
+`register_dialect`.
 """
 
 import functools

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.kernels.paged_attention import AttentionFeatures as AttentionFeatures
+from quire.kernels.paged_attention import AttentionFeatures
 from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import QKNormParams
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, AttentionFeatures, StepInputs
+from quire.attention.base import Angles, StepInputs
 from quire.kernels import native
-from quire.kernels.paged_attention import AttentionShape
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
 
 

@@ -8,7 +8,7 @@ from quire.attention.base import AttentionBackend
 from quire.attention.native import NativeBackend
 from quire.attention.torch import TorchBackend
 from quire.kernels import native
-from quire.kernels.paged_attention import AttentionShape as AttentionShape
+from quire.kernels.paged_attention import AttentionShape
 from quire.platforms.base import Platform
 
 BACKENDS = ("torch", "native", "triton")

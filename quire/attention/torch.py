@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, AttentionFeatures, StepInputs
+from quire.attention.base import Angles, StepInputs
 from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
 from quire.kernels.kv_write import cache_rows, kv_write
+from quire.kernels.paged_attention import AttentionFeatures
 from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
 
 

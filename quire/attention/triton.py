@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, AttentionFeatures, StepInputs
-from quire.kernels.paged_attention import AttentionShape
+from quire.attention.base import Angles, StepInputs
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.machine import describe_machine
 from quire.bench.report import Metric, Report
 from quire.bench.workloads import CPU_TOKEN_ID_LIMIT, Shape, Workload, random_workload
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, whole_number
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, integer
 
 if TYPE_CHECKING:
     from quire import LLM
@@ -53,7 +53,7 @@ def add_shape_flags(parser: FlagParser, default: Shape, *, many: bool) -> None:
 
 
 def positive(text: str) -> int:
-    value = whole_number(text)
+    value = integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is too small; it must be at least 1")
     return value

@@ -32,7 +32,7 @@ from quire.bench.serve_stats import (
     summarize,
 )
 from quire.bench.serve_workloads import Item, add_workload_flags, arrivals, items, requests
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, number, whole_number
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, integer, number
 from quire.entrypoints.cli.api_client import key_from
 
 WARM_UP_REQUESTS = 4
@@ -48,7 +48,7 @@ def parser() -> FlagParser:
     group = parser.add_argument_group("Server")
     group.add_argument("--base-url", metavar="URL", help="a running server, as http://HOST:PORT; the same as:")
     group.add_argument("--host", metavar="TEXT", help="address of a running server")
-    group.add_argument("--port", type=whole_number, metavar="N", help="its port (default: 8000)")
+    group.add_argument("--port", type=integer, metavar="N", help="its port (default: 8000)")
     group.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="or /v1/chat/completions")
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server that is started")
     group.add_argument("--row", choices=tuple(ROWS), help="a predefined workload; sets all its flags")

@@ -13,7 +13,7 @@ import numpy as np
 from quire.bench.common import positive
 from quire.bench.serve_client import Request
 from quire.bench.workloads import CPU_TOKEN_ID_LIMIT, FIRST_TOKEN_ID
-from quire.config.flags import FlagParser, number, whole_number
+from quire.config.flags import FlagParser, integer, number
 
 DATASETS = ("random", "prefix_repetition", "custom")
 
@@ -47,7 +47,7 @@ def add_workload_flags(parser: FlagParser) -> None:
     add("--prefix-repetition-output-len", 128, "prefix_repetition: tokens to generate")
     add("--custom-output-len", 256, "custom: tokens to generate, if a line has no output_tokens")
     add("--token-id-limit", CPU_TOKEN_ID_LIMIT, "draw token ids below this; lower it for a smaller vocabulary")
-    add("--seed", 0, "seed of prompts and arrivals", type=whole_number)
+    add("--seed", 0, "seed of prompts and arrivals", type=integer)
     group = parser.add_argument_group("Arrivals")
     add("--request-rate", float("inf"), "requests per second; inf: all at once", type=_rate, metavar="X")
     add("--burstiness", 1.0, "1: Poisson; below: bursts; above: evenly spaced (gamma)", type=_rate, metavar="X")
@@ -159,7 +159,7 @@ def _ratio(text: str) -> float:
 
 
 def _natural(text: str) -> int:
-    value = whole_number(text)
+    value = integer(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is too small; it must be at least 0")
     return value

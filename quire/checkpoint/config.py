@@ -4,7 +4,8 @@ from typing import Any
 
 from quire.checkpoint.json_file import read_json
 from quire.checkpoint.resolve import Checkpoint
-from quire.config.values import shown, whole_number
+from quire.config.shown import shown
+from quire.config.values import whole_number
 
 KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "architectures": (list, "a list of names"),

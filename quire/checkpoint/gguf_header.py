@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.gguf_types import BlockType, block_type
-from quire.config.values import shown
+from quire.config.shown import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

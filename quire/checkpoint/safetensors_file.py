@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.json_file import parse_object
-from quire.config.values import shown, whole_number
+from quire.config.shown import shown
+from quire.config.values import whole_number
 
 if TYPE_CHECKING:
     import torch

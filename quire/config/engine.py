@@ -6,40 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.cache import CacheConfig
-from quire.config.fields import option, options, validate
+from quire.config.device import DeviceConfig
+from quire.config.fields import options
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig, backend_of
-
-
-@dataclass
-class DeviceConfig:
-    """The hardware."""
-
-    device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
-    attention_backend: str | None = option(None, "attention kernels; default: the best for the platform")
-    moe_backend: str = option("auto", "kernels of mixtures of experts", choices=("auto", "triton", "native", "torch"))
-    enforce_eager: bool = option(False, "on a GPU: launch every kernel by itself, without CUDA graphs")
-    cpu_threads: int | None = option(
-        None, "on a CPU: threads that compute; default: the physical cores this process may use", minimum=1
-    )
-    cpu_pin: bool = option(True, "on a CPU: bind those threads to their cores, if they fill all of them")
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-
-@dataclass
-class TransferConfig:
-    """KV-cache transfer."""
-
-    kv_connector: str | None = option(None, "KV connector: noop, or your own class as module:Class")
-
-    def __post_init__(self) -> None:
-        validate(self)
+from quire.config.transfer import TransferConfig
 
 
 @dataclass

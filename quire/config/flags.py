@@ -51,7 +51,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
         defaults = {field.name: field.default for field in dataclasses.fields(config)}
         for name, info in options(config).items():
             if name not in leave_out:
-                _add_flag(group, name, info, types[name], defaults[name])
+                add_flag(group, name, info, types[name], defaults[name])
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number, or one with K, M, G or T") from None
 
 
-def whole_number(text: str) -> int:
+def integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -98,7 +98,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
+def add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
     # A flag that was not given is absent from the namespace, so that the config keeps its default.
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
     if annotation is bool:
@@ -129,7 +129,7 @@ def _is_object(types: tuple[Any, ...]) -> bool:
 
 
 def _parser_for(name: str, annotation: Any) -> Callable[[str], Any]:
-    parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
+    parsers: dict[Any, Callable[[str], Any]] = {int: integer, float: number, str: str}
     types = _plain_types(annotation)
     if types == (int,) and name.endswith("_bytes"):
         return size

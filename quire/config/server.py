@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.environment import QUIRE_API_KEY
-from quire.config.fields import flag, option, options, validate
-from quire.config.flags import _add_flag
+from quire.config.fields import option, options, validate
+from quire.config.flags import add_flag
 
 logger = logging.getLogger("quire")
 
@@ -125,15 +125,8 @@ def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
     types = typing.get_type_hints(ServerConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(ServerConfig)}
     for name, info in options(ServerConfig).items():
-        if only is not None and name not in only:
-            continue
-        if typing.get_origin(types[name]) is tuple:
-            help = f"{info.help}; may be given several times".replace("%", "%%")
-            group.add_argument(
-                flag(name), dest=name, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=help
-            )
-        else:
-            _add_flag(group, name, info, types[name], defaults[name])
+        if only is None or name in only:
+            add_flag(group, name, info, types[name], defaults[name])
 
 
 def server_config(args: argparse.Namespace, only: Collection[str] | None = None) -> ServerConfig:

@@ -4,8 +4,9 @@ import math
 import sys
 from typing import Any
 
+from quire.config.shown import shown
+
 INT32_MAX = 2**31 - 1
-MAX_SHOWN = 60  # characters of a wrong value in an error
 
 
 def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = INT32_MAX) -> int:
@@ -22,12 +23,3 @@ def finite_number(name: str, value: Any, above: float = -math.inf, maximum: floa
         bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at most {maximum:g}"] * (maximum < math.inf)
         raise ValueError(f"{name} is {shown(value)}; it must be a finite number{' ' * bool(bounds)}{', '.join(bounds)}")
     return float(value)
-
-
-def shown(value: Any) -> str:
-    """The repr for an error message, truncated."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, nested lists
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -28,7 +28,8 @@ class Start:
 
     num_computed: int
     parent: Request | None = None  # shares its blocks
-    hit: Hit | None = None  # None if the prefix cache was not asked
+    hit: Hit | None = None  # None if it has blocks, or its parent's, already
+    looked_up: bool = False  # the hit is the prefix cache's
     num_external: int = 0  # tokens after the hit that a connector loads
     loads_async: bool = False
 
@@ -102,7 +103,7 @@ class Admission:
             return Start(0, hit=self._kv.no_hit())
         hit = self._kv.find_hit(request)
         num_external, loads_async = self._transfers.match(request, hit.num_tokens)
-        return Start(hit.num_tokens + num_external, None, hit, num_external, loads_async)
+        return Start(hit.num_tokens + num_external, None, hit, True, num_external, loads_async)
 
     def _allocate(self, request: Request, start: Start, num_tokens: int, admitted: Admitted) -> bool:
         if start.parent is None:
@@ -115,7 +116,7 @@ class Admission:
         # A request that comes back after a preemption finds blocks that it computed itself: those are no cache hits.
         if request.num_cached >= 0:
             return
-        if start.hit is not None:
+        if start.hit is not None and start.looked_up:
             self._kv.count_lookup(len(request.token_ids), start.hit)
         request.num_cached = min(start.num_computed, request.num_prompt_tokens)
         request.scheduled_at = time.monotonic()

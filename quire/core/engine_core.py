@@ -11,7 +11,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
 from quire.core.scheduler import Scheduler
 from quire.distributed.kv_connector import scheduler_connector
-from quire.executor.base import Executor, StepResult
+from quire.executor.base import Executor, PendingOutput
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import EngineSummary
@@ -69,7 +69,7 @@ class EngineCore:
         self.grammars = StructuredOutputManager.of_engine(config)
         self._grammar_failures: list[Failure] = []  # requests whose grammar failed, until their results are returned
         self._unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need tokens in flight
-        self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """All its sequences, or none if that raises."""

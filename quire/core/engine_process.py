@@ -4,12 +4,9 @@ The engine's thread never touches a socket: two threads do, and exchange message
 """
 
 import contextlib
-import ctypes
 import logging
-import multiprocessing
 import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +27,6 @@ from quire.messages.protocol import (
     Codec,
     Dead,
     FinishRequests,
-    FromEngine,
     Goodbye,
     Heartbeat,
     Hello,
@@ -52,10 +48,10 @@ from quire.messages.requests import (
     invalid,
     sendable,
 )
+from quire.platforms.process import die_with_parent, leave_signals_to_parent
 
 logger = logging.getLogger("quire")
 
-PR_SET_PDEATHSIG = 1
 MESSAGE_SECONDS = 0.02  # for messages between two steps, if the last step was no longer than that
 STATS_SECONDS = 0.25  # the oldest that stats may get in a front end without running requests
 
@@ -270,7 +266,7 @@ class EngineProcess:
 
     def _send(self) -> None:
         context = zmq.Context()  # its own: the other thread's has a socket that never closes, and cannot be terminated
-        codec = Codec(FromEngine)
+        codec = Codec()
         sockets: dict[str, zmq.Socket] = {}
         for address, message in self._outgoing():
             if message is None:
@@ -319,24 +315,6 @@ def _unsent(message: Any, error: Exception) -> Any:
     if isinstance(message, Result):
         return Result(message.number, sendable(f"the answer cannot be sent: {error}"))
     return Dead(sendable(f"a message cannot be sent: {error}"))
-
-
-def die_with_parent() -> None:
-    """No orphans: the kernel ends this process when the one that started it is gone."""
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return  # not Linux
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it ended before prctl
-
-
-def leave_signals_to_parent() -> None:
-    """A terminal's Ctrl-C, or a service manager's SIGTERM, may reach every process. Only the one that was started by
-    hand may act on it, and tells the others: else an engine would be gone before its requests have ended."""
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sig, signal.SIG_IGN)
 
 
 def engine_process_main(config: EngineConfig, address: str, log_level: int = logging.WARNING) -> None:

@@ -12,7 +12,7 @@ from quire.core.running_set import RunningSet
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, ErrorKind, FinishReason, Logprobs, RequestError
 
-NO_TOKEN = RequestError(
+NO_TOKEN_ERROR = RequestError(
     ErrorKind.NOT_A_NUMBER,
     "the model's scores hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)",
 )
@@ -32,7 +32,7 @@ class Frame:
 
 
 @dataclass(slots=True)
-class StepResult:
+class AppliedStep:
     """What the scheduler has to do about a plan's results."""
 
     outputs: EngineCoreOutputs
@@ -77,7 +77,7 @@ class ResultReader:
             return None
         return list(zip(places.tolist(), run.index[rows].tolist(), strict=True))
 
-    def read(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> StepResult:
+    def read(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> AppliedStep:
         run = self._running
         frame, live, stale = self._pop_frame(plan)
         sampled = np.flatnonzero(live & frame.samples)
@@ -109,7 +109,7 @@ class ResultReader:
                 if live[part.owner]
             ],
         )
-        result = StepResult(outputs, stale)
+        result = AppliedStep(outputs, stale)
         self.num_generated_tokens += len(tokens)
         if run.num_awaiting_first_token:
             self._note_first_tokens(rows, outputs)
@@ -142,12 +142,12 @@ class ResultReader:
         places = (sampled[:, None] * width + np.arange(width))[kept]
         return matrix[kept], matrix[np.arange(len(rows)), counts - 1], stopped, offsets, places
 
-    def fail(self, plan: SchedulerOutput, error: RequestError) -> StepResult:
+    def fail(self, plan: SchedulerOutput, error: RequestError) -> AppliedStep:
         """The plan has no results: its requests end with the cause."""
         frame, live, stale = self._pop_frame(plan)
         failed = list(frame.requests[live])
         outputs = EngineCoreOutputs.ended([request.core.index for request in failed], FinishReason.ERROR, error)
-        return StepResult(outputs, stale, failed=failed)
+        return AppliedStep(outputs, stale, failed=failed)
 
     def _pop_frame(self, plan: SchedulerOutput) -> tuple[Frame, np.ndarray, Iterable[Request]]:
         """The oldest plan's frame, which of its rows still have the request that they had, and the other requests."""
@@ -187,7 +187,7 @@ def fail_without_token(outputs: EngineCoreOutputs, places: np.ndarray) -> None:
     lengths[places] -= 1
     np.cumsum(lengths, out=outputs.offsets[1:])
     outputs.finish[places] = FinishReason.ERROR
-    outputs.errors |= dict.fromkeys(places.tolist(), NO_TOKEN)
+    outputs.errors |= dict.fromkeys(places.tolist(), NO_TOKEN_ERROR)
     if outputs.logprobs is not None:
         found = outputs.logprobs
         kept = np.flatnonzero(~np.isin(found.position, missing))

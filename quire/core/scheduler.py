@@ -152,8 +152,9 @@ class Scheduler:
         if not len(rows) and not self.transfers.pending:
             return None
 
-        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, used)] += 1
-        self._step_tokens_sum += used
+        if used:  # an empty plan only polls the connector
+            self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, used)] += 1
+            self._step_tokens_sum += used
         computed, samples = self.running.advance(rows, counts, drafts)
         self.blocks.register_full(rows, computed)
         requests = self.running.requests[rows]

@@ -60,7 +60,7 @@ class EngineChannel:
         """`folder` is the EngineHost's. `client` is this front end's number, or None if it sends no requests."""
         self.client = client
         self._context = zmq.Context()
-        self._codec_out, self._codec_in = Codec(FromEngine), Codec(FromEngine)
+        self._encoder, self._decoder = Codec(), Codec(FromEngine)
         self._to_engine = self._socket(zmq.DEALER)
         self._from_engine = self._socket(zmq.PULL)
         output_address = f"ipc://{folder}/out-{'host' if client is None else client}"
@@ -80,13 +80,13 @@ class EngineChannel:
                 self.check_alive()
 
     def send(self, message: Any) -> None:
-        self._to_engine.send_multipart(self._codec_out.encode(message), copy=False)
+        self._to_engine.send_multipart(self._encoder.encode(message), copy=False)
 
     def receive(self, timeout: float) -> Any | None:
         """The next message, or None after `timeout` seconds."""
         if not self._from_engine.poll(round(timeout * 1000)):
             return None
-        return self._codec_in.decode(self._from_engine.recv_multipart())
+        return self._decoder.decode(self._from_engine.recv_multipart())
 
     def check_alive(self) -> None:
         """Raises EngineDeadError if the engine has exited and all its messages have been received. Does nothing here:

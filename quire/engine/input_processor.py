@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.messages.checks import MAX_INT, check_int, check_text, shown
+from quire.config.shown import shown
+from quire.messages.checks import MAX_INT, check_int, check_text
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams

@@ -258,7 +258,4 @@ HELP = {
     "quire:request_params_max_tokens": "The parameter max_tokens, if given.",
     "quire:request_params_n": "The parameter n.",
     "quire:cache_config_info": "Configuration of the KV cache as labels; the value is always 1.",
-    "quire:http_requests": "HTTP requests completed.",
-    "quire:http_requests_in_progress": "HTTP requests in progress.",
-    "quire:http_request_duration_seconds": "From an HTTP request's headers to the last byte of its response.",
 }

@@ -7,7 +7,8 @@ from typing import Any
 from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
-from quire.config.values import INT32_MAX, finite_number, shown, whole_number
+from quire.config.shown import shown
+from quire.config.values import INT32_MAX, finite_number, whole_number
 from quire.engine.generation_defaults import default_sampling
 from quire.engine.overrides import apply_overrides
 from quire.sample.user_processors import processor_classes

@@ -8,8 +8,8 @@ from typing import Any
 
 from jinja2 import nodes
 
+from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
-from quire.messages.checks import shown
 from quire.tokenizer.chat_template import parse_template, render_chat
 from quire.tokenizer.tokenizer import Tokenizer
 

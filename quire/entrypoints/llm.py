@@ -5,12 +5,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
+from quire.config.logs import set_up_logging
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.entrypoints.interruption import interruption
-from quire.entrypoints.logs import set_up_logging
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
 
-class StepResult(Protocol):
+class PendingOutput(Protocol):
     def result(self) -> ModelRunnerOutput:
         """Wait until the device is done; an error of the step is raised here."""
         ...
@@ -27,7 +27,7 @@ class Executor(Protocol):
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self, grammar: GrammarMask | None = None) -> StepResult:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
         """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
         ...
 

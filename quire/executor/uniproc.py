@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.executor.base import StepResult
+from quire.executor.base import PendingOutput
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
@@ -53,7 +53,7 @@ class UniProcExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._submit(lambda: self._execute(plan))
 
-    def sample_tokens(self, grammar: GrammarMask | None = None) -> StepResult:
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
         if self._stop is not None:
             return self._submit(lambda: self._sample(grammar).result())
         try:
@@ -97,11 +97,11 @@ class UniProcExecutor:
                 raise
             self._error = _failure(error)
 
-    def _sample(self, grammar: GrammarMask | None) -> StepResult:
+    def _sample(self, grammar: GrammarMask | None) -> PendingOutput:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        pending: StepResult = self.worker.sample_tokens(grammar)
+        pending: PendingOutput = self.worker.sample_tokens(grammar)
         return pending
 
 

@@ -5,7 +5,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from quire.attention.base import Angles, AttentionBackend, AttentionFeatures, ForwardContext
+from quire.attention.base import Angles, AttentionBackend, ForwardContext
+from quire.kernels.paged_attention import AttentionFeatures
 from quire.kernels.rope_and_write import QKNormParams
 from quire.messages.kv_cache import KVCacheSpec
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from quire.config.values import finite_number, shown
+from quire.config.shown import shown
+from quire.config.values import finite_number
 
 MAX_NUMBER = 1e6  # of any factor
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles
-from quire.config.values import finite_number, shown, whole_number
+from quire.config.shown import shown
+from quire.config.values import finite_number, whole_number
 from quire.layers.rope_scaling import LongRope, RopeScaling, RopeSource, read_scaling
 
 # Rows of the table computed at a time, which keeps float32 temporaries small.

@@ -12,8 +12,6 @@ import numpy as np
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.messages.sampling_params import SamplingParams
 
-NO_ROWS = np.empty(0, np.int32)
-
 
 @dataclass(slots=True)
 class NewRow:

@@ -129,8 +129,8 @@ class Unreadable:
 class Codec:
     """Encodes messages as lists of frames: the msgpack first, then its large arrays."""
 
-    def __init__(self, received: Any) -> None:
-        """`received` is the union of message types that this side accepts."""
+    def __init__(self, received: Any = None) -> None:
+        """`received` is the union of message types that this side accepts; left out where it only encodes."""
         self._frames: list[memoryview] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
         self._received: Sequence[Any] = ()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.config.shown import shown
 from quire.messages.checks import (
     check,
     check_bool,
@@ -16,7 +17,6 @@ from quire.messages.checks import (
     check_plain,
     check_text,
     check_tokens,
-    shown,
 )
 from quire.messages.structured import StructuredOutputsParams, as_structured
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from quire.messages.checks import oversize_reason, shown, shown_keys
+from quire.config.shown import oversize_reason, shown, shown_keys
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")

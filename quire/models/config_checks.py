@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from quire.config.values import finite_number, shown, whole_number
+from quire.config.shown import shown
+from quire.config.values import finite_number, whole_number
 from quire.layers.rotary import MAX_POSITIONS, MAX_THETA
 
 if TYPE_CHECKING:

@@ -40,7 +40,3 @@ class Platform(Protocol):
     def available_memory(self) -> int:
         """Bytes that could be allocated on the device now."""
         ...
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all work."""
-        ...

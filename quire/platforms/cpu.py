@@ -60,6 +60,3 @@ class CpuPlatform:
 
     def available_memory(self) -> int:
         return cpu_facts.available_memory()
-
-    def synchronize(self) -> None:
-        pass

@@ -47,6 +47,3 @@ class CudaPlatform:
 
     def available_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)

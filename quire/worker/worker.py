@@ -4,12 +4,13 @@ import logging
 
 import torch
 
-from quire.attention.selector import AttentionShape, cache_dtype, choose_backend
+from quire.attention.selector import cache_dtype, choose_backend
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
 from quire.kernels import native
+from quire.kernels.paged_attention import AttentionShape
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.loading.loader import load_model

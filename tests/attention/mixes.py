@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.attention.base import AttentionFeatures
+from quire.kernels.paged_attention import AttentionFeatures
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],

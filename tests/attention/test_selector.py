@@ -3,8 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.attention.selector import AttentionShape, cache_dtype, choose_backend
+from quire.attention.selector import cache_dtype, choose_backend
 from quire.kernels import native
+from quire.kernels.paged_attention import AttentionShape
 from quire.platforms import current_platform
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from quire.attention.base import AttentionFeatures, StepInputs
+from quire.attention.base import StepInputs
 from quire.attention.pages import similar_lengths
 from quire.attention.torch import TorchBackend
+from quire.kernels.paged_attention import AttentionFeatures
 
 HEAD = 16
 

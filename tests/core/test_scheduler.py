@@ -91,6 +91,18 @@ def test_the_prefix_hit_rate_counts_a_request_once():
     assert stats.prefix_cache_queries == 4 * 8 + 9 and stats.prefix_cache_hits == 8
 
 
+def test_the_prefix_hit_rate_leaves_out_requests_that_do_not_read_the_cache():
+    engine = FakeEngine()
+    for name in ("first", "second"):
+        engine.add(name, range(8), prompt_logprobs=1)
+        engine.run()
+    assert engine.scheduler.stats().prefix_cache_queries == 0
+    engine.add("third", range(9))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.prefix_cache_queries == 9 and stats.prefix_cache_hits == 8
+
+
 def test_a_preempted_request_waits_for_its_plans_in_flight():
     engine = FakeEngine(num_blocks=6, depth=2, max_model_len=24)
     engine.add("old", range(8), max_tokens=16)
@@ -414,3 +426,15 @@ def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
     loaded(engine, "a")
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
     assert engine.scheduler.transfers.connector.finished == [("a", 16)]
+
+
+def test_plans_that_only_poll_the_connector_are_not_counted_as_steps():
+    engine = FakeEngine(connector=Loader(16))
+    engine.add("a", range(20))
+    for _ in range(2):
+        assert len(engine.plan().rows) == 0
+    assert sum(engine.scheduler.stats().step_tokens) == 0
+    loaded(engine, "a")
+    assert len(engine.scheduler.schedule().rows) == 1
+    stats = engine.scheduler.stats()
+    assert sum(stats.step_tokens) == 1 and stats.step_tokens_sum == 4

@@ -115,7 +115,7 @@ def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
     def listening() -> bool:
         assert process.poll() is None, f"the server did not start:\n{log.read_text()}"
-        found.extend(re.findall(r"serving .* at (\S+)/v1\n", log.read_text()))
+        found.extend(re.findall(r"serving .* at (\S+)\n", log.read_text()))
         return bool(found)
 
     eventually(listening)

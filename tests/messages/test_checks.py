@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from quire.messages.checks import MAX_PLAIN_VALUES, SHOWN_KEYS, check_plain, oversize_reason, shown
+from quire.config.shown import SHOWN_KEYS, oversize_reason, shown
+from quire.messages.checks import MAX_PLAIN_VALUES, check_plain
 from quire.messages.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

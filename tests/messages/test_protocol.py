@@ -24,7 +24,7 @@ def test_requests_survive_the_way(num_tokens):
         max_tokens=None,
         repetition_detection=RepetitionDetection(max_pattern_size=4),
     )
-    frames = Codec(FromEngine).encode(AddRequests([sent]))
+    frames = Codec().encode(AddRequests([sent]))
     assert len(frames) == (2 if num_tokens * 4 >= 1024 else 1)
     (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
     assert np.array_equal(got.prompt_token_ids, sent.prompt_token_ids) and got.prompt_token_ids.dtype == np.int32
@@ -33,9 +33,9 @@ def test_requests_survive_the_way(num_tokens):
 
 def test_a_request_for_many_completions_is_sent_once_and_shared():
     many, one = (request(100, n=n, prompt_logprobs=1, allowed_token_ids=list(range(1000))) for n in (128, 1))
-    sizes = [len(Codec(FromEngine).encode(AddRequests([sent]))[0]) for sent in (many, one)]
+    sizes = [len(Codec().encode(AddRequests([sent]))[0]) for sent in (many, one)]
     assert abs(sizes[0] - sizes[1]) < 10
-    (got,) = Codec(ToEngine).decode(Codec(FromEngine).encode(AddRequests([many]))).requests
+    (got,) = Codec(ToEngine).decode(Codec().encode(AddRequests([many]))).requests
     first, *others = got.sequences()
     assert first is got and len(others) == 127
     assert [other.index for other in others] == list(range(8, 8 + 127))
@@ -48,7 +48,7 @@ def test_a_request_for_many_completions_is_sent_once_and_shared():
 
 
 def test_requests_and_calls_of_an_undecodable_message_are_found():
-    message = msgspec.msgpack.decode(Codec(FromEngine).encode(AddRequests([request(3, n=3)]))[0])
+    message = msgspec.msgpack.decode(Codec().encode(AddRequests([request(3, n=3)]))[0])
     message["requests"][0]["params"]["top_p"] = 2
     frames = [msgspec.msgpack.encode(message)]
     with pytest.raises(ValueError, match="top_p is 2"):
@@ -70,7 +70,7 @@ def test_outputs_survive_the_way():
         stop_reasons={3: 9},
         logprobs=Logprobs(np.array([1]), np.array([[4, 5]]), np.array([[-0.5, -1.5]], np.float32), np.array([1])),
     )
-    frames = Codec(ToEngine).encode(Outputs(sent))
+    frames = Codec().encode(Outputs(sent))
     got = Codec(FromEngine).decode(frames).outputs
     assert np.array_equal(got.token_ids, sent.token_ids) and got.stop_reasons == {3: 9}
     assert np.array_equal(got.logprobs.logprobs, sent.logprobs.logprobs)
@@ -90,7 +90,7 @@ def test_a_front_end_s_part_of_the_outputs():
     part = all_of_them.select(20, 30)
     assert part.index.tolist() == [21, 22] and part.token_ids.tolist() == [1, 2, 3]
     assert part.scheduled == {1: 1.5}
-    got = Codec(FromEngine).decode(Codec(ToEngine).encode(Outputs(part))).outputs
+    got = Codec(FromEngine).decode(Codec().encode(Outputs(part))).outputs
     assert got.scheduled == {1: 1.5} and got.stats == all_of_them.stats
 
 
@@ -111,13 +111,11 @@ def test_what_is_not_a_message_is_refused():
 
 
 def test_parameters_are_checked_on_arrival():
-    message = msgspec.msgpack.decode(Codec(FromEngine).encode(AddRequests([request(3)]))[0])
+    message = msgspec.msgpack.decode(Codec().encode(AddRequests([request(3)]))[0])
     message["requests"][0]["params"]["top_p"] = 2
     with pytest.raises(ValueError, match="top_p is 2"):
         Codec(ToEngine).decode([msgspec.msgpack.encode(message)])
 
 
 def test_calls():
-    assert Codec(ToEngine).decode(Codec(FromEngine).encode(Call(3, "reset_prefix_cache"))) == Call(
-        3, "reset_prefix_cache"
-    )
+    assert Codec(ToEngine).decode(Codec().encode(Call(3, "reset_prefix_cache"))) == Call(3, "reset_prefix_cache")

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from quire.messages.checks import MAX_PLAIN_CHARACTERS, MAX_PLAIN_DEPTH, MAX_PLAIN_VALUES, shown
-from quire.messages.protocol import AddRequests, Codec, FromEngine, ToEngine
+from quire.config.shown import shown
+from quire.messages.checks import MAX_PLAIN_CHARACTERS, MAX_PLAIN_DEPTH, MAX_PLAIN_VALUES
+from quire.messages.protocol import AddRequests, Codec, ToEngine
 from quire.messages.requests import EngineCoreRequest
 from quire.messages.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -151,7 +152,7 @@ def test_what_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     except ValueError:
         return
     sent = EngineCoreRequest("a", 7, np.arange(3, dtype=np.int32), params, (2,), 1, 1.5)
-    (got,) = Codec(ToEngine).decode(Codec(FromEngine).encode(AddRequests([sent]))).requests
+    (got,) = Codec(ToEngine).decode(Codec().encode(AddRequests([sent]))).requests
     assert as_sent(got.params) == as_sent(params)
 
 

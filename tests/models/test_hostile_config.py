@@ -128,7 +128,7 @@ def test_numbers_from_outside():
     assert whole_number("n", 3) == 3 and finite_number("x", 2, above=0) == 2.0
     with pytest.raises(ValueError, match="n is True; it must be a whole number from 1 to 9"):
         whole_number("n", True, maximum=9)
-    with pytest.raises(ValueError, match=r"^x is a int; |^x is 1000.*\.\.\.; "):
+    with pytest.raises(ValueError, match=r"^x is a number of 16610 bits; "):
         finite_number("x", 10**5000)
     with pytest.raises(ValueError, match=r"x is 0.5; it must be a finite number above 1, at most 3"):
         finite_number("x", 0.5, above=1, maximum=3)

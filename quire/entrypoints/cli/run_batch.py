@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, whole_number
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, integer
 from quire.config.server import add_server_flags, server_config
 from quire.entrypoints.cli import start
 from quire.entrypoints.cli.api_client import add_client_flags, client_from
@@ -51,7 +51,7 @@ def parser() -> FlagParser:
     )
     group.add_argument(
         "--max-concurrency",
-        type=whole_number,
+        type=integer,
         metavar="N",
         help=f"requests at once (default: twice what the engine runs at once; with --url {HTTP_CONCURRENCY})",
     )
@@ -109,7 +109,7 @@ def _with_server(args: argparse.Namespace, config: "ServerConfig", output: "Batc
 
 def _with_engine(args: argparse.Namespace, config: "ServerConfig", output: "BatchOutput") -> "BatchRunner":
     from quire.config import EngineConfig
-    from quire.entrypoints.logs import set_up_logging
+    from quire.config.logs import set_up_logging
 
     for name in ("model_name", "api_key"):
         if getattr(args, name) is not None:

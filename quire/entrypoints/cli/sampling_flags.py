@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quire.config.flags import number, whole_number
+from quire.config.flags import integer, number
 from quire.messages.sampling_params import SamplingParams
 
 # Set by the program, never by its user.
@@ -129,7 +129,7 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from None
 
 
-_PARSERS: dict[Any, Any] = {int: whole_number, float: number, str: str}
+_PARSERS: dict[Any, Any] = {int: integer, float: number, str: str}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 

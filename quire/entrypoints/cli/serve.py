@@ -33,16 +33,16 @@ def parser() -> FlagParser:
 def run(args: argparse.Namespace) -> int:
     """Flags are checked before the model is loaded."""
     from quire.config import EngineConfig
-    from quire.entrypoints.logs import set_up_logging
+    from quire.config.logs import set_up_logging
 
     set_up_logging()
     config = server_config(args)
     api_keys = load_api_keys(config)
     engine_config = EngineConfig.from_kwargs(**ENGINE_DEFAULTS | engine_kwargs(args))
     from quire.engine.async_engine import EngineDeadError
+    from quire.entrypoints.http.dialect import dialects
     from quire.entrypoints.http.middleware import import_middleware
     from quire.entrypoints.http.server import bind
-    from quire.entrypoints.openai.tool_request import ToolSetup
 
     if config.otlp_traces_endpoint is not None:
         from quire.entrypoints.tracing import check_tracing
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         check_tracing()
     for path in config.middleware:
         import_middleware(path)
-    ToolSetup(config, None)
+    for dialect in dialects():
+        if dialect.check is not None:
+            dialect.check(config)
     for file in (config.ssl_keyfile, config.ssl_certfile):
         if file is not None and not os.path.isfile(file):
             raise ValueError(f"{file} is not a file (--ssl-keyfile, --ssl-certfile)")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "LLMEngine":
     """Imports torch and the engine here, after the flags have been checked."""
     from quire.config import EngineConfig
-    from quire.entrypoints.logs import set_up_logging
+    from quire.config.logs import set_up_logging
 
     config = EngineConfig.from_kwargs(**engine_kwargs(args, leave_out))
     set_up_logging()

@@ -11,7 +11,6 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
 from quire.config.server import ServerConfig
-from quire.core.engine_process import die_with_parent, leave_signals_to_parent
 from quire.engine.async_engine import EngineDeadError
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.engine_connection import EngineChannel
@@ -19,6 +18,7 @@ from quire.entrypoints.http.app import build_app
 from quire.entrypoints.http.peers import RemotePeers
 from quire.entrypoints.http.process_messages import Failed, Started, frame
 from quire.entrypoints.http.server import Server
+from quire.platforms.process import die_with_parent, leave_signals_to_parent
 
 
 @dataclass(frozen=True)

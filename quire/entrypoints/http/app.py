@@ -1,6 +1,6 @@
 """The ASGI application: all dialects' routes, operators' routes, and the middleware around them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +15,7 @@ from quire.config.server import ServerConfig
 from quire.engine.async_engine import AsyncEngine
 from quire.entrypoints.http.admin import AdminEndpoints
 from quire.entrypoints.http.context import ServerContext
-from quire.entrypoints.http.dialect import dialects
+from quire.entrypoints.http.dialect import ErrorBodies, dialects
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, Tracking, import_middleware
 from quire.entrypoints.http.peers import Peers, RemotePeers
@@ -32,12 +32,11 @@ def build_app(
     """`api_keys` are all accepted keys, whatever their source (`load_api_keys`). `peers` are the server's other API
     processes."""
     context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
-    by_dialect = [(dialect, dialect.routes(context)) for dialect in dialects()]
-    routes: list[Route] = [*AdminEndpoints(context).routes(), *(route for _, own in by_dialect for route in own)]
-    error_bodies = {route.path: dialect.error_body for dialect, own in by_dialect for route in own}
+    served = dialects()
+    routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, [route.path for route in routes], error_bodies, api_keys or config.api_key),
+        middleware=_middleware(context, routes, ErrorBodies(served), api_keys or config.api_key),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
@@ -47,13 +46,13 @@ def build_app(
 
 def _middleware(
     context: ServerContext,
-    paths: list[str],
-    error_bodies: Mapping[str, Callable[[ApiError], bytes]],
+    routes: Sequence[Route],
+    error_bodies: ErrorBodies,
     api_keys: Sequence[str],
 ) -> list[Middleware]:
     """Outermost first."""
     config = context.config
-    middleware = [Middleware(Tracking, context.http_metrics, paths, config.access_log, config.unlogged_paths)]
+    middleware = [Middleware(Tracking, context.http_metrics, routes, config.access_log, config.unlogged_paths)]
     if config.allowed_origins:
         middleware.append(
             Middleware(
@@ -75,9 +74,9 @@ def _middleware(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """The router's own errors: 404 and 405."""
+    """The router's own errors, 404 and 405, are encoded like all others."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
     message = f"{what}: there is no such path" if error.status_code == 404 else f"{what}: {error.detail}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    raise ApiError(error.status_code, message, code=code, headers=error.headers)

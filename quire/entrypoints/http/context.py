@@ -16,6 +16,7 @@ from starlette.types import Scope
 from quire import __version__
 from quire.config import EngineConfig
 from quire.config.server import ServerConfig
+from quire.config.shown import shown
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.metrics import Metric
 from quire.entrypoints.chat_renderer import ChatRenderer
@@ -24,7 +25,6 @@ from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
 from quire.entrypoints.http.peers import Peers
 from quire.entrypoints.tracing import Tracer
-from quire.messages.checks import shown
 from quire.tokenizer.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters; tokenizing them on the event loop would stall every stream

@@ -6,17 +6,23 @@ from dataclasses import dataclass
 
 from starlette.routing import Route
 
+from quire.config.server import ServerConfig
 from quire.entrypoints.http.context import ServerContext
-from quire.entrypoints.http.errors import ApiError, openai_body
+from quire.entrypoints.http.errors import ApiError
+from quire.plugins import load_plugins
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """`error_body` encodes an error on one of the dialect's paths, if the response has not started."""
+    """`error_body` encodes an error on one of the dialect's paths, if the response has not started. Its paths are all
+    those under its `prefixes`, whether they have a route or not; of several prefixes the longest counts."""
 
     name: str
     routes: Callable[[ServerContext], Sequence[Route]]
-    error_body: Callable[[ApiError], bytes] = openai_body
+    error_body: Callable[[ApiError], bytes]
+    prefixes: tuple[str, ...]  # such as /v1/messages; / is every path that is no other dialect's
+    check: Callable[[ServerConfig], None] | None = None  # ValueError for wrong flags, before the model is loaded
+    example: Callable[[str, str], str] | None = None  # a command to try, from the server's URL and the model's name
 
 
 BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI",)  # imported only by servers
@@ -30,9 +36,25 @@ def register_dialect(dialect: Dialect) -> None:
 
 
 def dialects() -> list[Dialect]:
+    """The built-in ones first, then those of plugins."""
+    load_plugins()
     found: dict[str, Dialect] = {}
     for path in BUILT_IN:
         module, _, name = path.partition(":")
         dialect = getattr(importlib.import_module(module), name)
         found[dialect.name] = dialect
     return list((found | _registered).values())
+
+
+class ErrorBodies:
+    """Encodes errors in the schema of the dialect whose path it is; in the first one's if it is no dialect's."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        by_prefix = [(prefix.rstrip("/") + "/", each.error_body) for each in dialects for prefix in each.prefixes]
+        self._default = dialects[0].error_body
+        self._by_prefix = sorted(by_prefix, key=lambda pair: len(pair[0]), reverse=True)
+
+    def encode(self, path: str, error: ApiError) -> bytes:
+        below = path + "/"
+        body = next((body for prefix, body in self._by_prefix if below.startswith(prefix)), self._default)
+        return body(error)

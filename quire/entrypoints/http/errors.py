@@ -1,7 +1,7 @@
-"""Error responses: a status, and a body that names the field, in OpenAI's schema unless a dialect has its own."""
+"""Errors of requests: a status, a message, the field. A dialect encodes them in its own schema."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -38,29 +38,12 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def response(self, body: "Callable[[ApiError], bytes] | None" = None) -> Response:
-        content = openai_body(self) if body is None else body(self)
-        return Response(content, self.status, self.headers, media_type="application/json")
-
-
-def openai_body(error: ApiError) -> bytes:
-    shape = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return msgspec.json.encode({"error": shape})
+    def response(self, body: bytes) -> Response:
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
-
-
-OTHER_NAMES = {"extra_args": "vllm_xargs"}  # SamplingParams field -> request field
-
-
-def refused_value(error: ValueError, fields: Collection[str], default: str | None = None) -> ApiError:
-    """Validation errors name the field first: `temperature is -1; it must be ...`."""
-    message = str(error)
-    first = message.split(" ", 1)[0].rstrip(":;,").split("[")[0]
-    first = OTHER_NAMES.get(first, first)
-    return bad_request(message, param=first if first in fields else default)
 
 
 def not_available(param: str, what: str) -> ApiError:

@@ -6,6 +6,11 @@ from collections.abc import Iterable
 from quire.engine.metrics import HELP, REQUEST_SECONDS, Counter, Gauge, Histogram, Metric, Observations
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HELP_TEXTS = HELP | {
+    "quire:http_requests": "HTTP requests completed.",
+    "quire:http_requests_in_progress": "HTTP requests in progress.",
+    "quire:http_request_duration_seconds": "From an HTTP request's headers to the last byte of its response.",
+}
 
 
 class HttpMetrics:
@@ -39,7 +44,7 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
         if isinstance(metric, Counter) and not name.endswith("_total"):
             name += "_total"
         if name not in families:
-            families[name] = [f"# HELP {name} {HELP.get(metric.name, '')}".rstrip(), f"# TYPE {name} {kind}"]
+            families[name] = [f"# HELP {name} {HELP_TEXTS.get(metric.name, '')}".rstrip(), f"# TYPE {name} {kind}"]
         lines = families[name]
         if isinstance(metric, Histogram):
             for bound, count in metric.buckets.items():

@@ -8,13 +8,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.http.body import ClientDisconnected
+from quire.entrypoints.http.dialect import ErrorBodies
 from quire.entrypoints.http.errors import ApiError, as_api_error
 from quire.entrypoints.http.metrics import HttpMetrics
 
@@ -36,11 +38,12 @@ class Tracking:
     """Request ids in and out, counters, and the access log."""
 
     def __init__(
-        self, app: ASGIApp, metrics: HttpMetrics, routes: Iterable[str], log: bool, unlogged: frozenset[str]
+        self, app: ASGIApp, metrics: HttpMetrics, routes: Sequence[Route], log: bool, unlogged: frozenset[str]
     ) -> None:
         self.app = app
         self.metrics = metrics
-        self.routes = frozenset(routes)
+        self.paths = frozenset(route.path for route in routes if not route.param_convertors)
+        self.patterns = [(route.path_regex, route.path_format) for route in routes if route.param_convertors]
         self.log = log
         self.unlogged = unlogged
 
@@ -71,21 +74,26 @@ class Tracking:
 
     def _ended(self, scope: Scope, status: int, seconds: float) -> None:
         path, method = path_of(scope), scope["method"]
-        handler = path if path in self.routes else "other"
-        self.metrics.record(method if method in METHODS else "other", handler, status, seconds)
+        self.metrics.record(method if method in METHODS else "other", self._handler(path), status, seconds)
         if self.log and path not in self.unlogged:
             client = scope["client"][0] if scope.get("client") else "-"
             raw = scope.get("raw_path", b"").decode("latin-1")  # still percent-encoded, so it cannot break the line
             text = '%s "%s %s" %d %.1f ms %s'
             access_logger.info(text, client, method, raw, status, 1e3 * seconds, scope["quire.request_id"])
 
+    def _handler(self, path: str) -> str:
+        """The route, with the names of its parameters: labels of metrics must be bounded."""
+        if path in self.paths:
+            return path
+        return next((name for pattern, name in self.patterns if pattern.match(path)), "other")
+
 
 class ErrorResponses:
     """Turns exceptions into error responses, in the schema of the path's dialect."""
 
-    def __init__(self, app: ASGIApp, bodies: Mapping[str, Callable[[ApiError], bytes]] | None = None) -> None:
+    def __init__(self, app: ASGIApp, bodies: ErrorBodies) -> None:
         self.app = app
-        self.bodies = bodies or {}
+        self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,7 +115,7 @@ class ErrorResponses:
         except BaseException as error:  # also panics of Rust libraries
             api_error = as_api_error(error, scope)
             if not started:
-                body = self.bodies.get(path_of(scope))
+                body = self.bodies.encode(path_of(scope), api_error)
                 await api_error.response(body)(scope, receive, send)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import json
 import logging
 import signal
 import socket
@@ -19,6 +18,7 @@ from quire.config.server import ServerConfig
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.entrypoints.http.connection import connection_factory
 from quire.entrypoints.http.context import ServerContext
+from quire.entrypoints.http.dialect import dialects
 
 logger = logging.getLogger("quire")
 
@@ -166,6 +166,7 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def announce(url: str, name: str) -> None:
-    logger.info("serving %s at %s/v1", name, url)
-    message = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    logger.info("try: curl %s/v1/chat/completions -H 'Content-Type: application/json' -d '%s'", url, message)
+    logger.info("serving %s at %s", name, url)
+    for dialect in dialects():
+        if dialect.example is not None:
+            logger.info("try: %s", dialect.example(url, name))

@@ -247,10 +247,12 @@ class Supervisor:
                 pending[self._num_questions] = asyncio.get_running_loop().create_future()
                 api.channel.send(PeerQuestion(self._num_questions, question))
         self._pending_replies |= pending
-        done, missing = await asyncio.wait(pending.values(), timeout=REPLY_SECONDS)
+        if pending:  # empty while the other processes are starting
+            await asyncio.wait(pending.values(), timeout=REPLY_SECONDS)
         for pending_number in pending:
             del self._pending_replies[pending_number]
-        channel.send(PeerReplies(number, [future.result() for future in done], complete=not missing))
+        replies = [future.result() for future in pending.values() if future.done()]
+        channel.send(PeerReplies(number, replies, complete=len(replies) == len(pending)))
 
     def _broadcast(self, message: Drain | End) -> None:
         for api in self._apis:

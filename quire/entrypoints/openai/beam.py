@@ -12,8 +12,9 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.entrypoints.beam_search import Beam, BeamSearch, BeamSearchParams, check_engine
 from quire.entrypoints.http.context import Job, ServerContext
-from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams

@@ -5,9 +5,10 @@ from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.http.context import LONG_TEXT, ServerContext
-from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.chat_response import ChatResponse, text_of
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningSetup
 from quire.entrypoints.openai.params import ParamsBuilder

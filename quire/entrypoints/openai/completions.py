@@ -6,9 +6,10 @@ from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.entrypoints.openai.response import ResponseBuilder, encode

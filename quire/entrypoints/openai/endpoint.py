@@ -1,7 +1,6 @@
 """A generation request, from its body to the last byte of the response; shared by completions and chat."""
 
 import asyncio
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
@@ -21,12 +20,12 @@ from quire.entrypoints.http.errors import (
     ApiError,
     as_api_error,
     bad_request,
-    openai_body,
-    refused_value,
 )
 from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
+from quire.entrypoints.openai.errors import error_body, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import GenerationRequest
@@ -34,7 +33,6 @@ from quire.entrypoints.openai.response import DONE, ResponseBuilder, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
 LARGE_RESPONSE = 10_000  # logprobs; encoding them on the event loop would stall every stream
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -213,7 +211,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         except BaseException as error:  # also panics of Rust libraries
             if not started:
                 raise
-            last = event(openai_body(as_api_error(error, scope))) + DONE
+            last = event(error_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def check_length(self, request: R, num_tokens: int, prompt_index: int | None = None) -> None:
@@ -226,6 +224,6 @@ class GenerationEndpoint(ABC, Generic[R]):
     def _request_id(self, request: R, scope: Scope) -> str | None:
         if request.request_id is None:
             return scope.get("quire.client_request_id")
-        if not REQUEST_ID.fullmatch(request.request_id):
+        if not CLIENT_REQUEST_ID.fullmatch(request.request_id):
             raise bad_request("request_id must be 1 to 128 visible ASCII characters", "request_id")
         return request.request_id

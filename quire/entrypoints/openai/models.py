@@ -7,8 +7,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.entrypoints.http.context import LONG_TEXT, ServerContext
-from quire.entrypoints.http.errors import bad_request, json_response, refused_value
+from quire.entrypoints.http.errors import bad_request, json_response
 from quire.entrypoints.openai.chat import render, takes_long
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 
 

@@ -9,11 +9,11 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.config.server import ServerConfig
+from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
-from quire.entrypoints.http.middleware import OPEN_PATHS
+from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID, OPEN_PATHS
 from quire.entrypoints.openai.openapi_responses import RESPONSES
-from quire.entrypoints.openai.params import MAX_PRIORITY
 from quire.entrypoints.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -146,7 +146,7 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "allowed_token_ids": {"minItems": 1, "items": {"type": "integer", **TOKEN_ID}},
         "tokens": {"items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}},
         "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
-        "request_id": {"pattern": r"^[\x21-\x7e]{1,128}$"},
+        "request_id": {"pattern": f"^{CLIENT_REQUEST_ID.pattern}$"},
         "messages": {"minItems": 1, "items": MESSAGE},
         "suffix": {"maxLength": 0},  # only accepted if empty
         "tool_choice": {"enum": ["none", "auto", "required"]},

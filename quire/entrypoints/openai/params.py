@@ -4,7 +4,9 @@ from typing import Any
 
 from quire.config import ModelConfig
 from quire.config.server import ServerConfig
-from quire.entrypoints.http.errors import bad_request, not_available, refused_value
+from quire.engine.input_processor import MAX_PRIORITY
+from quire.entrypoints.http.errors import bad_request, not_available
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from quire.entrypoints.openai.structured import structured_outputs
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -35,7 +37,6 @@ SHARED_FIELDS = (
     "repetition_detection",
 )
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
-MAX_PRIORITY = 2**31
 
 
 class ParamsBuilder:

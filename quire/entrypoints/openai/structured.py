@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.config.shown import shown
+from quire.entrypoints.http.errors import bad_request
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.protocol import GenerationRequest
-from quire.messages.checks import shown
 from quire.messages.structured import FIELDS, StructuredOutputsParams, as_structured
 
 GUIDED = {

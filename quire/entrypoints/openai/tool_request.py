@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.server import ServerConfig
-from quire.entrypoints.http.errors import bad_request, refused_value
+from quire.entrypoints.http.errors import bad_request
+from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.protocol import ChatRequest
 from quire.entrypoints.openai.tool_validation import check_tools, named_function
 from quire.entrypoints.parsers.base import ParsedDelta, TextParser

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.config.shown import oversize_reason, shown
 from quire.entrypoints.http.errors import ApiError, bad_request
-from quire.messages.checks import oversize_reason, shown
 
 MAX_SCHEMA_BYTES = 256 * 1024  # of one function, and of the schema compiled into a grammar
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools

@@ -7,7 +7,7 @@ drafts are accepted: a list of `items`, a boolean `exclusiveMinimum`.
 from collections.abc import Callable
 from typing import Any
 
-from quire.messages.checks import shown
+from quire.config.shown import shown
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import CacheConfig
-from quire.engine.metrics import HELP, Counter, cache_config_info
-from quire.entrypoints.http.metrics import prometheus_text
+from quire.engine.metrics import Counter, cache_config_info
+from quire.entrypoints.http.metrics import HELP_TEXTS, prometheus_text
 from tests.entrypoints.stub_server import MODEL, StubServer
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +58,7 @@ def test_labels_are_escaped() -> None:
 def test_the_documentation_lists_all_and_only_what_is_there(text: str) -> None:
     rows = re.findall(r"^\| `(quire:\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text("utf-8"), re.MULTILINE)
     assert dict(rows) == exposed(text)
-    assert len(HELP) == len(rows)
+    assert len(HELP_TEXTS) == len(rows)
 
 
 def expressions(panel: dict[str, Any]) -> list[str]:

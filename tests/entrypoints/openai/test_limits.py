@@ -136,6 +136,19 @@ def test_counts_are_limited_by_a_flag(server: StubServer, path: str, body: dict[
     assert flag in refusal(server.post(path, body))
 
 
+def test_small_bodies_are_counted_too() -> None:
+    config = ServerConfig(max_request_values=100, max_request_objects=5, max_request_fields=4)
+    with stub_server(stub_engine(), config) as server:
+        for body, flag in (
+            ({"prompt": [1] * 20_000}, "--max-request-values"),
+            ({"prompt": [1], "metadata": [[]] * 6}, "--max-request-objects"),
+            ({"prompt": [1], "max_tokens": 1, "n": 1, "seed": 1, "top_k": 1}, "--max-request-fields"),
+        ):
+            assert flag in refusal(server.post("/v1/completions", body))
+        punctuation = {"prompt": ",[{" * 200, "max_tokens": 1}  # inside a string it does not count
+        assert server.post("/v1/completions", punctuation).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -22,7 +22,7 @@ from quire.bench.processes import Process, server_processes
 from quire.bench.report import Metric, Report
 from quire.bench.serve_child import ServerChild, serving
 from quire.bench.serve_client import Target, fetch
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, number, whole_number
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, integer, number
 
 IDLE_SECONDS = 30.0  # within which an engine without requests must be idle
 MEGABYTE = 1e6
@@ -46,10 +46,10 @@ def parser() -> FlagParser:
     add("--warm-up", 0.5, "fraction of the time before memory growth is measured")
     add("--sample-seconds", 5.0, "between two memory samples")
     add("--max-growth", 1.0, "maximum growth of a process in megabytes per minute")
-    add("--seed", 0, "seed of the traffic", whole_number)
+    add("--seed", 0, "seed of the traffic", integer)
     group.add_argument("--chaos", action="store_true", help="kill, stop and starve the server's processes meanwhile")
     add("--chaos-interval", 10.0, "mean seconds between chaos actions")
-    add("--chaos-seed", 0, "seed of the actions", whole_number)
+    add("--chaos-seed", 0, "seed of the actions", integer)
     add("--chaos-descriptors", 128, "open-file limit in runs with few descriptors", positive)
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
