@@ -82,7 +82,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def how_served(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
-    from quire.engine.setup import resolve_config
+    from quire.engine.resolve_config import resolve_config
     from quire.models.implementation import choose_implementation
 
     # Dummy weights: no weight files are looked for or downloaded.
