@@ -28,7 +28,7 @@ class Start:
 
     num_computed: int
     parent: Request | None = None  # shares its blocks
-    hit: Hit | None = None  # None if the prefix cache was not asked
+    hit: Hit | None = None  # None if the prefix cache was not searched
     num_external: int = 0  # tokens after the hit that a connector loads
     loads_async: bool = False
 

@@ -88,7 +88,7 @@ def _obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why weights cannot be multiplied in quantized form; None if they can."""
     if device.type != "cpu":
         return "the device is a GPU"
-    if not quantized.is_there():
+    if not quantized.is_available():
         return "the native kernels are not available (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
     if dtype not in TYPES:
         return f"dtype is {str(dtype).removeprefix('torch.')}, and there are kernels for float32 and bfloat16 only"
