@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import performance_tables
+from scripts import models_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -37,3 +38,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("table", [performance_tables.h200, performance_tables.h200_server, performance_tables.cpu])
 def test_the_performance_page_has_the_committed_results(table: Callable[[], str]) -> None:
     assert table() in performance_tables.PAGE.read_text("utf-8"), "run `make figures`"
+
+
+def test_the_page_of_models_has_the_registry_and_the_results_of_the_sweep() -> None:
+    page = models_page.PAGE.read_text("utf-8")
+    assert models_page.with_tables(page) == page, "run `python -m scripts.models_page`"

@@ -65,7 +65,7 @@ class ToolSetup:
 
 @dataclass
 class ToolUse:
-    """A request's tool calls: `factory` parses the model's native format; without one a grammar forces JSON calls."""
+    """A request's tool calls: `factory` parses the model's own format; without one a grammar forces JSON calls."""
 
     tools: Sequence[Mapping[str, Any]]
     parallel: bool
