@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
+from quire.config.structured_outputs import BACKENDS
 from quire.messages.checks import oversize_reason, shown, shown_keys
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 # The HTTP API's structured-output fields; errors name the one that was used.
 FIELDS = (
     "structured_outputs",
