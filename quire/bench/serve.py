@@ -51,7 +51,7 @@ def parser() -> FlagParser:
     group.add_argument("--port", type=integer, metavar="N", help="its port (default: 8000)")
     group.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="or /v1/chat/completions")
     group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server that is started")
-    group.add_argument("--row", choices=tuple(ROWS), help="a predefined workload; sets all its flags")
+    group.add_argument("--row", choices=tuple(ROWS), help="preset: a fixed workload; sets all its flags")
     add_workload_flags(parser)
     group = parser.add_argument_group("Requests")
     group.add_argument("--ignore-eos", action="store_true", help="generate to exactly the wanted length")

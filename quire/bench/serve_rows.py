@@ -1,4 +1,4 @@
-"""The serving workloads that are measured regularly, by name (`quire bench serve --row`)."""
+"""Presets of `quire bench serve --row`: the serving workloads that are measured regularly, by name."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -190,7 +190,7 @@ def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     kind = kind or "linear"
     if kind not in ("linear", "yarn"):
         raise ValueError(
-            f"{header.path} asks for rope scaling {kind!r}, which is not supported; supported: linear, yarn"
+            f"{header.path} specifies rope scaling {kind!r}, which is not supported; supported: linear, yarn"
         )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":

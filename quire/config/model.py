@@ -63,7 +63,7 @@ class ModelConfig:
     hf_config: dict[str, Any] = internal({})  # the model's config.json, or its equivalent from a GGUF
     eos_token_ids: tuple[int, ...] = internal(())
     vocab_size: int = internal(0)
-    longest: int = internal(2048)  # limit of the model's position embeddings
+    derived_max_model_len: int = internal(2048)  # limit of the model's position embeddings
     default_sampling: dict[str, Any] = internal({})  # defaults of SamplingParams
 
     def __post_init__(self) -> None:

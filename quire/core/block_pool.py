@@ -48,7 +48,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Blocks with one owner each; what they held is evicted. The caller has checked `num_free`."""
-        assert count <= self.num_free, "allocate() without asking num_free"
+        assert count <= self.num_free, "allocate() of more blocks than num_free"
         blocks = []
         for _ in range(count):
             block = self._head.next

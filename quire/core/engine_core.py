@@ -196,12 +196,12 @@ class EngineCore:
     @staticmethod
     def _fit_model_len(config: EngineConfig, layout: KVCacheConfig, span: int) -> int:
         """A request of full length must fit alone, or it would wait for ever."""
-        asked = config.model.max_model_len
-        wanted = asked or config.model.longest
+        requested = config.model.max_model_len
+        wanted = requested or config.model.derived_max_model_len
         fits = longest_model_len(layout.groups, layout.num_blocks, wanted, span)
         if fits >= wanted:
             return wanted
-        if asked is not None or fits < 1:
+        if requested is not None or fits < 1:
             raise ValueError(
                 f"a request of max_model_len {wanted} needs more KV cache than there is ({layout.num_blocks} blocks); "
                 f"the longest that fits is {fits} (--max-model-len), or allow more memory (--kv-cache-memory-bytes)"
@@ -220,7 +220,7 @@ def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfi
         repr(model.hf_overrides),
         f"{model.dtype}, {kv_cache_dtype}",
         f"quantization {model.quantization}",
-        f"longrope {model.max_model_len or model.longest}" if chooses_by_length else "",
+        f"longrope {model.max_model_len or model.derived_max_model_len}" if chooses_by_length else "",
         repr(layout.groups),
     )
 

@@ -139,7 +139,7 @@ class EngineProcess:
             case FinishRequests(request_ids):
                 self.core.finish_requests(request_ids)
             case Call(number, name):
-                self._out.put((self._addresses[sender], self._answer(number, name)))
+                self._out.put((self._addresses[sender], self._handle_call(number, name)))
             case Unreadable():
                 self._reject(sender, message)
             case Hello(address, client):
@@ -172,7 +172,7 @@ class EngineProcess:
     def _end(self, indices: list[int], error: RequestError) -> None:
         self._send_outputs(EngineCoreOutputs.ended(indices, FinishReason.ERROR, error))
 
-    def _answer(self, number: int, name: str) -> Result:
+    def _handle_call(self, number: int, name: str) -> Result:
         try:
             if name == "reset_prefix_cache":
                 self.core.reset_prefix_cache()

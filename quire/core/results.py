@@ -14,7 +14,7 @@ from quire.messages.requests import EngineCoreOutputs, ErrorKind, FinishReason, 
 
 NO_TOKEN_ERROR = RequestError(
     ErrorKind.NOT_A_NUMBER,
-    "the model's scores hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)",
+    "the model's logits hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)",
 )
 NOT_FINISHED, STOP, LENGTH = (np.int8(r) for r in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH))
 

@@ -17,7 +17,7 @@ from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams

@@ -12,7 +12,7 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 from quire.executor.uniproc import UniProcExecutor
 from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats

@@ -272,11 +272,11 @@ class OutputProcessor:
             self._fail(request, error, ready, ended)
 
     def _extend_prompt_logprobs(self, request: UserRequest, part: PromptLogprobs, entries: list[Entry] | None) -> None:
-        scores = request.prompt_logprobs
-        if scores is None:
+        logprobs = request.prompt_logprobs
+        if logprobs is None:
             raise ValueError("the engine sent prompt logprobs for a request without them")
         # After a preemption the prompt is recomputed: do not append known entries twice.
-        scores += (entries or self._prompt_entries(request, part))[len(scores) - part.start :]
+        logprobs += (entries or self._prompt_entries(request, part))[len(logprobs) - part.start :]
 
     def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, num_top: int | None) -> Entry:
         """The token itself first, then the most likely, which may include it."""

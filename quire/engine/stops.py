@@ -39,7 +39,7 @@ def has_repetition(token_ids: list[int], detection: RepetitionDetection) -> bool
         span = size * detection.min_count
         if span > len(token_ids):
             return False
-        # A sequence has_repetition with period `size` exactly if it equals itself shifted by that.
+        # A sequence repeats with period `size` exactly if it equals itself shifted by that.
         if token_ids[-1] == token_ids[-1 - size] and token_ids[-span:-size] == token_ids[-span + size :]:
             return True
     return False

@@ -59,7 +59,7 @@ def activate_mul(gate_up: torch.Tensor, name: str) -> torch.Tensor:
 def _by_kernel(x: torch.Tensor, name: str, gated: bool) -> torch.Tensor | None:
     kind = _KINDS[ACTIVATIONS[name]]
     if use_triton(x):
-        from quire.kernels.triton import activate as kernel
+        from quire.kernels.triton import activation as kernel
 
         return kernel.activate(x, kind, gated)
     return native.activate(x, kind, gated) if native.serves(x) else None

@@ -1,4 +1,4 @@
-"""Linear layers: the one place where quantization, LoRA and tensor parallelism meet."""
+"""Linear layers: the one place where quantization and tensor parallelism meet."""
 
 import torch
 from torch import nn

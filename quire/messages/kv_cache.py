@@ -1,4 +1,8 @@
-"""KV-cache specification per layer, and the layout of a model's cache."""
+"""KV-cache specification per layer, and the layout of a model's cache.
+
+`make_groups` is here because core and worker both need it: the core to lay out the cache, the worker to measure memory
+before there is a layout.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from quire.config.shown import oversize_reason, shown, shown_keys
+from quire.config.structured_outputs import BACKENDS
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
 # The HTTP API's structured-output fields; errors name the one that was used.
 FIELDS = (
     "structured_outputs",

@@ -38,7 +38,6 @@ class LanguageModel(Protocol):
         positions: torch.Tensor,  # [N]
         ctx: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids
-        intermediate: dict[str, torch.Tensor] | None = None,  # from the pipeline stage before
     ) -> torch.Tensor:
         """Hidden states [N, hidden]."""
         ...

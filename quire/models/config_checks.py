@@ -83,7 +83,7 @@ def check_decoder(c: "DecoderConfig") -> None:
             )
     _check_numbers(c)
     if (count := count_parameters(c)) > MAX_PARAMETERS:
-        raise ValueError(f"the model's config asks for {count:,} parameters; at most {MAX_PARAMETERS:,} are supported")
+        raise ValueError(f"the model's config specifies {count:,} parameters; at most {MAX_PARAMETERS:,} are supported")
 
 
 def _check_numbers(c: "DecoderConfig") -> None:

@@ -131,10 +131,7 @@ class DecoderModel(nn.Module):
         positions: torch.Tensor,  # [N]
         ctx: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids
-        intermediate: dict[str, torch.Tensor] | None = None,  # from the pipeline stage before
     ) -> torch.Tensor:  # [N, hidden]
-        if intermediate is not None:
-            raise NotImplementedError("pipeline stages are not connected yet")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_positions is not None:
             x = add_rows(x, self.embed_positions.weight, positions, self.config.position_offset)

@@ -22,9 +22,9 @@ def choose_implementation(
 ) -> ImplementationChoice:
     """`model_impl` is the user's option: "auto" prefers our own implementation."""
     names = ", ".join(hf_config.get("architectures") or ()) or "no architecture"
-    native = registry.find(hf_config)
-    if native is not None and model_impl != "transformers":
-        return ImplementationChoice("quire", f"{native} is {registry.origin(native)}")
+    found = registry.find(hf_config)
+    if found is not None and model_impl != "transformers":
+        return ImplementationChoice("quire", f"{found} is {registry.origin(found)}")
     if model_impl == "quire":
         return ImplementationChoice(None, registry.refusal(hf_config))
     problem = _transformers_problem(hf_config, trust_remote_code, is_gguf)
@@ -38,5 +38,5 @@ def choose_implementation(
 
 def _transformers_problem(hf_config: dict[str, Any], trust_remote_code: bool, is_gguf: bool) -> str | None:
     if is_gguf:
-        return "GGUF files are read by our own families only; use the model's safetensors folder"
+        return "GGUF files are read by built-in families only; use the model's safetensors folder"
     return unsupported_reason(hf_config, trust_remote_code)

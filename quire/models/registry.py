@@ -13,7 +13,7 @@ logger = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
-class Native:
+class BuiltIn:
     """A built-in family, as listed by `quire models` and docs/models.md."""
 
     architecture: str  # as in config.json
@@ -24,36 +24,38 @@ class Native:
     note: str = ""
 
 
-NATIVE = (
-    Native("LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 2, 3.x, SmolLM", "dense", "llama"),
-    Native("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral", "dense", "llama", "sliding window"),
-    Native("Qwen2ForCausalLM", "qwen2:Qwen2ForCausalLM", "Qwen2, Qwen2.5", "dense", "qwen2", "some layers windowed"),
-    Native("Qwen3ForCausalLM", "qwen3:Qwen3ForCausalLM", "Qwen3", "dense", "qwen3", "normed queries and keys"),
-    Native("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma", "dense", "gemma"),
-    Native("Gemma2ForCausalLM", "gemma:Gemma2ForCausalLM", "Gemma 2", "dense", "gemma2", "soft-capped, mixed windows"),
-    Native("Gemma3ForCausalLM", "gemma:Gemma3ForCausalLM", "Gemma 3 (text)", "dense", "gemma3", "mixed windows"),
-    Native("Phi3ForCausalLM", "phi3:Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4", "dense", "phi3", "LongRoPE"),
-    Native("Olmo2ForCausalLM", "olmo2:Olmo2ForCausalLM", "OLMo 2", "dense", "olmo2"),
-    Native("Olmo3ForCausalLM", "olmo2:Olmo3ForCausalLM", "OLMo 3", "dense", "olmo2", "mixed windows"),
-    Native("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3.x", "dense", "granite"),
-    Native("SmolLM3ForCausalLM", "smollm3:SmolLM3ForCausalLM", "SmolLM3", "dense", "smollm3", "some layers unrotated"),
-    Native("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2", "dense", "gpt2"),
-    Native("GPTNeoXForCausalLM", "gpt_neox:GPTNeoXForCausalLM", "GPT-NeoX, Pythia", "dense", "gptneox"),
-    Native("OPTForCausalLM", "opt:OPTForCausalLM", "OPT", "dense", "", "not the 350M"),
-    Native("FalconForCausalLM", "falcon:FalconForCausalLM", "Falcon, Falcon 2", "dense", "falcon", "RW not as GGUF"),
-    Native("Starcoder2ForCausalLM", "starcoder2:Starcoder2ForCausalLM", "StarCoder2", "dense", "starcoder2"),
-    Native("CohereForCausalLM", "cohere:CohereForCausalLM", "Command R, Aya", "dense", "command-r"),
-    Native("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
-    Native("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
-    Native("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
-    Native("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE"),
-    Native("Qwen2MoeForCausalLM", "qwen_moe:Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-MoE", "MoE", "", "shared expert"),
-    Native("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE"),
-    Native("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE"),
-    Native("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE"),
-    Native("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "", "mixed windows; mxfp4 made bf16"),
+BUILT_IN = (
+    BuiltIn("LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 2, 3.x, SmolLM", "dense", "llama"),
+    BuiltIn("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral", "dense", "llama", "sliding window"),
+    BuiltIn("Qwen2ForCausalLM", "qwen2:Qwen2ForCausalLM", "Qwen2, Qwen2.5", "dense", "qwen2", "some layers windowed"),
+    BuiltIn("Qwen3ForCausalLM", "qwen3:Qwen3ForCausalLM", "Qwen3", "dense", "qwen3", "normed queries and keys"),
+    BuiltIn("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma", "dense", "gemma"),
+    BuiltIn("Gemma2ForCausalLM", "gemma:Gemma2ForCausalLM", "Gemma 2", "dense", "gemma2", "soft-capped, mixed windows"),
+    BuiltIn("Gemma3ForCausalLM", "gemma:Gemma3ForCausalLM", "Gemma 3 (text)", "dense", "gemma3", "mixed windows"),
+    BuiltIn("Phi3ForCausalLM", "phi3:Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4", "dense", "phi3", "LongRoPE"),
+    BuiltIn("Olmo2ForCausalLM", "olmo2:Olmo2ForCausalLM", "OLMo 2", "dense", "olmo2"),
+    BuiltIn("Olmo3ForCausalLM", "olmo2:Olmo3ForCausalLM", "OLMo 3", "dense", "olmo2", "mixed windows"),
+    BuiltIn("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3.x", "dense", "granite"),
+    BuiltIn("SmolLM3ForCausalLM", "smollm3:SmolLM3ForCausalLM", "SmolLM3", "dense", "smollm3", "some layers unrotated"),
+    BuiltIn("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2", "dense", "gpt2"),
+    BuiltIn("GPTNeoXForCausalLM", "gpt_neox:GPTNeoXForCausalLM", "GPT-NeoX, Pythia", "dense", "gptneox"),
+    BuiltIn("OPTForCausalLM", "opt:OPTForCausalLM", "OPT", "dense", "", "not the 350M"),
+    BuiltIn("FalconForCausalLM", "falcon:FalconForCausalLM", "Falcon, Falcon 2", "dense", "falcon", "RW not as GGUF"),
+    BuiltIn("Starcoder2ForCausalLM", "starcoder2:Starcoder2ForCausalLM", "StarCoder2", "dense", "starcoder2"),
+    BuiltIn("CohereForCausalLM", "cohere:CohereForCausalLM", "Command R, Aya", "dense", "command-r"),
+    BuiltIn("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
+    BuiltIn("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
+    BuiltIn("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
+    BuiltIn("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE"),
+    BuiltIn(
+        "Qwen2MoeForCausalLM", "qwen_moe:Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-MoE", "MoE", "", "shared expert"
+    ),
+    BuiltIn("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE"),
+    BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE"),
+    BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE"),
+    BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "", "mixed windows; mxfp4 made bf16"),
 )
-ARCHITECTURES = MappingProxyType({native.architecture: native for native in NATIVE})
+ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})
 
 
 class Registry:
@@ -88,7 +90,7 @@ class Registry:
         """Where a supported architecture comes from, for messages."""
         if architecture in self._registered:
             return f"registered by a plugin as {_name(self._registered[architecture])}"
-        return f"{ARCHITECTURES[architecture].family}, one of our own families"
+        return f"{ARCHITECTURES[architecture].family}, a built-in family"
 
     def find(self, hf_config: dict[str, Any]) -> str | None:
         """The first of the config's `architectures` that is supported."""

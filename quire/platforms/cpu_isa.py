@@ -16,7 +16,7 @@ _TORCH_LIMITS: dict[str, dict[Variable[str | None], str]] = {
 
 
 def ceiling(environ: Mapping[str, str] | None = None) -> str:
-    """The highest level that may be used; "amx" where nothing was asked for."""
+    """The highest level that may be used; "amx" if none was requested."""
     return QUIRE_CPU_ISA.get(environ)
 
 

@@ -140,16 +140,17 @@ class Fp8Quantization:
         "model.layers.{i}.mlp.{p}.output_scale",
     )
 
-    def __init__(self, config: Fp8Config, native: bool, dtype: torch.dtype) -> None:
-        """native: multiply in fp8; else the weights become `dtype` while loading."""
-        self.config, self.native, self.dtype = config, native, dtype
+    def __init__(self, config: Fp8Config, computes_in_fp8: bool, dtype: torch.dtype) -> None:
+        """computes_in_fp8: multiply in fp8; else the weights become `dtype` while loading."""
+        self.config, self.computes_in_fp8, self.dtype = config, computes_in_fp8, dtype
 
     def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
         if not self.config.quantizes(module, names):
             return None
         if self.config.online:
             return OnlineFp8LinearMethod(self.config.per_channel)
-        return CheckpointFp8LinearMethod(self.config) if self.native else DequantizedFp8LinearMethod(self.config)
+        method = CheckpointFp8LinearMethod if self.computes_in_fp8 else DequantizedFp8LinearMethod
+        return method(self.config)
 
     def vocab_method(self) -> VocabMethod | None:
         return None
@@ -157,7 +158,7 @@ class Fp8Quantization:
     def describe(self) -> str:
         c, compute = self.config, str(self.dtype).removeprefix("torch.")
         scales = "block" if c.block else "output" if c.per_channel else "tensor"
-        if not self.native:
+        if not self.computes_in_fp8:
             why = "its scales are block-wise" if c.block else f"no fp8 arithmetic on this device, or not for {compute}"
             return f"fp8 checkpoint: weights dequantized to {compute} while loading ({why}); activations in {compute}"
         activations = "by the checkpoint's scales" if c.static_activations else "per token"

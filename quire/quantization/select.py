@@ -34,8 +34,8 @@ def choose_quantization(
                 f"quantization is {requested!r}, but the checkpoint is quantized by {method!r}; leave it out"
             )
         config = parse_fp8_config(stored)
-        native = config.block is None and _has_fp8(device) and dtype is not torch.float32
-        return Fp8Quantization(config, native, dtype)
+        computes_in_fp8 = config.block is None and _has_fp8(device) and dtype is not torch.float32
+        return Fp8Quantization(config, computes_in_fp8, dtype)
     if is_gguf and requested in (None, GGUF, DEQUANTIZED):
         return _gguf_quantization(requested, dtype, device)
     if requested is None:
@@ -55,7 +55,7 @@ def choose_quantization(
         )
     if dtype is torch.float32:
         raise ValueError(f"quantization {requested!r} computes in bfloat16 or float16; dtype is float32")
-    return Fp8Quantization(Fp8Config(online=True, per_channel=requested == "fp8"), native=True, dtype=dtype)
+    return Fp8Quantization(Fp8Config(online=True, per_channel=requested == "fp8"), computes_in_fp8=True, dtype=dtype)
 
 
 def _gguf_quantization(requested: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:
@@ -88,7 +88,7 @@ def _obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why weights cannot be multiplied in quantized form; None if they can."""
     if device.type != "cpu":
         return "the device is a GPU"
-    if not quantized.is_there():
+    if not quantized.is_available():
         return "the native kernels are not available (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
     if dtype not in TYPES:
         return f"dtype is {str(dtype).removeprefix('torch.')}, and there are kernels for float32 and bfloat16 only"

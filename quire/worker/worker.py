@@ -59,7 +59,7 @@ class Worker:
             model_impl=config.model.model_impl,
             trust_remote_code=config.model.trust_remote_code,
             moe_backend=device.moe_backend,
-            longest=config.model.longest,
+            longest=config.model.derived_max_model_len,
             packed_weights_cache=config.load.packed_weights_cache,
         )
         self._check_length()
@@ -91,7 +91,7 @@ class Worker:
 
     def _check_length(self) -> None:
         model = self.config.model
-        length, max_positions = model.max_model_len or model.longest, self.model.max_positions
+        length, max_positions = model.max_model_len or model.derived_max_model_len, self.model.max_positions
         if max_positions is not None and length > max_positions:
             raise ValueError(
                 f"sequences may be {length} tokens long, but the model has positions for {max_positions}; "
@@ -117,7 +117,7 @@ class Worker:
         assert self.memory_before is not None
         budget = kv_cache_budget(self.memory_before, now, cache.gpu_memory_utilization, reserved)
         model = self.config.model
-        longest = model.max_model_len or model.longest
+        longest = model.max_model_len or model.derived_max_model_len
         return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget)
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:

@@ -12,7 +12,7 @@ from quire.checkpoint.gguf_config import gguf_to_hf_config
 from quire.checkpoint.gguf_header import read_header
 from quire.checkpoint.resolve import resolve_model
 from quire.checkpoint.safetensors_file import read_entries
-from quire.engine.setup import longest_sequence, vocab_size
+from quire.engine.resolve_config import longest_sequence, vocab_size
 
 DEEP = b"[" * 100_000
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

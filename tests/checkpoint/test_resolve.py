@@ -8,7 +8,7 @@ import pytest
 
 from quire.checkpoint import resolve_model
 from quire.config import EngineConfig
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 
 
 def model_folder(folder: Path, *files: str) -> str:

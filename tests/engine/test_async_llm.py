@@ -15,7 +15,7 @@ from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.input_processor import ParsedPrompt
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 from quire.messages.protocol import AddRequests
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RepetitionDetection, RequestOutputKind

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.entrypoints.cli import models
 from quire.entrypoints.cli.main import main
 from quire.models.registry import ARCHITECTURES
 from tests.models import out_of_tree
-
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def folder(path: Path, **config: object) -> str:
@@ -29,8 +26,8 @@ def test_the_list_has_every_architecture(capsys: pytest.CaptureFixture[str]) -> 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert [row["architecture"] for row in facts["native"]] == list(ARCHITECTURES)
-    assert facts["native"][0] | {"note": ""} == {
+    assert [row["architecture"] for row in facts["built_in"]] == list(ARCHITECTURES)
+    assert facts["built_in"][0] | {"note": ""} == {
         "architecture": "LlamaForCausalLM",
         "family": ARCHITECTURES["LlamaForCausalLM"].family,
         "kind": "dense",
@@ -39,19 +36,18 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_the_page_matches_the_registry() -> None:
-    _, rest = DOCS.read_text(encoding="utf-8").split("<!-- native: begin -->\n")
-    table, _ = rest.split("\n<!-- native: end -->")
-    assert table == models.markdown(), "run: python benchmarks/native_table.py"
-
-
 @pytest.mark.parametrize(
     ("config", "flags", "code", "said"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, [], 0, "native: Qwen3ForCausalLM is Qwen3"),
-        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, [], 0, "through transformers: Bloom"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, [], 0, "served: Qwen3ForCausalLM is Qwen3, a built-in family"),
+        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, [], 0, "served through transformers: Bloom"),
         ({"architectures": ["BloomForCausalLM"]}, ["--model-impl", "quire"], 1, "not served: architecture not support"),
-        ({"architectures": ["Nope"]}, ["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'], 0, "native: Llam"),
+        (
+            {"architectures": ["Nope"]},
+            ["--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}'],
+            0,
+            "served: Llama",
+        ),
     ],
 )
 def test_how_a_model_would_be_served(

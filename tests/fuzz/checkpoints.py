@@ -195,7 +195,7 @@ def config_seeds() -> list[dict[str, Any]]:
 def check_config(data: bytes) -> str:
     from quire.checkpoint.config import check_kinds
     from quire.checkpoint.json_file import parse_object
-    from quire.engine.setup import longest_sequence, vocab_size
+    from quire.engine.resolve_config import longest_sequence, vocab_size
 
     try:
         config = parse_object(data, "config.json")

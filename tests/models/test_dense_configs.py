@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine.setup import longest_sequence
+from quire.engine.resolve_config import longest_sequence
 from quire.models.loading.weight_loader import load_weights
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class

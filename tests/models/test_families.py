@@ -1,4 +1,4 @@
-"""Every native family, once over: logits of a prompt, then greedy tokens through the engine, both as transformers'."""
+"""Every built-in family once: logits of a prompt, then greedy tokens through the engine, both as transformers'."""
 
 import pytest
 import torch

@@ -222,7 +222,7 @@ def test_a_model_that_is_larger_than_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_class({"architectures": ["LlamaForCausalLM"]}), "__init__", none_left)
     config = SMALL | {"architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(ValueError, match=r"asks for more memory than there is: .*8796093022208"):
+    with pytest.raises(ValueError, match=r"needs more memory than there is: .*8796093022208"):
         load_model(Checkpoint("x", "dummy", tmp_path, ()), config, torch.float32, "cpu")
 
 

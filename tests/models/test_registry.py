@@ -10,7 +10,7 @@ import quire
 from quire.checkpoint import gguf_config
 from quire.models.implementation import choose_implementation
 from quire.models.llama import LlamaForCausalLM
-from quire.models.registry import ARCHITECTURES, NATIVE, ModelRegistry, Registry, model_class
+from quire.models.registry import ARCHITECTURES, BUILT_IN, ModelRegistry, Registry, model_class
 from quire.models.transformers import library
 from tests.entrypoints.server_process import server_process
 from tests.models import out_of_tree
@@ -26,14 +26,14 @@ class Mine(LlamaForCausalLM):
 
 
 def test_every_entry_can_be_imported_and_says_what_it_is() -> None:
-    assert len(ARCHITECTURES) == len(NATIVE)
-    for native in NATIVE:
-        assert isinstance(model_class({"architectures": [native.architecture]}), type)
-        assert native.family and native.kind in ("dense", "MoE") and "|" not in native.family + native.note
+    assert len(ARCHITECTURES) == len(BUILT_IN)
+    for built_in in BUILT_IN:
+        assert isinstance(model_class({"architectures": [built_in.architecture]}), type)
+        assert built_in.family and built_in.kind in ("dense", "MoE") and "|" not in built_in.family + built_in.note
 
 
 def test_gguf_names_are_those_that_load() -> None:
-    assert {native.gguf for native in NATIVE} - {""} == set(gguf_config.ARCHITECTURES)
+    assert {built_in.gguf for built_in in BUILT_IN} - {""} == set(gguf_config.ARCHITECTURES)
     assert {architecture for architecture, _ in gguf_config.ARCHITECTURES.values()} <= set(ARCHITECTURES)
 
 
@@ -79,11 +79,11 @@ def test_mistakes_are_explained() -> None:
 @pytest.mark.parametrize(
     ("hf_config", "options", "impl", "why"),
     [
-        (QWEN3, {}, "quire", "Qwen3ForCausalLM is Qwen3, one of our own families"),
+        (QWEN3, {}, "quire", "Qwen3ForCausalLM is Qwen3, a built-in family"),
         (QWEN3, {"model_impl": "transformers"}, "transformers", "as requested"),
         (BLOOM, {}, "transformers", "it is none of ours"),
         (BLOOM, {"model_impl": "quire"}, None, "not supported: BloomForCausalLM"),
-        (BLOOM, {"is_gguf": True}, None, "GGUF files are read by our own"),
+        (BLOOM, {"is_gguf": True}, None, "GGUF files are read by built-in"),
         (MINE, {}, None, "transformers has no causal language model"),
         (MINE | {"auto_map": {"AutoModelForCausalLM": "m.C"}}, {}, None, "--trust-remote-code"),
         (MINE | {"auto_map": {"AutoModelForCausalLM": "m.C"}}, {"trust_remote_code": True}, "transformers", ""),

@@ -212,7 +212,7 @@ def test_without_kernels_weights_are_dequantized(monkeypatch):
     assert isinstance(requested, Unquantized) and "as requested" in requested.describe()
     monkeypatch.setattr(quantized, "is_fast", lambda: False)
     assert "no instructions" in choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe()
-    monkeypatch.setattr(quantized, "is_there", lambda: False)
+    monkeypatch.setattr(quantized, "is_available", lambda: False)
     assert "no C compiler" in choose_quantization(None, {}, torch.bfloat16, CPU, is_gguf=True).describe()
     with pytest.raises(ValueError, match="is 'gguf', but the checkpoint is not quantized"):
         choose_quantization("gguf", {}, torch.bfloat16, CPU)

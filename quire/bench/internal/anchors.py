@@ -1,8 +1,8 @@
-"""Reference numbers of other engines for the fixed CPU workloads, measured by this project.
+"""Reference numbers of other engines for the fixed workloads on an H200 and on a CPU, measured by this project.
 
-SmolLM2-135M-Instruct on two cores of a Xeon with AVX-512 and AMX; medians of three runs; vLLM in process, llama.cpp
-through its server. A machine without AMX has a fraction of that GEMM rate, so ratios to these are printed on such a
-machine alone (`measured_on`).
+On the CPU: SmolLM2-135M-Instruct on two cores of a Xeon with AVX-512 and AMX; medians of three runs; vLLM in process,
+llama.cpp through its server. A machine without AMX has a fraction of that GEMM rate, so ratios to these are printed on
+such a machine alone (`measured_on`).
 """
 
 from dataclasses import dataclass, replace

@@ -22,7 +22,7 @@ from quire.config.flags import FlagParser
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason

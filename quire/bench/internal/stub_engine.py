@@ -15,7 +15,7 @@ from quire.engine.metrics import Metric
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import RequestOutput
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.load import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.config.fields import options
 from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
-from quire.models.registry import NATIVE, ModelRegistry
+from quire.models.registry import BUILT_IN, ModelRegistry
 
 # The engine options that decide how a model is served.
 DECISIVE = ("model_impl", "trust_remote_code", "hf_overrides", "revision", "download_dir")
@@ -28,33 +28,29 @@ def parser() -> FlagParser:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="HF folder, .gguf file or hub id")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.add_argument("--markdown", action="store_true", help="the list as a table for docs/models.md")
     everything = [name for config in EngineConfig.parts().values() for name in options(config)]
     add_engine_flags(parser, leave_out=[name for name in everything if name not in DECISIVE])
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.markdown:
-        print(markdown())
-        return 0
     from quire.plugins import load_plugins
 
     load_plugins()
     if args.model is not None:
         return _explain(args)
-    rows = native_rows()
+    rows = built_in_rows()
     added = {name: ModelRegistry.origin(name) for name in ModelRegistry.registered()}
     if args.json:
-        print(json.dumps({"native": rows, "registered": added, "others": OTHERS}, indent=2, ensure_ascii=False))
+        print(json.dumps({"built_in": rows, "registered": added, "others": OTHERS}, indent=2, ensure_ascii=False))
         return 0
     print(as_text([*rows, *({"architecture": name, "note": origin} for name, origin in added.items())]))
     print(f"\n{textwrap.fill(OTHERS, 110)}")
     return 0
 
 
-def native_rows() -> list[dict[str, str]]:
-    return [{name: value for name, value in dataclasses.asdict(one).items() if name in HEADINGS} for one in NATIVE]
+def built_in_rows() -> list[dict[str, str]]:
+    return [{name: value for name, value in dataclasses.asdict(one).items() if name in HEADINGS} for one in BUILT_IN]
 
 
 def as_text(rows: list[dict[str, str]]) -> str:
@@ -63,26 +59,18 @@ def as_text(rows: list[dict[str, str]]) -> str:
     return "\n".join("  ".join(row.get(name, "").ljust(widths[name]) for name in HEADINGS).rstrip() for row in table)
 
 
-def markdown() -> str:
-    lines = ["| " + " | ".join(HEADINGS.values()) + " |", "|" + "---|" * len(HEADINGS)]
-    for row in native_rows():
-        row |= {"architecture": f"`{row['architecture']}`", "gguf": row["gguf"] and f"`{row['gguf']}`"}
-        lines.append("| " + " | ".join(row[name] for name in HEADINGS) + " |")
-    return "\n".join(lines)
-
-
 def _explain(args: argparse.Namespace) -> int:
     facts = how_served(args.model, engine_kwargs(args))
     if args.json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
-        words = {"quire": "native", "transformers": "through transformers", None: "not served"}
+        words = {"quire": "served", "transformers": "served through transformers", None: "not served"}
         print(f"{words[facts['impl']]}: {facts['why']}")
     return 0 if facts["impl"] else 1
 
 
 def how_served(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
-    from quire.engine.setup import resolve_config
+    from quire.engine.resolve_config import resolve_config
     from quire.models.implementation import choose_implementation
 
     # Dummy weights: no weight files are looked for or downloaded.

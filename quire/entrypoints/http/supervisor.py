@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from quire.config import EngineConfig
 from quire.config.server import ServerConfig
 from quire.engine.engine_connection import SPAWN, EngineConnection, how_it_ended
-from quire.engine.setup import resolve_config
+from quire.engine.resolve_config import resolve_config
 from quire.entrypoints.http.api_process import ApiProcess, api_process_main
 from quire.entrypoints.http.peers import LOAD_FIELDS, REPLY_SECONDS
 from quire.entrypoints.http.process_messages import (

@@ -44,7 +44,7 @@ class ToolSetup:
         name = named_function(request.tool_choice)
         if name is not None or request.tool_choice == "required":
             if not request.tools:
-                raise bad_request("tool_choice asks for a call, but tools offers no function", "tool_choice")
+                raise bad_request("tool_choice requires a call, but tools offers no function", "tool_choice")
             offered = [tool["function"]["name"] for tool in request.tools]
             if name is not None and name not in offered:
                 raise bad_request(f"tool_choice names {name[:64]!r}, which is not in tools", "tool_choice")
@@ -66,7 +66,7 @@ class ToolSetup:
 
 @dataclass
 class ToolUse:
-    """A request's tool calls: `factory` parses the model's native format; without one a grammar forces JSON calls."""
+    """A request's tool calls: `factory` parses the model's own format; without one a grammar forces JSON calls."""
 
     tools: Sequence[Mapping[str, Any]]
     parallel: bool

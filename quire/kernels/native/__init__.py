@@ -34,7 +34,7 @@ AMX_STATES = (  # as amx.c numbers them
     "gave wrong results in a trial",
 )
 _KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
-_RESULTS = {  # of functions that answer something; all others answer one of status.h
+_RESULTS = {  # of functions that return a value; all others return a status of status.h
     "quire_linear_kind": ctypes.c_int,
     "quire_amx_start": ctypes.c_int,
     "quire_pin_threads": ctypes.c_int,
@@ -288,7 +288,7 @@ def native_function(name: str) -> Any:
 def bound(name: str) -> Any:
     found = library()
     if found is None:
-        raise RuntimeError(f"{name} is asked for, but the native kernels are not there")
+        raise RuntimeError(f"{name} was called, but the native kernels are not available")
     function = getattr(found, name)
     function.argtypes = [_KINDS[kind] for kind in argument_types(name)]
     function.restype = _RESULTS.get(name, ctypes.c_int)

@@ -12,7 +12,7 @@
 #include "bf16.h"
 #include "tile_products.h"
 
-/* What quire_amx_start answers, in the order of AMX_STATES in __init__.py. */
+/* What quire_amx_start returns, in the order of AMX_STATES in __init__.py. */
 enum { WORKS, NOT_COMPILED, NOT_THERE, NOT_ENABLED, REFUSED, DIED, WRONG };
 
 #if defined(QUIRE_EMULATE_AMX) ||                                                                                      \
@@ -140,7 +140,7 @@ static __attribute__((noinline)) TILES_TARGET void multiply_part(const Product *
         if (some > p->panels - from) some = p->panels - from;
         if (some > last - task) some = last - task;
         if (row != copied) copy_rows(p, row, rows, inputs), copied = row;
-        /* The next panels are asked for while these are multiplied, some lines in every step. */
+        /* The next panels are prefetched while these are multiplied, some lines in every step. */
         const char *next = (const char *)p->packed + (task + some) % p->panels * panel_bytes;
         int64_t after = last - task - some < some ? last - task - some : some, all_steps = blocks * some * p->steps;
         int64_t lines = PREFETCH ? (after * panel_bytes / 64 + all_steps - 1) / all_steps : 0;
@@ -322,7 +322,7 @@ static int try_in_a_child(void) {
 #if defined(QUIRE_EMULATE_AMX) || defined(QUIRE_AMX_UNCHECKED)
 static int permission(void) { return WORKS; }
 #else
-/* Leaf 0x1D of CPUID, which describes the tiles, is not asked: some hypervisors leave it out. */
+/* Leaf 0x1D of CPUID, which describes the tiles, is not read: some hypervisors leave it out. */
 static int permission(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d, low, high;

@@ -181,7 +181,7 @@ static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, 
     for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
 }
 
-/* after: the task that follows, whose first keys are asked for with the last of this one; or NULL. */
+/* after: the task that follows, whose first keys are prefetched with the last of this one; or NULL. */
 static inline __attribute__((always_inline)) void attend_few(const Task *t, const Task *after, int64_t m, int64_t d,
                                                              float *acc, float *most, float *total) {
     int64_t begin = t->begin, end = t->end;
@@ -301,7 +301,7 @@ static void finish(const Task *t, int64_t head, int64_t group, int64_t i, const 
     for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, sums[e] * scale, t->type);
 }
 
-/* In the order of the parts, whoever ended first: equal inputs have equal results. */
+/* In the order of the parts, whichever ended first: equal inputs have equal results. */
 static void combine(const Task *t, int64_t group, int64_t m) {
     float sums[MAX_D];
     for (int64_t head = t->first_head; head < t->first_head + t->num_heads; head++)

@@ -185,9 +185,9 @@ static __attribute__((noinline)) void weigh(const bf16 *weights, const bf16 *val
         }
 }
 
-/* Asks for rows of the tile after this one: pages lie anywhere, and no prefetcher can know the next. Into the second cache:
- * the first is full of this tile. */
-static inline void ask_for(const bf16 *const *rows, int64_t count, int64_t d) {
+/* Prefetches rows of the tile after this one: pages lie anywhere, and no hardware prefetcher can know the next. Into the
+ * second cache: the first is full of this tile. */
+static inline void prefetch_rows(const bf16 *const *rows, int64_t count, int64_t d) {
     for (int64_t j = 0; j < count; j++)
         for (int64_t e = 0; e < d; e += 32) __builtin_prefetch(rows[j] + e, 0, 2);
 }
@@ -197,7 +197,7 @@ static inline __attribute__((always_inline)) void score_few(const bf16 *q, const
                                                             float *scores, int64_t m, int64_t d, int64_t count) {
     for (int64_t at = 0; at < count; at += 16)
         for (int64_t i = 0; i < m; i++) {
-            ask_for(next + at + 16 * i / m, 16 * (i + 1) / m - 16 * i / m, d);
+            prefetch_rows(next + at + 16 * i / m, 16 * (i + 1) / m - 16 * i / m, d);
             __m512 part[16];
             for (int j = 0; j < 16; j++) part[j] = _mm512_setzero_ps();
             for (int64_t e = 0; e < d; e += 32) {

@@ -87,7 +87,7 @@ def _compiled(
 ) -> int:
     """A descriptor of the library, made in a folder that is gone afterwards; a copy goes into the cache."""
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
-        PrivateFolder(Path(folder)).close()  # whoever can rename it could put in other objects
+        PrivateFolder(Path(folder)).close()  # a user who can rename it could put in other objects
         product = _compile(compiler, flags, sources, folder)
         if cache is not None:
             try:

@@ -440,7 +440,7 @@ static int multiply_vectors(const Segment *s, int64_t at, const void *bias, void
     if (!w) return NO_MEMORY;
     for (int p = 0; p < vectors; p++)
         unpack(format, read_vector(format, s->packed, at + p, k), w + p * groups, groups);
-    /* What comes next is asked for meanwhile, all of it or, of few rows, more: unpacking would wait for memory each time. */
+    /* What comes next is prefetched meanwhile, all of it or, of few rows, more: unpacking would wait for memory each time. */
     int64_t bytes = panel_bytes_of(format, k) * VECTORS * WIDTH / LANES, each = bytes * ROWS / rows;
     const uint8_t *next = s->packed + at * WIDTH / LANES * panel_bytes_of(format, k) + bytes;
     if (left <= 2 * VECTORS * WIDTH) each = 0;

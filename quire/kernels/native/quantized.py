@@ -33,13 +33,13 @@ GROUP = 32  # inputs that are rounded together
 LANES = 16  # outputs of a panel
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     return library() is not None
 
 
 def is_fast() -> bool:
     """Whether the processor has instructions for it. The portable kernel is right but slower than plain torch."""
-    return is_there() and bool(native_function("quire_quantized_kind")())
+    return is_available() and bool(native_function("quire_quantized_kind")())
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _require_blocks(type_name: str, blocks: torch.Tensor, inputs: int, rows: ran
     if inputs < 1 or inputs % kind.elements or held < inputs or blocks.stride(1) != 1:
         raise ValueError(f"rows of {inputs} inputs are not what {type_name} blocks of {held} hold")
     if rows.step != 1 or rows.start < 0 or rows.stop > len(blocks):
-        raise ValueError(f"rows {rows.start} to {rows.stop} are asked for of {len(blocks)}")
+        raise ValueError(f"rows {rows.start} to {rows.stop} are outside of the weight's {len(blocks)} rows")
     if rotary_half < 0 or (rotary_half and len(blocks) % (2 * rotary_half)):
         raise ValueError(f"{len(blocks)} rows are not whole heads of {2 * rotary_half}")
 

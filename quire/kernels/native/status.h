@@ -1,5 +1,5 @@
-/* What a kernel answers. Python (__init__.py: `bound`) makes errors of it: sizes that make no sense, of which nothing was
- * computed, and memory that was not there, after which outputs are undefined. */
+/* What a kernel returns. Python (__init__.py: `bound`) makes errors of it: sizes that make no sense, of which nothing was
+ * computed, and memory that could not be allocated, after which outputs are undefined. */
 
 #pragma once
 

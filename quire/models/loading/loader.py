@@ -85,7 +85,7 @@ def load_model(
         except RuntimeError as error:
             if device.type != "cpu" or "allocate" not in str(error):
                 raise
-            raise ValueError(f"the model's config asks for more memory than there is: {error}") from error
+            raise ValueError(f"the model's config needs more memory than there is: {error}") from error
 
     with large_buffers_mapped():
         model = build()

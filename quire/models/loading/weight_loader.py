@@ -158,7 +158,7 @@ def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[Load
                 if full.shape[0] != sum(sizes):
                     found, expected = full.shape[0], sum(sizes)
                     raise ValueError(
-                        f"{tensor.name} has {found} rows in the checkpoint; the config asks for {expected}"
+                        f"{tensor.name} has {found} rows in the checkpoint; the config specifies {expected}"
                     )
                 parts = full.split(sizes)
             _check_shape(tensor.name, parts[i].shape, slot)
@@ -174,7 +174,7 @@ def _read_whole(tensor: CheckpointTensor, target: Target, like: torch.Tensor) ->
 def _check_shape(name: str, shape: Iterable[int], slot: LoadSlot) -> None:
     if tuple(shape) != slot.full_shape:
         raise ValueError(
-            f"{name} has shape {list(shape)} in the checkpoint, but the config asks for {list(slot.full_shape)}"
+            f"{name} has shape {list(shape)} in the checkpoint, but the config specifies {list(slot.full_shape)}"
         )
 
 

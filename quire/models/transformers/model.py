@@ -59,7 +59,7 @@ def load_transformers_model(
         raise ValueError(f"{through}, which does not read GGUF here; give the model's Hugging Face folder")
     if quantization is not None or hf_config.get("quantization_config"):
         method = quantization or hf_config["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"{through}, which does not support quantization here ({method}); only our own families do")
+        raise ValueError(f"{through}, which does not support quantization here ({method}); only built-in families do")
     config = auto_config(checkpoint, hf_config, trust_remote_code)
     register()
     try:
@@ -135,10 +135,7 @@ class TransformersModel(nn.Module):
         positions: torch.Tensor,  # [N]
         ctx: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids
-        intermediate: dict[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:  # [N, hidden]
-        if intermediate is not None:
-            raise NotImplementedError("a transformers model has no pipeline stages")
         self.step.ctx = ctx
         for handler in self.handlers.values():
             handler.next_call = 0

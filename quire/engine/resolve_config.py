@@ -61,7 +61,7 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         hf_config=hf_config,
         eos_token_ids=load_eos_token_ids(checkpoint, hf_config),
         vocab_size=vocab_size(hf_config),
-        longest=longest,
+        derived_max_model_len=longest,
         default_sampling=defaults,
     )
     return config.replace(model=model), checkpoint

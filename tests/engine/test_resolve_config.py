@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig, ModelConfig
-from quire.engine.setup import longest_sequence, resolve_config, vocab_size
+from quire.engine.resolve_config import longest_sequence, resolve_config, vocab_size
 from tests.tiny_models import save_tiny
 
 CONFIG: dict[str, Any] = {
@@ -37,7 +37,7 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
     changes = {"vocab_size": 99, "rope_parameters": {"rope_type": "linear", "factor": 2.0}, "eos_token_id": 5}
     model = resolved(write(tmp_path), hf_overrides=changes)
     assert model.hf_config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
-    assert (model.vocab_size, model.longest, model.eos_token_ids) == (99, 256, (5,))
+    assert (model.vocab_size, model.derived_max_model_len, model.eos_token_ids) == (99, 256, (5,))
     assert model.hf_overrides == changes
     assert CONFIG["vocab_size"] == 211
 
@@ -45,7 +45,10 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
 def test_a_limit_beyond_the_models_positions_is_allowed_by_an_override(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has positions for 128 tokens"):
         resolved(write(tmp_path), max_model_len=200)
-    assert resolved(str(tmp_path), max_model_len=200, hf_overrides={"max_position_embeddings": 200}).longest == 200
+    assert (
+        resolved(str(tmp_path), max_model_len=200, hf_overrides={"max_position_embeddings": 200}).derived_max_model_len
+        == 200
+    )
 
 
 def test_old_names_of_rope_reach_a_new_config(tmp_path: Path) -> None:
@@ -53,7 +56,7 @@ def test_old_names_of_rope_reach_a_new_config(tmp_path: Path) -> None:
     model = resolved(write(tmp_path), hf_overrides={"rope_scaling": scaling, "rope_theta": 7.0})
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 7.0}
     assert model.hf_config["rope_parameters"] == rope
-    assert model.longest == 512
+    assert model.derived_max_model_len == 512
     old = {name: value for name, value in CONFIG.items() if name != "rope_parameters"}
     assert resolved(write(tmp_path, old), hf_overrides={"rope_scaling": scaling}).hf_config["rope_scaling"] == scaling
     by_layer = CONFIG | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}
