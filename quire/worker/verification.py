@@ -34,7 +34,7 @@ def offsets_within(counts: np.ndarray) -> np.ndarray:
 
 def sample_and_verify(
     plan: SchedulerOutput,
-    logits: torch.Tensor,  # [m, vocab]: at logit_positions()
+    logits: torch.Tensor,  # [m or more, vocab]: at logit_positions(), then padding
     rows: torch.Tensor,  # [n]
     state: RowState,
     sampler: Sampler,
@@ -50,6 +50,7 @@ def sample_and_verify(
     offset = offsets_within(counts)
     first = np.concatenate(([0], np.cumsum(counts)))
     row_list = plan.rows[place].tolist()
+    logits = logits[: len(place)]
     arrays = (first, plan.rows[place], offset, plan.num_drafts[place])
     first_, position_rows, offset_, drafts = to_device(logits.device, *arrays)
     position_rows = position_rows.long()

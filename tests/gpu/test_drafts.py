@@ -18,7 +18,15 @@ def tiny(tmp_path_factory):
 
 
 def texts(model, **options):
-    llm = LLM(model, skip_tokenizer_init=True, max_model_len=128, dtype="float32", max_num_seqs=16, **options)
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        dtype="float32",
+        max_num_seqs=16,
+        num_gpu_blocks_override=200,
+        **options,
+    )
     try:
         params = [
             SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=20 + i, ignore_eos=True)
