@@ -6,7 +6,7 @@ import logging
 import torch
 from torch import nn
 
-from quire.kernels.moe import Activation, RouterScoring, activate_torch, route, sum_experts
+from quire.kernels.moe import Activation, RouterScoring, activate_torch, route_torch, sum_experts
 from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod
@@ -51,7 +51,7 @@ class LinearExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """x [N, hidden], router_logits [N, experts] -> [N, hidden]."""
-        weights, experts = route(router_logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
+        weights, experts = route_torch(router_logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
         return self.tp.all_reduce(sum_experts(x, weights, experts, self.num_experts, self._expert))
 
     def _expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
