@@ -11,6 +11,7 @@ from quire.config.fields import options
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig, backend_of
@@ -26,6 +27,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
@@ -39,6 +41,7 @@ class EngineConfig:
             "scheduler": SchedulerConfig,
             "load": LoadConfig,
             "device": DeviceConfig,
+            "parallel": ParallelConfig,
             "transfer": TransferConfig,
             "speculative": SpeculativeConfig,
             "observability": ObservabilityConfig,
@@ -72,9 +75,6 @@ UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "spec_model": (None, "speculative decoding"),
     "spec_tokens": (None, "speculative decoding"),
     "kv_transfer_config": (None, "KV transfer between engines (kv_connector accepts your own connector)"),
-    "tensor_parallel_size": (1, "tensor parallelism"),
-    "pipeline_parallel_size": (1, "pipeline parallelism"),
-    "data_parallel_size": (1, "data parallelism"),
     "enable_lora": (False, "LoRA"),
     "runner": ("generate", "pooling models"),
     "compilation_config": (None, "compilation"),

@@ -20,6 +20,7 @@ from quire.config import EngineConfig, environment
 from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
 from quire.core.stats_logger import StatsLogger
+from quire.executor.factory import make_executor
 from quire.messages.protocol import (
     CLIENT_SHIFT,
     AddRequests,
@@ -332,11 +333,10 @@ def engine_process_main(config: EngineConfig, address: str, log_level: int = log
     leave_signals_to_parent()
 
     def make_core() -> EngineCore:
-        from quire.executor.uniproc import UniProcExecutor
         from quire.platforms.defaults import with_platform_defaults
 
         complete = with_platform_defaults(config)
-        core = EngineCore(complete, UniProcExecutor(complete))
+        core = EngineCore(complete, make_executor(complete))
         if not complete.observability.disable_log_stats and logger.isEnabledFor(logging.INFO):
             StatsLogger(core.scheduler).start()
         return core

@@ -13,7 +13,7 @@ from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.engine.resolve_config import resolve_config
-from quire.executor.uniproc import UniProcExecutor
+from quire.executor.factory import make_executor
 from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class LLMEngine:
 
     def _start_in_process(self, times: list[float]) -> tuple[InprocClient, Ready]:
         self.config = with_platform_defaults(self.config)
-        executor = UniProcExecutor(self.config)
+        executor = make_executor(self.config)
         times.append(time.perf_counter())
         try:
             core = EngineCore(self.config, executor)

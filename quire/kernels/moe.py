@@ -1,5 +1,6 @@
 """Mixture of experts: the routing of rows to experts, and the weighted sum of the experts' outputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +57,17 @@ def experts_torch(
     w: ExpertWeights,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    return sum_experts(x, weights, experts, len(w.down), lambda rows, e: _expert_torch(rows, w, e), residual)
+
+
+def sum_experts(
+    x: torch.Tensor,  # [N, H]
+    weights: torch.Tensor,  # [N, k]
+    experts: torch.Tensor,  # [N, k]
+    count: int,
+    expert: Callable[[torch.Tensor, int], torch.Tensor],  # rows [n, H], its index -> [n, H] float32
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Each expert multiplies all its rows at once; sums are in float32 and in the order of experts."""
     if residual is None:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -63,18 +75,18 @@ def experts_torch(
         total = residual.to(torch.float32, copy=True)
     if x.is_cuda:
         # Every row by every expert: a graph may be being captured, so the host cannot read which rows an expert has.
-        share = torch.zeros(len(x), len(w.down), device=x.device).scatter_(1, experts.long(), weights)
-        for e in range(len(w.down)):
+        share = torch.zeros(len(x), count, device=x.device).scatter_(1, experts.long(), weights)
+        for e in range(count):
             mine = share[:, e : e + 1]
-            total += torch.where(mine != 0, _expert_torch(x, w, e) * mine, 0.0)  # of other rows it may overflow
+            total += torch.where(mine != 0, expert(x, e) * mine, 0.0)  # of other rows it may overflow
         return total.to(x.dtype)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=len(w.down)).tolist()
+    counts = torch.bincount(flat, minlength=count).tolist()
     for e, pairs in enumerate(order.split(counts)):
         if len(pairs):
             rows = pairs // experts.shape[1]
-            output = _expert_torch(x[rows], w, e)
+            output = expert(x[rows], e)
             total.index_add_(0, rows, output * weights.reshape(-1)[pairs, None])
     return total.to(x.dtype)
 

@@ -127,8 +127,8 @@ class FusedMoE(nn.Module):
             half, whole = (full, self.hidden_size), (self.hidden_size, full)
             for e in range(self.num_experts):
                 for shard, view in enumerate(self.gate_up.data[e].split(self.width)):
-                    slots[f"gate_up.{e}", shard] = LoadSlot(view, half, 0, start)
-                slots[f"down.{e}", None] = LoadSlot(self.down.data[e], whole, 1, start)
+                    slots[f"gate_up.{e}.weight", shard] = LoadSlot(view, half, 0, start)
+                slots[f"down.{e}.weight", None] = LoadSlot(self.down.data[e], whole, 1, start)
             return slots
         experts, hidden = self.num_experts, self.hidden_size
         slots["gate_up", None] = HalvesSlot(self.gate_up.data, (experts, 2 * full, hidden), 1, start)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+UNCONNECTED = "tensor parallelism over several workers is not supported yet"
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -18,9 +20,24 @@ class TensorParallel:
             raise ValueError(f"{what} ({total}) cannot be divided among {self.size} tensor-parallel workers")
         return total // self.size
 
+    def share_of_rows(self, total: int, what: str) -> tuple[int, int]:
+        """This rank's first of `total` rows and their number, which may be smaller on the last rank."""
+        share = -(-total // self.size)
+        if share * (self.size - 1) >= total:
+            raise ValueError(f"{what} ({total}) cannot be divided among {self.size} tensor-parallel workers")
+        first = share * self.rank
+        return first, min(share, total - first)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
         if self.size > 1:
-            raise NotImplementedError("tensor parallelism over several workers is not supported yet")
+            raise NotImplementedError(UNCONNECTED)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors, of one shape, concatenated along the last dimension."""
+        if self.size > 1:
+            raise NotImplementedError(UNCONNECTED)
         return x
 
 

@@ -107,13 +107,13 @@ class DecoderModel(nn.Module):
         self.config = c = self.read_config(hf).limited_to(options.max_model_len)
         build, dtype, device = BuildContext(c, options), options.dtype, options.device
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
-        self.embed_tokens = VocabEmbedding(*vocab, options.quantization.vocab_method(), c.embed_scale)
+        self.embed_tokens = VocabEmbedding(*vocab, options.quantization.vocab_method(), c.embed_scale, options.tp)
         rows = c.num_positions + c.position_offset
         self.embed_positions = VocabEmbedding(rows, c.hidden_size, dtype, device) if c.num_positions else None
         self.layers = nn.ModuleList(DecoderLayer(build, i, self.make_mlp(build, i)) for i in range(c.num_layers))
         self.norm = build.norm()
         tied_to = self.embed_tokens if c.tie_word_embeddings else None
-        self.lm_head = LMHead(*vocab, tied_to, options.quantization.vocab_method())
+        self.lm_head = LMHead(*vocab, tied_to, options.quantization.vocab_method(), options.tp)
         distinct = [rope for rope in dict.fromkeys(c.ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
         self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in c.ropes]
@@ -188,11 +188,12 @@ class DecoderModel(nn.Module):
         embedding = getattr(self.embed_tokens, "weight", None)
         if embedding is None:
             return  # block-quantized, from a GGUF, which stores no copy
-        same = tuple(head.shape) == tuple(embedding.shape)
+        rows = self.embed_tokens.rows
+        same = tuple(head.shape) == rows.full_shape
         if same:
-            read = torch.empty_like(embedding)
+            read = torch.empty(rows.full_shape, dtype=embedding.dtype, device=embedding.device)
             head.read_into(read)
-            same = torch.equal(read, embedding)
+            same = torch.equal(read.narrow(0, rows.start, rows.size), embedding)
         if not same:
             raise ValueError(
                 f"{head.name} differs from the embedding, but the config says that they are tied; "

@@ -20,6 +20,7 @@ from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.models.decoder_config import DecoderConfig
 from quire.models.options import ModelOptions
 from quire.quantization.base import LinearMethod
+from quire.quantization.mixed import fused_method
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class BuildContext:
         return RMSNorm(c.hidden_size, c.norm_eps, device)
 
     def method(self, layer: int, module: str, names: tuple[str, ...]) -> LinearMethod | None:
-        return self.options.quantization.linear_method(f"{self.config.names.layer.format(i=layer)}.{module}", names)
+        """Of the layer fused of `names` in the checkpoint's `module`."""
+        place = f"{self.config.names.layer.format(i=layer)}.{module}"
+        return fused_method([self.options.quantization.linear_method(f"{place}.{name}") for name in names])
 
 
 class FeedForward(Protocol):
@@ -201,7 +204,8 @@ class DecoderLayer(nn.Module):
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind differ only in weights, so they run the same kernels."""
-        return self.self_attn.attn.kind, type(self.mlp)
+        methods = tuple(module.method for module in self.modules() if isinstance(module, ParallelLinear))
+        return self.self_attn.attn.kind, type(self.mlp), methods
 
     @property
     def max_fused_rows(self) -> int:

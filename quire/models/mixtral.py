@@ -13,9 +13,9 @@ BLOCK = "model.layers.{i}.block_sparse_moe"
 class MixtralForCausalLM(MoEModel):
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
         Rule(f"{BLOCK}.gate.weight", "layers.{i}.mlp.router.weight"),
-        Rule(f"{BLOCK}.experts.{{e}}.w1.weight", "layers.{i}.mlp.experts.gate_up.{e}", 0),
-        Rule(f"{BLOCK}.experts.{{e}}.w3.weight", "layers.{i}.mlp.experts.gate_up.{e}", 1),
-        Rule(f"{BLOCK}.experts.{{e}}.w2.weight", "layers.{i}.mlp.experts.down.{e}"),
+        Rule(f"{BLOCK}.experts.{{e}}.w1.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 0),
+        Rule(f"{BLOCK}.experts.{{e}}.w3.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 1),
+        Rule(f"{BLOCK}.experts.{{e}}.w2.{{p}}", "layers.{i}.mlp.experts.down.{e}.{p}"),
     )
 
     @classmethod
@@ -25,4 +25,4 @@ class MixtralForCausalLM(MoEModel):
 
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
-        return Experts.from_hf(hf, module="block_sparse_moe")
+        return Experts.from_hf(hf, module="block_sparse_moe", names=("w1", "w3", "w2"))

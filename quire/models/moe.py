@@ -11,6 +11,7 @@ from quire.kernels.moe_table import BUCKETS
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ColumnParallelLinear
+from quire.layers.linear_experts import ExpertMethods, LinearExperts
 from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
@@ -19,9 +20,9 @@ from quire.models.loading.weight_map import Rule
 
 EXPERTS = (
     Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
-    Rule("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up.{e}", 0),
-    Rule("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up.{e}", 1),
-    Rule("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down.{e}"),
+    Rule("model.layers.{i}.mlp.experts.{e}.gate_proj.{p}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 0),
+    Rule("model.layers.{i}.mlp.experts.{e}.up_proj.{p}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 1),
+    Rule("model.layers.{i}.mlp.experts.{e}.down_proj.{p}", "layers.{i}.mlp.experts.down.{e}.{p}"),
 )
 
 
@@ -37,6 +38,7 @@ class Experts:
     checkpoint: Literal["per_expert", "fused"] = "per_expert"
     shared_size: int = 0  # intermediate size of the gated shared expert; 0: none
     module: str = "mlp"  # the checkpoint's name for the block
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # its names in an expert
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], intermediate_size: str = "intermediate_size", **differences: Any) -> "Experts":
@@ -61,27 +63,26 @@ class SparseMLP(nn.Module):
 
     def __init__(self, build: BuildContext, layer: int, experts: Experts) -> None:
         super().__init__()
-        if build.method(layer, f"{experts.module}.experts.0", ("gate_proj", "up_proj")) is not None:
-            raise ValueError(
-                "experts cannot be quantized yet; leave quantization out, or use an unquantized checkpoint"
-            )
         hidden, options = build.config.hidden_size, build.options
         placed = (options.dtype, options.device)
         self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # replicated on every worker
-        self.experts = FusedMoE(
-            experts.count,
-            experts.top_k,
-            hidden,
-            experts.intermediate_size,
-            *placed,
-            options.tp,
-            renormalize=experts.renormalize,
-            scoring=experts.scoring,
-            activation=experts.activation,
-            bias=experts.bias,
-            checkpoint=experts.checkpoint,
-            backend=options.moe_backend,
-        )
+        sizes = (experts.count, experts.top_k, hidden, experts.intermediate_size)
+        routing: Any = {"renormalize": experts.renormalize, "scoring": experts.scoring}
+        methods = _expert_methods(build, layer, experts)
+        self.experts: FusedMoE | LinearExperts
+        if methods is not None:
+            self.experts = LinearExperts(*sizes, *placed, methods, options.tp, activation=experts.activation, **routing)
+        else:
+            self.experts = FusedMoE(
+                *sizes,
+                *placed,
+                options.tp,
+                activation=experts.activation,
+                bias=experts.bias,
+                checkpoint=experts.checkpoint,
+                backend=options.moe_backend,
+                **routing,
+            )
         self.shared: MLP | None = None
         if experts.shared_size:
             self.shared = MLP(build, layer, experts.shared_size, f"{experts.module}.shared_expert")
@@ -95,11 +96,27 @@ class SparseMLP(nn.Module):
 
     def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         router = self.router
+        assert isinstance(self.experts, FusedMoE)
         return self.experts.forward_fused(stream, norm, router.weight, residual=stream, router_bias=router.bias)
 
     @property
     def max_fused_rows(self) -> int:
         return self.experts.max_fused_rows if self.shared is None else 0
+
+
+def _expert_methods(build: BuildContext, layer: int, experts: Experts) -> list[ExpertMethods] | None:
+    """Of each expert; None if none is quantized."""
+    *gate_up, down = experts.names
+    modules = [f"{experts.module}.experts.{e}" for e in range(experts.count)]
+    methods = [(build.method(layer, m, tuple(gate_up)), build.method(layer, m, (down,))) for m in modules]
+    if all(method is None for pair in methods for method in pair):
+        return None
+    if experts.checkpoint == "fused":
+        raise ValueError(
+            "experts that the checkpoint stores in one tensor cannot be quantized yet; leave quantization out, or use "
+            "an unquantized checkpoint"
+        )
+    return methods
 
 
 class MoEModel(DecoderModel):

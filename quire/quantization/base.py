@@ -1,7 +1,7 @@
 """The interface between a linear layer and its quantization method."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -23,7 +23,13 @@ class Partition:
 
 
 class LinearMethod(Protocol):
-    """How a linear layer stores its weight and multiplies by it."""
+    """How a linear layer stores its weight and multiplies by it.
+
+    A method is a value, a frozen dataclass: equal methods are one scheme, and one method may serve any number of
+    layers. All state is on the layer that it is given: tensors as parameters (those that are loaded) and buffers, set
+    as usual; anything else (packed weights, what is needed only while loading) with `keep`. A linear layer, a member of
+    a fused layer (mixed.py) and an expert (layers/linear_experts.py) are such layers alike.
+    """
 
     def create_weights(
         self,
@@ -66,6 +72,11 @@ class LinearMethod(Protocol):
         ...
 
 
+def keep(layer: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of a layer that is no parameter, buffer or module of it, whatever its type."""
+    object.__setattr__(layer, name, value)
+
+
 @runtime_checkable
 class HasPanels(Protocol):
     """A LinearMethod whose packed weights can be cached in a file (models/loading/packed_cache.py)."""
@@ -96,8 +107,8 @@ class Quantization(Protocol):
 
     ignored: tuple[str, ...]  # patterns of checkpoint tensors that this method does not need
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
-        """For the layer fused of `names` in `module`, as named in the checkpoint; None: not quantized."""
+    def linear_method(self, name: str) -> LinearMethod | None:
+        """For a linear layer as named in the checkpoint; None: not quantized. Those fused into one may differ."""
         ...
 
     def vocab_method(self) -> VocabMethod | None:

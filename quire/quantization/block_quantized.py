@@ -12,7 +12,7 @@ from torch import nn
 from quire.kernels.native import quantized
 from quire.kernels.packed_linear import Multiply, pack_weight
 from quire.layers.load_slot import LoadSlot, ShardId
-from quire.quantization.base import Partition
+from quire.quantization.base import Partition, keep
 from quire.quantization.fused_linear import FusedLinearMixin
 
 Part = quantized.Packed | torch.Tensor  # a tensor if its type has no kernel: dequantized
@@ -114,11 +114,11 @@ class BlockQuantizedSlot(LoadSlot):
         self.weight.parts[self.index] = part
 
 
+@dataclass(frozen=True)
 class BlockQuantizedLinearMethod(FusedLinearMixin):
     """Keeps GGUF tensors in their stored format if it has a kernel; with `target`, quantizes every tensor to it."""
 
-    def __init__(self, target: str | None = None) -> None:
-        self.target = target
+    target: str | None = None
 
     def create_weights(
         self,
@@ -132,11 +132,11 @@ class BlockQuantizedLinearMethod(FusedLinearMixin):
             raise ValueError(
                 f"int8 and int4 need layers whose inputs are a multiple of {quantized.GROUP}; one has {in_features}"
             )
-        object.__setattr__(layer, "block_weight", BlockQuantizedWeight(in_features, out_partition_sizes, dtype))
+        keep(layer, "block_weight", BlockQuantizedWeight(in_features, out_partition_sizes, dtype))
 
     def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
         weight_of(owner).is_shared = True
-        object.__setattr__(layer, "block_weight", weight_of(owner))
+        keep(layer, "block_weight", weight_of(owner))
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         weight = weight_of(layer)
@@ -179,7 +179,7 @@ class GGUFQuantization:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> BlockQuantizedLinearMethod:
+    def linear_method(self, name: str) -> BlockQuantizedLinearMethod:
         return BlockQuantizedLinearMethod()
 
     def vocab_method(self) -> BlockQuantizedLinearMethod:
@@ -202,7 +202,7 @@ class IntQuantization:
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> BlockQuantizedLinearMethod:
+    def linear_method(self, name: str) -> BlockQuantizedLinearMethod:
         return BlockQuantizedLinearMethod("Q8_0" if self.bits == 8 else "Q4_1")
 
     def vocab_method(self) -> BlockQuantizedLinearMethod:

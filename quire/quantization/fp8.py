@@ -1,5 +1,7 @@
 """Weights and activations in fp8 (e4m3): y = (q_x * scale_x) (q_w * scale_w)^T."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -11,10 +13,10 @@ from quire.kernels.skinny_linear import (
     skinny_linear_torch,
 )
 from quire.layers.load_slot import LoadSlot, ShardId
-from quire.quantization.base import LinearMethod, Partition, VocabMethod
+from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
 from quire.quantization.fp8_config import Fp8Config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
-from quire.quantization.fp8_scales import CheckpointScales
+from quire.quantization.fp8_scales import CheckpointScales, scales_of
 from quire.quantization.fused_linear import FusedLinearMixin
 from quire.quantization.staging import Staging
 from quire.quantization.unquantized import weight_slot
@@ -22,6 +24,7 @@ from quire.quantization.unquantized import weight_slot
 MIN_CAPABILITY = (8, 9)
 
 
+@dataclass(frozen=True)
 class Fp8LinearMethod(FusedLinearMixin):
     """fp8 products. `layer.weight` [N, K] fp8, `layer.weight_scale` [N], `layer.input_scale` [1] or None.
 
@@ -65,11 +68,11 @@ class Fp8LinearMethod(FusedLinearMixin):
         prepare_skinny_linear(weight.device)
 
 
+@dataclass(frozen=True)
 class OnlineFp8LinearMethod(Fp8LinearMethod):
     """Quantizes an unquantized checkpoint layer by layer while loading: the model is never in memory unquantized."""
 
-    def __init__(self, per_channel: bool) -> None:
-        self.per_channel = per_channel
+    per_channel: bool
 
     def create_weights(
         self,
@@ -81,7 +84,7 @@ class OnlineFp8LinearMethod(Fp8LinearMethod):
     ) -> None:
         check_size(in_features, sum(out_partition_sizes))
         layer.register_buffer("input_scale", None)
-        self.shape, self.dtype, self.device = (sum(out_partition_sizes), in_features), dtype, device
+        keep(layer, "staged", ((sum(out_partition_sizes), in_features), dtype, device))
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         def finish(weight: torch.Tensor) -> None:
@@ -90,17 +93,18 @@ class OnlineFp8LinearMethod(Fp8LinearMethod):
                 scale = (weight.abs().amax().float().clamp(min=SMALLEST_MAX) * (1.0 / FP8_MAX)).view(1)
             self.set_weight(layer, *quantize_fp8(weight, scale))
 
-        return Staging(self.shape, self.dtype, self.device, len(partitions), finish).slots(partitions)
+        shape, dtype, device = layer.staged  # type: ignore[misc]
+        return Staging(shape, dtype, device, len(partitions), finish).slots(partitions)
 
     def process_after_loading(self, layer: nn.Module) -> None:
         assert isinstance(layer.weight, nn.Parameter), "not all parts of the weight were loaded"
 
 
+@dataclass(frozen=True)
 class CheckpointFp8LinearMethod(Fp8LinearMethod):
     """fp8 weights and scales from the checkpoint."""
 
-    def __init__(self, config: Fp8Config) -> None:
-        self.config = config
+    config: Fp8Config
 
     def create_weights(
         self,
@@ -113,18 +117,19 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
         outputs = sum(out_partition_sizes)
         check_size(in_features, outputs)
         layer.weight = nn.Parameter(torch.empty(outputs, in_features, dtype=FP8, device=device), requires_grad=False)
-        self.scales = CheckpointScales(self.config, device)
+        keep(layer, "checkpoint_scales", CheckpointScales(self.config, device))
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         assert isinstance(layer.weight, nn.Parameter)
         slots = {("weight", p.shard): weight_slot(layer.weight.data, p) for p in partitions}
-        return slots | self.scales.slots(partitions)
+        return slots | scales_of(layer).slots(partitions)
 
     def process_after_loading(self, layer: nn.Module) -> None:
         assert isinstance(layer.weight, nn.Parameter)
-        self.set_weight(layer, layer.weight.data, self.scales.by_output())
-        layer.register_buffer("input_scale", self.scales.of_inputs())
-        del self.scales
+        scales = scales_of(layer)
+        self.set_weight(layer, layer.weight.data, scales.by_output())
+        layer.register_buffer("input_scale", scales.of_inputs())
+        del layer.checkpoint_scales
 
 
 class Fp8Quantization:
@@ -144,8 +149,8 @@ class Fp8Quantization:
         """computes_in_fp8: multiply in fp8; else the weights become `dtype` while loading."""
         self.config, self.computes_in_fp8, self.dtype = config, computes_in_fp8, dtype
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
-        if not self.config.quantizes(module, names):
+    def linear_method(self, name: str) -> LinearMethod | None:
+        if not self.config.quantizes(name):
             return None
         if self.config.online:
             return OnlineFp8LinearMethod(self.config.per_channel)

@@ -32,24 +32,15 @@ class Fp8Config:
             if skipped.startswith("re:"):
                 re.compile(skipped[3:])
 
-    def quantizes(self, module: str, names: tuple[str, ...]) -> bool:
-        """Whether the layer fused of `names` in `module` is quantized; all of them must be, or none."""
-        skips = {self._skips(f"{module}.{name}") for name in names}
-        if len(skips) > 1:
-            raise ValueError(
-                f"of {', '.join(names)} in {module} some are quantized and some are not; they are fused into one "
-                "layer, so the checkpoint must treat them alike"
-            )
-        return not skips.pop()
-
-    def _skips(self, name: str) -> bool:
+    def quantizes(self, name: str) -> bool:
+        """Whether the linear layer of that name is quantized."""
         for skipped in self.skipped:
             if skipped.startswith("re:"):
                 if re.match(skipped[3:], name):
-                    return True
+                    return False
             elif skipped == name or (self.skip_by_part and f".{skipped}." in f".{name}."):
-                return True
-        return False
+                return False
+        return True
 
 
 def parse_fp8_config(stored: dict[str, Any]) -> Fp8Config:

@@ -1,6 +1,7 @@
 """The scales that come with a checkpoint's fp8 weights."""
 
 import torch
+from torch import nn
 
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition
@@ -52,6 +53,13 @@ class CheckpointScales:
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+
+def scales_of(layer: nn.Module) -> CheckpointScales:
+    """Kept on the layer until its weight is processed."""
+    scales = layer.checkpoint_scales
+    assert isinstance(scales, CheckpointScales)
+    return scales
 
 
 def _slot(scale: torch.Tensor) -> LoadSlot:

@@ -8,7 +8,8 @@ from quire.kernels.skinny_linear import can_fuse, fused_config_for, skinny_linea
 
 
 class FusedLinearMixin:
-    """The fused part of a LinearMethod, for at most MAX_FUSED_ROWS rows on a GPU."""
+    """The fused part of a LinearMethod, for at most MAX_FUSED_ROWS rows on a GPU, if the layer's state is `weight` and
+    perhaps `weight_scale`."""
 
     def can_fuse(self, layer: nn.Module) -> bool:
         weight = getattr(layer, "weight", None)

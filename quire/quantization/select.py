@@ -1,5 +1,6 @@
 """Chooses the quantization from the user's option and the checkpoint."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +16,30 @@ GGUF, DEQUANTIZED, MXFP4 = "gguf", "dequantized", "mxfp4"
 INT_BITS = {"int8": 8, "int4": 4}
 
 
+# From the checkpoint's quantization_config, the compute dtype and the device.
+Factory = Callable[[dict[str, Any], torch.dtype, torch.device], Quantization]
+_registered: dict[str, Factory] = {}
+
+
+def register_quantization(quant_method: str, factory: Factory) -> None:
+    """Serve checkpoints whose quantization_config has this quant_method, also one of ours; for plugins."""
+    _registered[quant_method] = factory
+
+
 def choose_quantization(
     requested: str | None, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device, is_gguf: bool = False
 ) -> Quantization:
     """`requested`: the option `quantization`; None: as the checkpoint is stored."""
     stored = hf_config.get("quantization_config") or hf_config.get("compression_config")
     method = stored.get("quant_method", "compressed-tensors") if stored else None
+    if method in _registered and stored is not None and requested in (None, method):
+        return _registered[method](stored, dtype, device)
     if method == MXFP4 and requested in (None, MXFP4):
         return Unquantized(f"mxfp4: experts dequantized to {str(dtype).removeprefix('torch.')} while loading")
     if stored is not None and method not in (*FP8_METHODS, MXFP4):
         raise ValueError(
             f"the checkpoint is quantized by {method!r} (quantization_config), which is not supported; "
-            f"supported: {', '.join((*FP8_METHODS, MXFP4))}, or an unquantized checkpoint"
+            f"supported: {', '.join((*FP8_METHODS, MXFP4, *_registered))}, or an unquantized checkpoint"
         )
     if stored is not None:
         if requested is not None and requested != method:

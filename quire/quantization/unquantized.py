@@ -1,5 +1,7 @@
 """Linear layers with unquantized weights."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,10 +12,11 @@ from quire.kernels.skinny_linear import (
     prepare_skinny_linear,
 )
 from quire.layers.load_slot import LoadSlot, ShardId
-from quire.quantization.base import LinearMethod, Partition, VocabMethod
+from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
 from quire.quantization.fused_linear import FusedLinearMixin
 
 
+@dataclass(frozen=True)
 class UnquantizedLinearMethod(FusedLinearMixin):
     """A weight [out, in] in the compute dtype.
 
@@ -68,7 +71,7 @@ class UnquantizedLinearMethod(FusedLinearMixin):
         self._replace_weight(layer, Panels.of(data, layer.weight.shape))
 
     def _replace_weight(self, layer: nn.Module, multiply: Multiply) -> None:
-        object.__setattr__(layer, "multiply", multiply)  # not a module, parameter or buffer
+        keep(layer, "multiply", multiply)
         del layer.weight
 
 
@@ -80,7 +83,7 @@ class Unquantized:
     def __init__(self, note: str = "") -> None:
         self.note = note
 
-    def linear_method(self, module: str, names: tuple[str, ...]) -> LinearMethod | None:
+    def linear_method(self, name: str) -> LinearMethod | None:
         return None
 
     def vocab_method(self) -> VocabMethod | None:

@@ -11,6 +11,7 @@ from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
 from quire.kernels import native
 from quire.kernels.paged_attention import AttentionShape
+from quire.layers.parallel import TensorParallel
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.loading.loader import load_model
@@ -27,8 +28,11 @@ logger = logging.getLogger("quire")
 
 
 class Worker:
-    def __init__(self, config: EngineConfig) -> None:
+    """Rank `rank` of `world`: it alone knows which; layers get a TensorParallel object."""
+
+    def __init__(self, config: EngineConfig, rank: int, world: int) -> None:
         self.config = config
+        self.rank, self.world = rank, world
         load_plugins()
         checkpoint = resolve_model(
             config.model.model,
@@ -53,6 +57,7 @@ class Worker:
             config.model.hf_config,
             self.dtype,
             self.platform.device,
+            self.tensor_parallel(),
             progress=config.load.use_tqdm_on_load,
             max_model_len=config.model.max_model_len,
             quantization=config.model.quantization,
@@ -88,6 +93,10 @@ class Worker:
             num_drafts=config.speculative.num_drafts,
         )
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
+
+    def tensor_parallel(self) -> TensorParallel:
+        """This worker's part in the layers. Until there are process groups, override it to add collectives."""
+        return TensorParallel(self.rank, self.world)
 
     def _check_length(self) -> None:
         model = self.config.model

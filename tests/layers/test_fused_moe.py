@@ -85,8 +85,9 @@ def whole(tensors, num_experts):
     """gate_up, down and biases, whichever way the checkpoint stores them."""
     if ("gate_up", None) in tensors:
         return [tensors.get((name, None)) for name in ("gate_up", "down", "gate_up_bias", "down_bias")]
-    gate_up = [torch.cat([tensors[f"gate_up.{e}", half] for half in (0, 1)]) for e in range(num_experts)]
-    return [torch.stack(gate_up), torch.stack([tensors[f"down.{e}", None] for e in range(num_experts)]), None, None]
+    gate_up = [torch.cat([tensors[f"gate_up.{e}.weight", half] for half in (0, 1)]) for e in range(num_experts)]
+    down = [tensors[f"down.{e}.weight", None] for e in range(num_experts)]
+    return [torch.stack(gate_up), torch.stack(down), None, None]
 
 
 @pytest.mark.parametrize("activation", ["silu", "swigluoai"])
@@ -267,7 +268,7 @@ def test_slots_cover_the_weights():
     layer = FusedMoE(4, 2, 8, 6, torch.float32, CPU)
     layer.gate_up.data.zero_(), layer.down.data.zero_()
     slots = layer.load_slots()
-    assert slots["gate_up.3", 1].full_shape == (6, 8) and slots["down.3", None].full_shape == (8, 6)
+    assert slots["gate_up.3.weight", 1].full_shape == (6, 8) and slots["down.3.weight", None].full_shape == (8, 6)
     assert len(slots) == 12
     for slot in slots.values():
         slot.view.add_(1)

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from quire.config import EngineConfig
+from quire.quantization.fp8 import Fp8Quantization
 from quire.quantization.fp8_config import Fp8Config, parse_fp8_config
+from quire.quantization.mixed import MixedLinearMethod, fused_method
 from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import UNQUANTIZED
 
@@ -39,19 +41,21 @@ def test_compressed_tensors():
 
 def test_skipped_layers():
     by_name = Fp8Config(skipped=("model.layers.0.mlp.down_proj", r"re:.*\.layers\.1\..*"))
-    assert not by_name.quantizes("model.layers.0.mlp", ("down_proj",))
-    assert by_name.quantizes("model.layers.2.mlp", ("down_proj",))
-    assert not by_name.quantizes("model.layers.1.self_attn", ("q_proj", "k_proj", "v_proj"))
+    assert not by_name.quantizes("model.layers.0.mlp.down_proj")
+    assert by_name.quantizes("model.layers.2.mlp.down_proj")
+    assert not by_name.quantizes("model.layers.1.self_attn.q_proj")
     by_part = Fp8Config(skipped=("mlp", "model.layers.1"), skip_by_part=True)
-    assert not by_part.quantizes("model.layers.0.mlp", ("down_proj",))
-    assert not by_part.quantizes("model.layers.1.self_attn", ("o_proj",))
-    assert by_part.quantizes("model.layers.10.self_attn", ("o_proj",))
+    assert not by_part.quantizes("model.layers.0.mlp.down_proj")
+    assert not by_part.quantizes("model.layers.1.self_attn.o_proj")
+    assert by_part.quantizes("model.layers.10.self_attn.o_proj")
 
 
-def test_half_a_fused_layer_cannot_be_skipped():
-    config = Fp8Config(skipped=("model.layers.0.mlp.up_proj",))
-    with pytest.raises(ValueError, match="some are quantized and some are not"):
-        config.quantizes("model.layers.0.mlp", ("gate_proj", "up_proj"))
+def test_members_of_a_fused_layer_may_differ():
+    quantization = Fp8Quantization(Fp8Config(skipped=("model.layers.0.mlp.up_proj",)), False, torch.bfloat16)
+    methods = [quantization.linear_method(f"model.layers.{i}.mlp.{n}_proj") for i in (0, 1) for n in ("gate", "up")]
+    assert methods[1] is None and methods[2] == methods[3] == methods[0]
+    assert isinstance(fused_method(methods[:2]), MixedLinearMethod)
+    assert fused_method(methods[2:]) == methods[0] and fused_method([None, None]) is None
 
 
 @pytest.mark.parametrize(

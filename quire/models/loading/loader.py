@@ -57,6 +57,8 @@ def load_model(
     if choice.impl == "transformers":
         from quire.models.transformers.model import load_transformers_model
 
+        if tp.size > 1:
+            raise ValueError("a model that transformers runs cannot be shared by several workers; use one")
         if packed_weights_cache:
             from quire.models.loading.packed_cache import warn_no_effect
 
@@ -76,7 +78,7 @@ def load_model(
     quantized = choose_quantization(quantization, hf_config, dtype, device, is_gguf=ckpt.format == "gguf")
     if quantized.describe():
         logger.info(quantized.describe())
-    cache_key = (hf_config, tp, quantization, quantized.describe())  # beside dtype and files
+    cache_key = (hf_config, (tp.rank, tp.size), quantization, quantized.describe())  # beside dtype and files
     options = ModelOptions(dtype, device, tp, quantized, max_model_len, moe_backend)
 
     def build() -> "DecoderModel":

@@ -1,0 +1,25 @@
+"""The choice of executor: the one place that knows which there are."""
+
+import importlib
+
+from quire.config import EngineConfig
+from quire.executor.base import Executor
+
+# Imported when chosen: a worker imports torch, before which the engine process sets its environment.
+_BUILT_IN = {"uni": "quire.executor.uniproc:UniProcExecutor"}
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """Made as `Class(config)`, with its workers started and the model loaded."""
+    name = config.parallel.distributed_executor_backend or "uni"
+    module, _, attribute = _BUILT_IN.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(
+            f"distributed_executor_backend is {name!r}; allowed: {', '.join(_BUILT_IN)}, or your own as 'module:Class' "
+            "(--distributed-executor-backend)"
+        )
+    try:
+        executor_class: type[Executor] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"distributed_executor_backend {name!r} cannot be imported: {error}") from error
+    return executor_class(config)  # type: ignore[call-arg]

@@ -1,0 +1,109 @@
+"""An executor of two ranks: each a thread of this process, with collectives that meet at a barrier."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig
+from quire.executor.uniproc import UniProcExecutor
+from quire.layers.parallel import TensorParallel
+from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.worker.worker import Worker
+
+WORLD = 2
+
+
+class ThreadGroup:
+    def __init__(self, size: int = WORLD) -> None:
+        self.tensors: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=300)
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor."""
+        self.tensors[rank] = x
+        self.barrier.wait()
+        found = list(self.tensors)
+        self.barrier.wait()  # until all have read
+        return found
+
+
+@dataclass(frozen=True)
+class ThreadParallel(TensorParallel):
+    group: ThreadGroup | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.group is not None
+        return torch.stack(self.group.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.group is not None
+        return torch.cat(self.group.exchange(self.rank, x), dim=-1)
+
+
+def on_every_rank(function: Callable[[TensorParallel], Any]) -> list[Any]:
+    """Call it at the same time as rank 0 and rank 1 of two."""
+    group = ThreadGroup()
+    with ThreadPoolExecutor(WORLD) as pool:
+        return list(pool.map(lambda rank: function(ThreadParallel(rank, WORLD, group)), range(WORLD)))
+
+
+class RankWorker(Worker):
+    def __init__(self, config: EngineConfig, rank: int, world: int, group: ThreadGroup) -> None:
+        self.group = group
+        super().__init__(config, rank, world)
+
+    def tensor_parallel(self) -> TensorParallel:
+        return ThreadParallel(self.rank, self.world, self.group)
+
+
+class ResultOfAll:
+    """Every rank has sampled; one answers."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self.results = results
+
+    def result(self) -> ModelRunnerOutput:
+        first, *others = [result.result() for result in self.results]
+        assert all((other.token_ids == first.token_ids).all() for other in others)
+        return first
+
+
+class ThreadsExecutor:
+    """Every plan goes to every rank. Asynchronous scheduling is needed: it gives each worker its thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        group = ThreadGroup()
+
+        def start(rank: int) -> UniProcExecutor:
+            return UniProcExecutor(config, lambda config, *_: RankWorker(config, rank, WORLD, group))
+
+        self.ranks = [start(rank) for rank in range(WORLD)]
+
+    def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
+        return self.ranks[0].kv_cache_specs()
+
+    def kv_cache_memory(self) -> int:
+        return min(rank.kv_cache_memory() for rank in self.ranks)
+
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
+        with ThreadPoolExecutor(WORLD) as pool:  # at the same time, in case steps are run
+            list(pool.map(lambda rank: rank.initialize_kv_cache(config, max_model_len), self.ranks))
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        for rank in self.ranks:
+            rank.execute_model(plan)
+
+    def sample_tokens(self, grammar: GrammarMask | None = None) -> ResultOfAll:
+        return ResultOfAll([rank.sample_tokens(grammar) for rank in self.ranks])
+
+    def describe(self) -> str:
+        return self.ranks[0].describe()
+
+    def shutdown(self) -> None:
+        for rank in self.ranks:
+            rank.shutdown()
