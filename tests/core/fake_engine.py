@@ -14,7 +14,7 @@ import numpy as np
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVCacheSpec, SlidingWindowSpec
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
@@ -39,7 +39,9 @@ def expected_tokens(prompt, max_tokens, seed=0, stop_ids=(), max_model_len=10**9
 
 
 def spec(block_size=4, window=None) -> KVCacheSpec:
-    return KVCacheSpec(block_size, num_kv_heads=1, head_size=1, dtype_bytes=4, sliding_window=window)
+    if window is None:
+        return FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="float32")
+    return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=window)
 
 
 def request(name, key=(0, 0), prompt=range(4), num_groups=1) -> Request:
@@ -168,7 +170,7 @@ class FakeWorker:
         """What attention would read is what the row was given, in every group."""
         length = row["computed"]
         for group, layout in enumerate(self.groups):
-            window = layout.spec.sliding_window
+            window = getattr(layout.spec, "sliding_window", None)
             first = max(0, length - window) if window else 0
             positions = np.arange(first, length)
             read = self.cache[self._slots(row, group, positions)]
