@@ -1,7 +1,7 @@
 import pytest
 
 from quire.messages.requests import FinishReason
-from tests.core.fake_engine import FakeEngine, expected_tokens, spec
+from tests.core.fake_engine import FakeEngine, expected_tokens, spec, state_spec
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -414,3 +414,17 @@ def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
     loaded(engine, "a")
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
     assert engine.scheduler.transfers.connector.finished == [("a", 16)]
+
+
+@DEPTHS
+@pytest.mark.parametrize("specs", [[spec(4), state_spec(4)], [state_spec(8)]])
+def test_a_state_is_shared_only_with_later_plans(specs, depth):
+    engine = FakeEngine(specs=specs, depth=depth)
+    prompts = {name: range(20) for name in "abc"}
+    for name in "ab":
+        engine.add(name, prompts[name], max_tokens=9)
+    assert planned(engine) == {"a": 20, "b": 20}
+    engine.add("c", prompts["c"], max_tokens=9)
+    assert planned(engine)["c"] == 4  # whatever is in flight
+    engine.run()
+    assert_expected(engine, prompts, 9)

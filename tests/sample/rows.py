@@ -19,6 +19,7 @@ def new_row(row: int, params: SamplingParams, tokens=(1,), num_prompt=None, stop
         seed=params.seed or 0,
         num_prompt_tokens=len(tokens) if num_prompt is None else num_prompt,
         stop_ids=list(stop_ids),
+        token_limit=1 << 20,
     )
 
 
