@@ -94,7 +94,7 @@ def plan_prompts(
     plans = []
     for row, seq_len in enumerate(seq_lens.tolist()):
         query_len = starts[row + 1] - starts[row]
-        if query_len < 2:
+        if query_len < 2 or seq_len == 0:  # one token, or padding
             continue
         cached = seq_len - query_len
         first_page = max(0, cached - window + 1) // block_size if window else 0

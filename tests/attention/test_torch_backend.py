@@ -106,3 +106,13 @@ def test_pages_with_gaps_between_them(mix, window):
 def test_queries_that_see_later_keys(mix):
     ours, wanted = run_paged(MIXES[mix], 4, 4, 2, None, causal=False)
     torch.testing.assert_close(ours[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_of_padding_are_left_out(causal):
+    starts, lens = torch.tensor([0, 1, 200]).int(), torch.zeros(2).int()
+    step = StepInputs(torch.tensor([-1, -1]), 200, starts, lens, decode_only=False)
+    backend, cache = TorchBackend(), torch.randn(3, 2, 2, 4, HEAD)
+    metadata = backend.build(step, torch.ones(2, 2, dtype=torch.int32), 4)
+    out = backend.attend(torch.randn(200, 4, HEAD), cache, metadata, AttentionFeatures(1.0, causal=causal))
+    assert out.shape == (200, 4, HEAD) and not out.any()

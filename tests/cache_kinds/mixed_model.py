@@ -17,6 +17,7 @@ from tests.cache_kinds.latent import DenseLatents, LatentLayer
 from tests.cache_kinds.recurrent import DenseScan, StateLayer
 
 ARCHITECTURE = "MixedCachesForCausalLM"
+BIDIRECTIONAL = "BidirectionalForCausalLM"
 RANK, ROPE, WINDOW = 20, 16, 24
 # Heads, KV heads, head size and window of attention layers.
 LAYERS = ((4, 2, 16, None), "latent", (6, 3, 24, None), "state", (2, 1, 16, WINDOW), (4, 2, 16, None), "latent")
@@ -90,7 +91,17 @@ class MixedCaches(LlamaForCausalLM):
                 module.process_after_loading()
 
 
+class Bidirectional(MixedCaches):
+    """Every token sees all tokens of its prompt."""
+
+    def make_attention(self, build, layer, kind):
+        attention = super().make_attention(build, layer, (4, 2, 16, None))
+        attention.attn.causal = False
+        return attention
+
+
 ModelRegistry.register_model(ARCHITECTURE, MixedCaches)
+ModelRegistry.register_model(BIDIRECTIONAL, Bidirectional)
 
 
 class DenseAttention(nn.Module):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.kernels import native
 from quire.messages.kv_cache import LatentSpec, StateSpec
-from tests.cache_kinds.mixed_model import ARCHITECTURE, LAYERS, dense_logprobs
+from tests.cache_kinds.mixed_model import ARCHITECTURE, BIDIRECTIONAL, LAYERS, dense_logprobs
 from tests.tiny_models import prompts, save_tiny
 
 PROMPTS = prompts((1, 5, 31, 32, 33, 64, 65, 100, 130), 211)
@@ -31,8 +32,8 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def engine(folder, **options):
-    overrides = {"architectures": [ARCHITECTURE], "num_hidden_layers": len(LAYERS), "head_dim": 16}
+def engine(folder, architecture=ARCHITECTURE, **options):
+    overrides = {"architectures": [architecture], "num_hidden_layers": len(LAYERS), "head_dim": 16}
     defaults = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 24}
     if "num_gpu_blocks_override" in options:
         del defaults["kv_cache_memory_bytes"]
@@ -118,3 +119,29 @@ def test_drafts_need_a_cache_that_rolls_back(folder):
     config = {"method": "tests.spec_decode.proposers:Fixed", "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="rolled back"):
         engine(folder, speculative_config=config)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_groups_of_one_kind_may_have_different_backends(folder):
+    """In bf16 the C kernels serve those whose pages have no gaps."""
+    with engine(folder, dtype="bfloat16") as llm:
+        layers = worker_of(llm).model.cache_layers()
+        assert [layer.backend.name for layer in layers[::2]] == ["torch", "native", "torch", "latent-torch"]
+        assert not worker_of(llm).runner.backends.supports_replay
+        assert_equal(llm, generate(llm), tolerance=0.25)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_queries_that_see_their_whole_prompt(folder, dtype):
+    one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1)
+    with engine(folder, BIDIRECTIONAL, dtype=dtype, max_num_batched_tokens=300) as llm:
+        assert {backend.name for backend in worker_of(llm).runner.backends.distinct} == {"torch"}
+        generate(llm, params=one_token)
+        outputs = generate(llm, params=one_token)
+        assert all(one.num_cached_tokens == 0 for one in outputs)
+        for one, wanted in zip(outputs, dense_logprobs(worker_of(llm).model, PROMPTS), strict=True):
+            (token,) = one.outputs[0].token_ids
+            tolerance = 1e-3 if dtype == "float32" else 0.25
+            assert one.outputs[0].logprobs[0][token].logprob == pytest.approx(float(wanted[-1][token]), abs=tolerance)
+    with pytest.raises(ValueError, match="a step must hold a whole prompt"):
+        engine(folder, BIDIRECTIONAL, max_num_batched_tokens=32)
