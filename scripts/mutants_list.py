@@ -116,6 +116,8 @@ MUTANTS = (
         "max(0, next_query - self.window + 2) // self.block_size",
         SCHEDULING + BLOCKS,
     ),
+    Mutant(GROUPS, "    found_by_same_plan = False\n", "", SCHEDULING + BLOCKS),
+    Mutant(GROUPS, "return num_tokens % self.block_size == 0", "return True", BLOCKS),
     Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
     Mutant(CORE, "model.max_model_len or model.derived_max_model_len}", "model.derived_max_model_len}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),

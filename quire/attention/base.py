@@ -1,19 +1,21 @@
 """The interface between models, attention backends and the runner.
 
-A layer calls `Attention.forward(qkv, ctx, ...)`. A backend is chosen once for a model; its metadata is built once per
-step per KV-cache group and travels in the explicit ForwardContext.
+A layer calls `Attention.forward(qkv, ctx, ...)`. Each KV-cache group has a backend (selector.py); its metadata is built
+once per step per group and travels in the explicit ForwardContext.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
-from quire.kernels.paged_attention import AttentionFeatures
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import QKNormParams
+from quire.messages.kv_cache import KVCacheSpec
+from quire.platforms.base import Platform
 
 
 @dataclass
@@ -60,29 +62,59 @@ class ForwardContext:
     layer_hooks: LayerHooks | None = None
 
 
-class AttentionBackend(Protocol):
-    """Kernels for attention over pages."""
+@dataclass(frozen=True)
+class GroupFeatures:
+    """What the layers of a KV-cache group need of their backend, beside their kind of cache."""
 
-    name: str
-    block_dim: int
-    supports_graphs: bool  # its steps can be captured in CUDA graphs
-    supports_replay: bool  # its calls can be recorded on a CPU and replayed (worker/recorded.py)
+    shapes: tuple[AttentionShape, ...]
+    max_rows: int
+    causal: bool = True
+    padded: bool = False  # pages do not follow one another without gaps
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor; `num_blocks` includes the null block and is dimension `block_dim`."""
-        ...
+
+class CacheBackend:
+    """Kernels for layers with a part in the KV cache. What a layer calls beside these is between it and its backends
+    (for attention: AttentionBackend)."""
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[type[KVCacheSpec], ...]]  # of cache
+    supports_graphs: ClassVar[bool] = False  # its steps can be captured in CUDA graphs
+    supports_replay: ClassVar[bool] = False  # its calls can be recorded on a CPU and replayed (worker/recorded.py)
+    max_page_tokens: ClassVar[int | None] = None  # a larger block is several pages to the kernels; None: any size
+
+    @classmethod
+    def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
+        """What it needs to serve the group and lacks, as in "a GPU"; None: nothing. `spec` is of one of its kinds."""
+        return None
+
+    @classmethod
+    def declines(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> str | None:
+        """Why it should not be chosen unless it is requested, though it could serve; None: it should."""
+        return None
+
+    @classmethod
+    def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> "CacheBackend":
+        """One for all groups that it serves: `features.shapes` are those of their layers."""
+        return cls()
 
     def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray | None:
         """Blocks of queries that the device will work on, from the tokens by row; None if the backend needs none."""
-        ...
+        return None
 
     def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
         """The upper limit on entries of plan_queries for a step of this size."""
-        ...
+        return 0
 
     def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> Any:
         """Metadata of a step. block_table: [rows, max_blocks] int32, of which `step.rows` are in the step."""
-        ...
+        raise NotImplementedError
+
+    def reset_workspace(self) -> None:
+        """After a failed step: reset the memory that launches share."""
+
+
+class AttentionBackend(CacheBackend):
+    """Attention over pages [blocks, 2, KV, block_size, D] (kernels/kv_write.py)."""
 
     def write(
         self,
@@ -95,14 +127,10 @@ class AttentionBackend(Protocol):
         metadata: Any,
     ) -> torch.Tensor:  # q [N, heads, head_size]
         """Apply norm and rotary embedding to queries and keys, where given, and write keys and values to the cache."""
-        ...
+        raise NotImplementedError
 
     def attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, features: AttentionFeatures
     ) -> torch.Tensor:  # [N, heads, head_size]
         """Over the pages of each row, this step's own keys among them."""
-        ...
-
-    def reset_workspace(self) -> None:
-        """After a failed step: reset the memory that launches share."""
-        ...
+        raise NotImplementedError

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from quire.attention.base import Angles, StepInputs
+from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepInputs
+from quire.attention.simple_pages import needs_simple_pages
 from quire.kernels import native
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from quire.platforms.base import Platform
 
 
 @dataclass
@@ -22,26 +24,34 @@ class NativeMetadata:
     shared: int  # leading keys in blocks that all rows share
 
 
-class NativeBackend:
-    """The cache is [blocks, 2, KV, block_size, D]; see kernels/kv_write.py."""
-
+class NativeBackend(AttentionBackend):
     name = "native"
-    block_dim = 0
-    supports_graphs = False
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
     supports_replay = True
+
+    @classmethod
+    def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
+        if not platform.supports_native:
+            return "a CPU"
+        if dtype not in native.TYPES:
+            return "float32 or bfloat16"
+        if native.library() is None:
+            return "a C compiler"
+        if not all(native.attention_fits(s.num_heads, s.num_kv_heads, s.head_size) for s in features.shapes):
+            return "heads of at most 256, and at most 192 of them to a KV head"
+        return needs_simple_pages(dtype, spec, features)
+
+    @classmethod
+    def declines(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> str | None:
+        return None if dtype is torch.bfloat16 else "in float32 torch's own products are faster"
+
+    @classmethod
+    def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> "NativeBackend":
+        return cls(features.shapes)
 
     def __init__(self, shapes: Sequence[AttentionShape]) -> None:
         """`shapes` are those of all layers. Their partial results share one buffer: layers run one after the other."""
         self._slots = native.attention_slots(shapes)
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (num_blocks, 2, num_kv_heads, block_size, head_size)
-
-    def plan_queries(self, num_tokens: np.ndarray) -> None:
-        return None
-
-    def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
-        return 0
 
     def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> NativeMetadata:
         return NativeMetadata(
@@ -72,5 +82,3 @@ class NativeBackend:
         rows = (metadata.rows, metadata.query_start, metadata.seq_lens, metadata.block_table)
         shared = metadata.shared if features.window is None else 0
         return native.attention(q, kv_cache, *rows, features, self._slots, shared)
-
-    def reset_workspace(self) -> None: ...

@@ -88,12 +88,13 @@ def plan_prompts(
     block_size: int,
     num_kv_heads: int,
     window: int | None,
+    causal: bool = True,
 ) -> list[PromptRow]:
     starts = query_start.tolist()
     plans = []
     for row, seq_len in enumerate(seq_lens.tolist()):
         query_len = starts[row + 1] - starts[row]
-        if query_len < 2:
+        if query_len < 2 or seq_len == 0:  # one token, or padding
             continue
         cached = seq_len - query_len
         first_page = max(0, cached - window + 1) // block_size if window else 0
@@ -102,7 +103,8 @@ def plan_prompts(
         blocks = []
         for done in range(0, query_len, QUERY_BLOCK):
             size = min(QUERY_BLOCK, query_len - done)
-            block = query_block(cached + done, size, window, block_table.device)
+            see = None if causal else seq_len
+            block = query_block(cached + done, size, window, block_table.device, see)
             block.first_token = starts[row] + done
             block.first_key -= first_page * block_size
             block.last_key -= first_page * block_size
@@ -111,8 +113,14 @@ def plan_prompts(
     return plans
 
 
-def query_block(position: int, size: int, window: int | None, device: torch.device) -> QueryBlock:
-    """Queries at position .. position + size - 1, with keys in absolute positions."""
+def query_block(
+    position: int, size: int, window: int | None, device: torch.device, num_visible: int | None = None
+) -> QueryBlock:
+    """Queries at position .. position + size - 1, with keys in absolute positions. `num_visible`: leading keys that all
+    of them see; None: each sees those up to its own."""
+    if num_visible is not None:
+        nothing = torch.empty(size, 0, dtype=torch.bool, device=device)
+        return QueryBlock(0, size, 0, num_visible, num_visible, nothing, -position)
     first_key = max(0, position - window + 1) if window else 0
     last_key = position + size
     # Without a window (or before it is full) only keys of the block itself can be later than a query.

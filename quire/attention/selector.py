@@ -1,17 +1,18 @@
-"""Which attention kernels a model uses, and why."""
+"""The registry of attention backends: which serves each KV-cache group, and why."""
 
+import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend, GroupFeatures
 from quire.attention.native import NativeBackend
+from quire.attention.simple_pages import needs_simple_pages
 from quire.attention.torch import TorchBackend
-from quire.kernels import native
-from quire.kernels.paged_attention import AttentionShape
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from quire.platforms.base import Platform
 
-BACKENDS = ("torch", "native", "triton")
 MAX_TRITON_HEAD_SIZE, MAX_TRITON_GROUP = 256, 128  # more would not fit the registers of a program
 MAX_TRITON_ROWS = 65_535  # of a dimension of the launch grid
 
@@ -24,58 +25,101 @@ def cache_dtype(platform: Platform, dtype: torch.dtype, kv_cache_dtype: str) -> 
     return torch.float8_e4m3fn
 
 
-def choose_backend(
+class TritonEntry(CacheBackend):
+    """Stands for TritonBackend in the registry: that module imports Triton, which is there only with a GPU."""
+
+    name = "triton"
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
+
+    @classmethod
+    def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
+        if not platform.supports_triton:
+            return "a GPU"
+        most = (max(s.head_size for s in features.shapes), max(s.group for s in features.shapes))
+        if most[0] > MAX_TRITON_HEAD_SIZE or most[1] > MAX_TRITON_GROUP:
+            return (
+                f"smaller heads than {most[0]} with {most[1]} to a KV head: the most are {MAX_TRITON_HEAD_SIZE} and "
+                f"{MAX_TRITON_GROUP}"
+            )
+        if features.max_rows > MAX_TRITON_ROWS:
+            return f"fewer rows: max_num_seqs is {features.max_rows}; on a GPU at most {MAX_TRITON_ROWS} are allowed " \
+                "(--max-num-seqs)"  # fmt: skip
+        return needs_simple_pages(dtype, spec, features, fp8=True)
+
+    @classmethod
+    def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> CacheBackend:
+        backend: type[CacheBackend] = importlib.import_module("quire.attention.triton").TritonBackend
+        return backend.create(platform, dtype, features)
+
+
+# In order of preference.
+BACKENDS: list[type[CacheBackend]] = [TritonEntry, NativeBackend, TorchBackend]
+
+
+def register_backend(backend: type[CacheBackend], first: bool = True) -> None:
+    """Serve groups with a backend of one's own: preferred to all others, or only where no other serves."""
+    BACKENDS.insert(0 if first else len(BACKENDS), backend)
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backend of each group, and one sentence that says why for each."""
+
+    by_group: list[CacheBackend]
+    reasons: list[str]
+
+
+def choose_backends(
     platform: Platform,
     dtype: torch.dtype,
-    shapes: Sequence[AttentionShape],
-    max_rows: int,
+    groups: Sequence[tuple[KVCacheSpec, GroupFeatures]],
     requested: str | None = None,
-    kv_cache_dtype: str = "auto",
-) -> tuple[AttentionBackend, str]:
-    """The backend and one sentence that says why it was chosen. `shapes` are those of all layers."""
-    if requested is not None and requested not in BACKENDS:
-        raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(BACKENDS)}")
-    if requested == "triton" and not platform.supports_triton:
-        raise ValueError("attention backend 'triton' needs a GPU; allowed on a CPU: native, torch")
-    lacking = native_needs(platform, dtype, shapes)
-    if requested == "native" and lacking is not None:
-        raise ValueError(f"attention backend 'native' needs {lacking}; allowed here: torch")
-    if requested == "torch" and kv_cache_dtype != "auto":
-        raise ValueError(f"attention backend 'torch' has no kv_cache_dtype {kv_cache_dtype!r}; allowed: auto")
-    # In float32 torch's own products are faster than our C kernels.
-    on_cpu = "native" if lacking is None and dtype is torch.bfloat16 else "torch"
-    name = requested or ("triton" if platform.supports_triton else on_cpu)
-    sizes = " and ".join(map(str, sorted({shape.head_size for shape in shapes})))
-    served = f"{platform.name}, {str(dtype).removeprefix('torch.')} and head size {sizes}"
-    why = f"attention backend {name}: {'it was requested' if requested else f'it serves {served}'}."
-    if name == "torch":
-        if requested is None and lacking is not None:
-            why = f"{why[:-1]}; native needs {lacking}."
-        return TorchBackend(), why
-    if name == "native":
-        return NativeBackend(shapes), why
-    for shape in shapes:
-        if shape.head_size > MAX_TRITON_HEAD_SIZE or shape.group > MAX_TRITON_GROUP:
-            raise ValueError(
-                f"attention backend 'triton' has no heads of {shape.head_size} with {shape.group} to a KV head: the "
-                f"most are {MAX_TRITON_HEAD_SIZE} and {MAX_TRITON_GROUP}; allowed here: torch "
-                "(--attention-backend torch)"
-            )
-    if max_rows > MAX_TRITON_ROWS:
-        raise ValueError(f"max_num_seqs is {max_rows}; on a GPU at most {MAX_TRITON_ROWS} are allowed (--max-num-seqs)")
-    from quire.attention.triton import TritonBackend
-
-    return TritonBackend(max_rows, shapes, dtype, platform.device), why
+) -> BackendChoice:
+    """Groups with the same choice share the backend. `requested` is for the kinds of cache that it knows."""
+    names = [backend.name for backend in BACKENDS]
+    if requested is not None and requested not in names:
+        raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(names)}")
+    chosen = [_choose(platform, dtype, spec, features, requested) for spec, features in groups]
+    made: dict[type[CacheBackend], CacheBackend] = {}
+    for kind in dict.fromkeys(kind for kind, _ in chosen):
+        served = [features for (one, _), (_, features) in zip(chosen, groups, strict=True) if one is kind]
+        shapes = tuple(shape for features in served for shape in features.shapes)
+        made[kind] = kind.create(platform, dtype, replace(served[0], shapes=shapes))
+    return BackendChoice([made[kind] for kind, _ in chosen], list(dict.fromkeys(why for _, why in chosen)))
 
 
-def native_needs(platform: Platform, dtype: torch.dtype, shapes: Sequence[AttentionShape]) -> str | None:
-    """What the C kernels lack to be used here; None: nothing."""
-    if not platform.supports_native:
-        return "a CPU"
-    if dtype not in native.TYPES:
-        return "float32 or bfloat16"
-    if native.library() is None:
-        return "a C compiler"
-    if not all(native.attention_fits(s.num_heads, s.num_kv_heads, s.head_size) for s in shapes):
-        return "heads of at most 256, and at most 192 of them to a KV head"
-    return None
+def _choose(
+    platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures, requested: str | None
+) -> tuple[type[CacheBackend], str]:
+    needs: dict[str, str] = {}
+    found: list[type[CacheBackend]] = []
+    declined: dict[str, str] = {}
+    for backend in BACKENDS:
+        knows = isinstance(spec, backend.kinds)
+        lacking = backend.supports(platform, dtype, spec, features) if knows else _kinds(backend)
+        if lacking is not None:
+            needs[backend.name] = lacking
+        elif requested == backend.name:
+            return backend, f"attention backend {backend.name}: it was requested."
+        else:
+            reason = backend.declines(platform, dtype, features)
+            found.append(backend)
+            if reason is not None:
+                declined[backend.name] = reason
+    asked = any(isinstance(spec, backend.kinds) for backend in BACKENDS if backend.name == requested)
+    others = [backend.name for backend in found]
+    allowed = f"; allowed here: {', '.join(others)} (--attention-backend)" if others else ""
+    if requested is not None and asked:
+        raise ValueError(f"attention backend {requested!r} needs {needs[requested]}{allowed}")
+    chosen = next((backend for backend in found if backend.name not in declined), None)
+    reasons = "; ".join(f"{name} needs {lacking}" for name, lacking in needs.items())
+    if chosen is None:
+        raise ValueError(f"no attention backend serves a cache of kind {type(spec).__name__} here: {reasons}{allowed}")
+    sizes = " and ".join(map(str, sorted({shape.head_size for shape in features.shapes})))
+    kind = f"{type(spec).__name__} on {platform.name} in {str(dtype).removeprefix('torch.')}, head size {sizes}"
+    why = "; ".join([reasons, *(f"{name} was not chosen: {reason}" for name, reason in declined.items())]).strip("; ")
+    return chosen, f"attention backend {chosen.name}: it serves {kind}{f'; {why}' if why else ''}."
+
+
+def _kinds(backend: type[CacheBackend]) -> str:
+    return "a cache of kind " + " or ".join(kind.__name__ for kind in backend.kinds)

@@ -6,16 +6,18 @@ rows and, in blocks of queries, for prompts. In float32 the latter is up to 1.4 
 does not justify a second path.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
-from quire.attention.base import Angles, StepInputs
+from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepInputs
 from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
-from quire.kernels.kv_write import cache_rows, kv_write
+from quire.attention.simple_pages import needs_simple_pages
+from quire.kernels.kv_write import cache_rows, kv_write, kv_write_padded
 from quire.kernels.paged_attention import AttentionFeatures
 from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from quire.platforms.base import Platform
 
 
 @dataclass
@@ -34,7 +36,7 @@ class TorchMetadata:
     step: StepInputs
     block_table: torch.Tensor
     block_size: int
-    plans: dict[tuple[int, int, int | None], Plan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int | None, bool], Plan] = field(default_factory=dict)
     rows_to_write: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def write_rows(self, num_kv_heads: int, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,13 +44,13 @@ class TorchMetadata:
             self.rows_to_write[num_kv_heads] = cache_rows(slot_mapping, num_kv_heads, self.block_size)
         return self.rows_to_write[num_kv_heads]
 
-    def plan(self, kv_cache: torch.Tensor, window: int | None) -> Plan:
+    def plan(self, kv_cache: torch.Tensor, window: int | None, causal: bool) -> Plan:
         num_kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[-1]
-        key = (num_kv_heads, head_size, window)
+        key = (num_kv_heads, head_size, window, causal)
         if key not in self.plans:
             rows = (self.step.query_start, self.step.seq_lens, self.block_table)
             decode = plan_decode(*rows, self.block_size, num_kv_heads, window)
-            prompts = plan_prompts(*rows, self.block_size, num_kv_heads, window)
+            prompts = plan_prompts(*rows, self.block_size, num_kv_heads, window, causal)
             gathers = [batch.pages for batch in decode] + [row.pages for row in prompts]
             most = max((len(pages) for pages in gathers), default=0)
             scratch = kv_cache.new_empty(most, self.block_size * head_size)
@@ -56,25 +58,24 @@ class TorchMetadata:
         return self.plans[key]
 
 
-class TorchBackend:
-    """The cache is [blocks, 2, KV, block_size, D]; see kernels/kv_write.py."""
-
+class TorchBackend(AttentionBackend):
     name = "torch"
-    block_dim = 0
-    supports_graphs = False
-    supports_replay = False
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+    @classmethod
+    def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
+        if not features.causal and isinstance(spec, SlidingWindowSpec):
+            return "causal attention where there is a window"
+        return needs_simple_pages(dtype, spec, replace(features, padded=False, causal=True))
+
+    @classmethod
+    def declines(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> str | None:
+        if not platform.supports_triton or features.padded or not features.causal:
+            return None
+        return "it is slow on a GPU (--attention-backend torch requests it)"
 
     def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> TorchMetadata:
         return TorchMetadata(step, block_table[step.rows], block_size)
-
-    def plan_queries(self, num_tokens: np.ndarray) -> None:
-        return None
-
-    def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
-        return 0
 
     def write(
         self,
@@ -89,7 +90,10 @@ class TorchBackend:
         num_kv_heads = kv_cache.shape[2]
         cos_sin = angles.cos_sin if angles is not None else None
         q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, qk_norm, cos_sin)
-        kv_write(k, v, kv_cache, metadata.write_rows(num_kv_heads, slot_mapping))
+        if kv_cache.is_contiguous():
+            kv_write(k, v, kv_cache, metadata.write_rows(num_kv_heads, slot_mapping))
+        else:
+            kv_write_padded(k, v, kv_cache, slot_mapping)
         return q
 
     def attend(
@@ -97,9 +101,9 @@ class TorchBackend:
     ) -> torch.Tensor:
         num_tokens, num_heads, head_size = q.shape
         num_kv_heads = kv_cache.shape[2]
-        plan = metadata.plan(kv_cache, features.window)
+        plan = metadata.plan(kv_cache, features.window, features.causal)
 
-        pages = kv_cache.view(-1, metadata.block_size * head_size)
+        pages = kv_cache.view(-1, metadata.block_size * head_size) if kv_cache.is_contiguous() else kv_cache
         grouped = (q * features.scale).view(num_tokens, num_kv_heads, -1, head_size)
         out = torch.zeros_like(grouped)  # padding tokens belong to no row; zeros keep them finite
         for batch in plan.decode:
@@ -108,13 +112,16 @@ class TorchBackend:
             _attend_prompt(grouped, pages, row, plan.scratch, features, out)
         return out.view(num_tokens, num_heads, head_size)
 
-    def reset_workspace(self) -> None: ...
-
 
 def _gather(
     pages: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor, num_kv_heads: int, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages by index, keys before values, heads before rows before pages -> k, v [KV, tokens, D]."""
+    """Pages by index, keys before values, heads before rows before pages -> k, v [KV, tokens, D]. `pages`: [pages,
+    block_size * D], or a padded cache as it is."""
+    if pages.dim() > 2:
+        blocks = index[: len(index) // (2 * num_kv_heads)] // (2 * num_kv_heads)  # those of the first head's keys
+        k, v = pages[blocks].permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_size)
+        return k, v
     torch.index_select(pages, 0, index, out=scratch[: len(index)])
     kv = scratch[: len(index)].view(2, num_kv_heads, -1, head_size)
     return kv[0], kv[1]

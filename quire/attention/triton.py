@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.attention.base import Angles, StepInputs
+from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepInputs
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
 from quire.kernels.triton.paged_prefill import paged_prefill, queries_per_block
+from quire.messages.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from quire.platforms.base import Platform
 
 NO_QUERY_BLOCKS = np.full((1, 2), -1, np.int32)
 
@@ -21,13 +23,14 @@ class TritonMetadata:
     block_table: torch.Tensor
 
 
-class TritonBackend:
-    """The cache is [blocks, 2, KV, block_size, D]; see kernels/kv_write.py."""
-
+class TritonBackend(AttentionBackend):
     name = "triton"
-    block_dim = 0
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
     supports_graphs = True
-    supports_replay = False
+
+    @classmethod
+    def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> "TritonBackend":
+        return cls(features.max_rows, features.shapes, dtype, platform.device)
 
     def __init__(
         self, max_rows: int, shapes: Sequence[AttentionShape], dtype: torch.dtype, device: torch.device
@@ -35,9 +38,6 @@ class TritonBackend:
         """`shapes` of all layers: a step's blocks of queries are planned once, so the largest group decides."""
         self.queries_per_block = min(queries_per_block(shape.group, dtype) for shape in shapes)
         self.workspace = DecodeWorkspace(max_rows, shapes, device)
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
     def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray:
         """[blocks, 2] int32: (row of the step, first query), for rows of more than one token. A row's later blocks have

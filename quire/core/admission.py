@@ -67,6 +67,7 @@ class Admission:
                 budget -= count
             elif plans_in_flight or not self._make_room_for(request):
                 break  # no room for the first request: none behind it is admitted instead
+        self._kv.register_deferred()
         return admitted
 
     def _admit(self, request: Request, budget: int, admitted: Admitted) -> int | None:
@@ -90,7 +91,7 @@ class Admission:
         admitted.rows.append(self._enter_row(request, computed))
         admitted.num_tokens.append(count)
         # At once, so that the next request of this very plan finds the blocks: layers write keys before they attend.
-        self._blocks.register(request, computed + count)
+        self._blocks.register(request, computed + count, admitting=True)
         return count
 
     def _find_start(self, request: Request) -> Start:

@@ -35,7 +35,11 @@ class EngineCore:
         span = max(step_tokens, (self.depth + 1) * (1 + num_drafts) + 1)
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
-        if not config.scheduler.enable_chunked_prefill and step_tokens < self.max_model_len:
+        # Where a token attends to later ones, a prompt is computed at once.
+        chunked_prefill = config.scheduler.enable_chunked_prefill and all(g.spec.chunkable for g in layout.groups)
+        if num_drafts and not all(group.spec.rolls_back for group in layout.groups):
+            raise ValueError("drafts need a cache that can be rolled back, which a recurrent state's cannot be yet")
+        if not chunked_prefill and step_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens is {step_tokens}, "
                 f"max_model_len {self.max_model_len}; raise the first (--max-num-batched-tokens) or lower the second"
@@ -62,7 +66,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             policy=config.scheduler.scheduling_policy,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-            chunked_prefill=config.scheduler.enable_chunked_prefill,
+            chunked_prefill=chunked_prefill,
             connector=scheduler_connector(config.transfer.kv_connector),
             num_drafts=num_drafts,
         )

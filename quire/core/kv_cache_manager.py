@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.core.block_pool import BlockPool, KVCacheBlock
+from quire.core.block_pool import BlockKey, BlockPool, KVCacheBlock
 from quire.core.hashing import BlockHasher, make_digest
 from quire.core.kv_groups import SlidingWindowGroup, cdiv, make_group
 from quire.core.request import Request
@@ -36,7 +36,9 @@ class KVCacheManager:
         self.alignment = math.lcm(*sizes)
         self.groups = [make_group(i, g.spec, self.pool, hash_size) for i, g in enumerate(config.groups)]
         self.window_groups = [group for group in self.groups if isinstance(group, SlidingWindowGroup)]
-        self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if enable_caching else None
+        caching = enable_caching and all(group.spec.chunkable for group in config.groups)
+        self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if caching else None
+        self._deferred: list[tuple[KVCacheBlock, BlockKey]] = []  # not to be found by the plan that is being made
         self.prefix_queries = 0
         self.prefix_hits = 0
 
@@ -142,10 +144,14 @@ class KVCacheManager:
 
     def can_fork(self, parent: Request, child: Request) -> bool:
         num_tokens = child.num_prompt_tokens - 1
-        return num_tokens > 0 and all(
-            blocks[i] is not self.pool.null_block
-            for group, blocks in zip(self.groups, parent.blocks, strict=True)
-            for i in range(group.first_needed(num_tokens), cdiv(num_tokens, group.block_size))
+        return (
+            num_tokens > 0
+            and all(group.can_fork(num_tokens) for group in self.groups)
+            and all(
+                blocks[i] is not self.pool.null_block
+                for group, blocks in zip(self.groups, parent.blocks, strict=True)
+                for i in range(group.first_needed(num_tokens), cdiv(num_tokens, group.block_size))
+            )
         )
 
     def newly_full(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
@@ -155,9 +161,9 @@ class KVCacheManager:
         size = self.hasher.block_size
         return np.flatnonzero(stop // size > start // size)
 
-    def register(self, request: Request, token_ids: np.ndarray, start: int, stop: int) -> None:
+    def register(self, request: Request, token_ids: np.ndarray, start: int, stop: int, admitting: bool = False) -> None:
         """Make the blocks that became full between `start` and `stop` tokens findable. token_ids[:stop] are
-        confirmed."""
+        confirmed. `admitting`: the plan that fills them still looks for hits."""
         if self.hasher is None:
             return
         hashes, pool, per_hash = request.block_hashes, self.pool, self.hasher.block_size
@@ -166,7 +172,17 @@ class KVCacheManager:
             size, blocks = group.block_size, request.blocks[group.index]
             for i in range(start // size, stop // size):
                 if blocks[i] is not pool.null_block:
-                    pool.register(blocks[i], (hashes[(i + 1) * size // per_hash - 1], group.index))
+                    key = (hashes[(i + 1) * size // per_hash - 1], group.index)
+                    if admitting and not group.found_by_same_plan:
+                        self._deferred.append((blocks[i], key))
+                    else:
+                        pool.register(blocks[i], key)
+
+    def register_deferred(self) -> None:
+        """The plan looks for no more hits."""
+        for block, key in self._deferred:
+            self.pool.register(block, key)
+        self._deferred.clear()
 
     def window_start(self, next_query: np.ndarray) -> np.ndarray:
         """Per windowed group and row, the first block that a query at position `next_query` or later reads."""

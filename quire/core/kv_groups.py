@@ -3,7 +3,13 @@
 import numpy as np
 
 from quire.core.block_pool import BlockPool, KVCacheBlock
-from quire.messages.kv_cache import KVCacheSpec
+from quire.messages.kv_cache import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    LatentSpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -13,10 +19,12 @@ def cdiv(a: int, b: int) -> int:
 class FullAttentionGroup:
     """Every token attends to all before it: a hit is a prefix without gaps, and no block is freed before the end."""
 
+    window: int | None = None
+    found_by_same_plan = True  # keys are written before any query of the plan reads them
+
     def __init__(self, index: int, spec: KVCacheSpec, pool: BlockPool, hash_size: int) -> None:
         self.index = index
         self.block_size = spec.block_size
-        self.window = spec.sliding_window
         self.pool = pool
         self._hashes_per_block = spec.block_size // hash_size
 
@@ -41,6 +49,10 @@ class FullAttentionGroup:
         """The first logical block that a query at position `next_query` or later reads."""
         return 0
 
+    def can_fork(self, num_tokens: int) -> bool:
+        """Whether a copy of a request's blocks serves another that continues after `num_tokens` of them."""
+        return True
+
     def max_blocks(self, max_model_len: int, max_step_tokens: int) -> int:
         """Blocks that one request can hold at a time."""
         return cdiv(max_model_len, self.block_size)
@@ -50,6 +62,15 @@ class SlidingWindowGroup(FullAttentionGroup):
     """A token attends to itself and the `window - 1` before it: a hit needs only its last blocks."""
 
     window: int
+
+    def __init__(self, index: int, spec: KVCacheSpec, pool: BlockPool, hash_size: int) -> None:
+        super().__init__(index, spec, pool, hash_size)
+        self.window = self.window_of(spec)
+
+    @staticmethod
+    def window_of(spec: KVCacheSpec) -> int:
+        assert isinstance(spec, SlidingWindowSpec)
+        return spec.sliding_window
 
     def longest_hit(self, hashes: list[bytes], num_tokens: int, alignment: int) -> int:
         run_end = num_tokens // alignment * alignment // self.block_size
@@ -79,6 +100,38 @@ class SlidingWindowGroup(FullAttentionGroup):
         return min(cdiv(max_model_len, self.block_size), cdiv(span, self.block_size) + 1)
 
 
+class StateGroup(SlidingWindowGroup):
+    """A token needs the state after the one before it, which the page of that one's block holds: a window of two.
+
+    A page is written by a scan of the whole step, so no row of the same step can begin from it.
+    """
+
+    found_by_same_plan = False
+
+    @staticmethod
+    def window_of(spec: KVCacheSpec) -> int:
+        return 2
+
+    def can_fork(self, num_tokens: int) -> bool:
+        """Only from a checkpoint: the live page has advanced beyond it."""
+        return num_tokens % self.block_size == 0
+
+
+GROUP_CLASSES: dict[type[KVCacheSpec], type[FullAttentionGroup]] = {
+    FullAttentionSpec: FullAttentionGroup,
+    SlidingWindowSpec: SlidingWindowGroup,
+    LatentSpec: FullAttentionGroup,
+    StateSpec: StateGroup,
+}
+
+
+def register_group(spec: type[KVCacheSpec], group: type[FullAttentionGroup]) -> None:
+    """For a kind of cache of one's own."""
+    GROUP_CLASSES[spec] = group
+
+
 def make_group(index: int, spec: KVCacheSpec, pool: BlockPool, hash_size: int) -> FullAttentionGroup:
-    kind = FullAttentionGroup if spec.sliding_window is None else SlidingWindowGroup
+    kind = GROUP_CLASSES.get(type(spec))
+    if kind is None:
+        raise ValueError(f"layers with a cache of kind {type(spec).__name__} are not served yet")
     return kind(index, spec, pool, hash_size)

@@ -4,11 +4,11 @@ import math
 
 from quire.core.block_pool import BlockPool
 from quire.core.kv_groups import make_group
-from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, make_groups
+from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, make_groups, shared_page_bytes
 
 
 def bytes_per_block(groups: tuple[KVCacheGroup, ...]) -> int:
-    return groups[0].spec.page_bytes * max(len(group.layers) for group in groups)
+    return shared_page_bytes(groups) * max(len(group.layers) for group in groups)
 
 
 def blocks_of_one_request(groups: tuple[KVCacheGroup, ...], max_model_len: int, max_step_tokens: int) -> int:

@@ -73,8 +73,10 @@ class RowBlocks:
         for row, start, stop in zip(rows.tolist(), done.tolist(), ready.tolist(), strict=True):
             self._kv.register(run.requests[row], run.token_ids[row], start, stop)
 
-    def register(self, request: Request, num_tokens: int) -> None:
-        """The request's full blocks among its first `num_tokens` can be found from now on."""
+    def register(self, request: Request, num_tokens: int, admitting: bool = False) -> None:
+        """The request's full blocks among its first `num_tokens` can be found from now on. `admitting` as for
+        KVCacheManager.register."""
         row = request.row
-        self._kv.register(request, self._running.token_ids[row], int(self._num_registered[row]), num_tokens)
+        registered = int(self._num_registered[row])
+        self._kv.register(request, self._running.token_ids[row], registered, num_tokens, admitting)
         self._num_registered[row] = num_tokens

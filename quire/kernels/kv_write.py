@@ -18,6 +18,14 @@ def cache_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> tuple
     return keys.view(-1), (keys + num_kv_heads * block_size).view(-1)
 
 
+def kv_write_padded(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """k, v [N, KV, D] -> slots [N] of a cache with gaps between its pages."""
+    block_size = kv_cache.shape[3]
+    at = (slots // block_size, slots % block_size)
+    for part, vectors in enumerate((k, v)):
+        kv_cache[:, part].transpose(1, 2)[at] = vectors
+
+
 def kv_write(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
     """k, v [N, KV, D] -> the rows of kv_cache that cache_rows returned."""
     head_size = k.shape[-1]

@@ -28,6 +28,7 @@ class AttentionFeatures:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     slopes: torch.Tensor | None = None  # [H] float32: ALiBi's
     sinks: torch.Tensor | None = None  # [H] float32: the score of an additional key, whose value is zero
+    causal: bool = True  # False: a query sees all keys of its row, later ones of the step too
 
 
 def paged_attention(
@@ -56,7 +57,7 @@ def paged_attention(
             scores = features.softcap * torch.tanh(scores / features.softcap)
         if features.slopes is not None:
             scores = scores + features.slopes[:, None, None] * (keys - queries)
-        masked = keys > queries
+        masked = (keys > queries) & features.causal
         if features.window is not None:
             masked = masked | (keys <= queries - features.window)
         scores = scores.masked_fill(masked, -torch.inf)

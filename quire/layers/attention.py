@@ -1,20 +1,22 @@
 """The attention layer of every model: its shape, and its part of the KV cache."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import nn
 
 from quire.attention.base import Angles, AttentionBackend, ForwardContext
-from quire.kernels.paged_attention import AttentionFeatures
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
-from quire.messages.kv_cache import KVCacheSpec
+from quire.layers.cache_layer import CacheLayer
+from quire.messages.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 
-class Attention(nn.Module):
-    """One layer's attention over the paged cache. The runner binds cache, group and backend before the first step.
+class Attention(CacheLayer):
+    """One layer's attention over the paged cache.
 
-    `softcap`, `slopes` and `sinks` are those of AttentionFeatures; the module that owns `sinks` loads it.
+    `softcap`, `slopes`, `sinks` and `causal` are those of AttentionFeatures; the module that owns `sinks` loads it.
     """
 
     kv_cache: torch.Tensor
@@ -33,8 +35,9 @@ class Attention(nn.Module):
         softcap: float | None = None,
         slopes: torch.Tensor | None = None,
         sinks: nn.Parameter | None = None,
+        causal: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_index, AttentionShape(num_heads, num_kv_heads, head_size))
         if min(num_heads, num_kv_heads, head_size) < 1 or num_heads % num_kv_heads:
             raise ValueError(
                 f"attention has {num_heads} heads of {head_size} over {num_kv_heads} KV heads, which must divide them"
@@ -42,7 +45,6 @@ class Attention(nn.Module):
         for each in (slopes, sinks):
             if each is not None and (each.dtype, each.shape) != (torch.float32, (num_heads,)):
                 raise ValueError(f"slopes and sinks are float32 [{num_heads}], not {each.dtype} {list(each.shape)}")
-        self.layer_index = layer_index
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
@@ -51,28 +53,29 @@ class Attention(nn.Module):
         self.softcap = softcap
         self.register_buffer("slopes", slopes, persistent=False)
         self.sinks = sinks
-        self.group = 0
+        self.causal = causal
 
     @property
-    def kind(self) -> tuple[int | None, bool, bool, bool, int, int, int]:
+    def kind(self) -> tuple[int | None, bool, bool, bool, bool, int, int, int]:
         """What its kernels are compiled for: layers of one kind differ only in values."""
-        features = (self.softcap is not None, self.slopes is not None, self.sinks is not None)
+        features = (self.softcap is not None, self.slopes is not None, self.sinks is not None, self.causal)
         return self.sliding_window, *features, self.head_size, self.num_heads, self.num_kv_heads
 
     @cached_property
     def features(self) -> AttentionFeatures:
         # Holds the parameter itself, so that it sees whatever is loaded into it.
         softcap = float(self.softcap) if self.softcap is not None else None
-        return AttentionFeatures(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks)
+        return AttentionFeatures(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks, self.causal)
 
-    def bind(self, kv_cache: torch.Tensor, group: int, backend: AttentionBackend) -> None:
-        """kv_cache: of the shape backend.kv_cache_shape()."""
-        self.kv_cache = kv_cache
-        self.group = group
-        self.backend = backend
+    def bind(self, views: Sequence[torch.Tensor], group: int, backend: AttentionBackend) -> None:
+        super().bind(views, group, backend)
+        (self.kv_cache,) = views
 
-    def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> KVCacheSpec:
-        return KVCacheSpec(block_size, self.num_kv_heads, self.head_size, dtype.itemsize, self.sliding_window)
+    def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> FullAttentionSpec:
+        heads = (block_size, self.num_kv_heads, self.head_size, str(dtype).removeprefix("torch."))
+        if self.sliding_window is None:
+            return FullAttentionSpec(*heads, causal=self.causal)
+        return SlidingWindowSpec(*heads, causal=self.causal, sliding_window=self.sliding_window)
 
     def forward(
         self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None

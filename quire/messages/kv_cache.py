@@ -1,26 +1,146 @@
-"""KV-cache specification per layer, and the layout of a model's cache.
+"""Kinds of KV cache, what a page of each holds, and the layout of a model's cache.
 
 `make_groups` is here because core and worker both need it: the core to lay out the cache, the worker to measure memory
 before there is a layout.
+
+A kind is a subclass of KVCacheSpec here, a group class in core/kv_groups.py and a backend in attention/ that reads it.
 """
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
+PAGE_ALIGNMENT = 16  # bytes, of pages that kinds of different sizes share
+MAX_GROWTH = 16  # of the length at which prefix hits can end, for all kinds to fill a page exactly
+GROUP_COST = 0.02  # a group's tables and metadata, as a fraction of the cache that it is worth wasting to save it
+
+Spec = TypeVar("Spec", bound="KVCacheSpec")
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """One tensor within a page."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """One attention layer's cache: a page holds `block_size` tokens of keys and values."""
+    """One layer's cache: a page holds what `block_size` tokens leave behind."""
 
     block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype_bytes: int
-    sliding_window: int | None = None  # None: full attention
+
+    scales: ClassVar[bool] = True  # a larger page holds more tokens
+    grows: ClassVar[bool] = True  # a request holds the pages of all its tokens
+    rolls_back: ClassVar[bool] = True  # what rejected drafts wrote is overwritten by the tokens after them
+
+    def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
+        """The tensors of a page of `num_tokens`, by default of a block, one after the other. The first is the one that
+        connectors and kernels without scales know."""
+        raise NotImplementedError
+
+    @property
+    def chunkable(self) -> bool:
+        """Whether a prompt may be computed in several steps, and its blocks reused by other requests."""
+        return True
+
+    def offsets(self, num_tokens: int | None = None) -> tuple[int, ...]:
+        """Where in a page each part begins, at a multiple of its items' bytes, and where the last ends."""
+        offsets, end = [], 0
+        for part in self.parts(num_tokens):
+            begin = _round_up(end, ITEM_BYTES[part.dtype])
+            offsets.append(begin)
+            end = begin + part.nbytes
+        return (*offsets, end)
 
     @property
     def page_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype_bytes
+        """Without padding."""
+        return self.offsets()[-1]
+
+    def times(self: Spec, count: int) -> Spec:
+        """With as many times its tokens, if it holds tokens."""
+        return replace(self, block_size=self.block_size * count) if self.scales else self
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec(KVCacheSpec):
+    """Keys and values of all tokens."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    scale_dtype: str | None = None  # of a scale for each token and head, inside the page; None: there are none
+    causal: bool = True
+
+    def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
+        by_token = (2, self.num_kv_heads, num_tokens or self.block_size)
+        vectors = PagePart((*by_token, self.head_size), self.dtype)
+        return (vectors,) if self.scale_dtype is None else (vectors, PagePart(by_token, self.scale_dtype))
+
+    @property
+    def chunkable(self) -> bool:
+        return self.causal
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """Keys and values of the last tokens."""
+
+    sliding_window: int = field(kw_only=True)  # keys that a query sees, itself among them
+
+    grows: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class LatentSpec(KVCacheSpec):
+    """One vector a token, from which all heads' keys and values are made: a compressed part and a rotated one."""
+
+    rank: int
+    rope_size: int
+    dtype: str
+    scale_dtype: str | None = None  # of a scale for each token, inside the page; None: there are none
+
+    def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
+        count = num_tokens or self.block_size
+        vectors = PagePart((count, self.rank + self.rope_size), self.dtype)
+        return (vectors,) if self.scale_dtype is None else (vectors, PagePart((count,), self.scale_dtype))
+
+
+@dataclass(frozen=True)
+class StateSpec(KVCacheSpec):
+    """A state of fixed size. Page i of a request holds the state after the last computed token of its block i: the last
+    page is the live one, those before are checkpoints, one for every `block_size` tokens."""
+
+    states: tuple[PagePart, ...]
+
+    scales: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+    rolls_back: ClassVar[bool] = False
+
+    def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
+        return self.states
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec(KVCacheSpec):
+    """Keys and values of an encoder's output, written once. Declared only: no group allocates it yet."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+
+    grows: ClassVar[bool] = False
+
+    def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
+        return (PagePart((2, self.num_kv_heads, num_tokens or self.block_size, self.head_size), self.dtype),)
 
 
 @dataclass(frozen=True)
@@ -42,24 +162,56 @@ class KVCacheConfig:
     def num_tensors(self) -> int:
         return max(len(group.layers) for group in self.groups)
 
+    @property
+    def page_bytes(self) -> int:
+        return shared_page_bytes(self.groups)
+
+
+def shared_page_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
+    """Of a page in the pool: a kind that does not fill it is padded."""
+    sizes = {group.spec.page_bytes for group in groups}
+    return max(sizes) if len(sizes) == 1 else _round_up(max(sizes), PAGE_ALIGNMENT)
+
 
 def make_groups(specs: dict[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     """Group layers of equal kind so that one pool of equal pages serves all groups.
 
-    All groups have as many layers as the smallest kind (a kind with more is split, its last group possibly padded),
-    and a kind with smaller tokens gets larger blocks until pages have the same size.
+    A kind with more layers than a group has is split, its last group padded. A kind with smaller tokens gets larger
+    blocks until it fills a page; what does not divide is padded.
     """
     kinds: dict[KVCacheSpec, list[int]] = defaultdict(list)
     for layer, spec in sorted(specs.items()):
         kinds[spec].append(layer)
-    page = max(spec.page_bytes for spec in kinds)
-    size = min(len(layers) for layers in kinds.values())
-    groups = []
-    for spec, layers in kinds.items():
-        if page % spec.page_bytes:
-            raise ValueError(
-                f"KV-cache pages of {spec.page_bytes} and {page} bytes cannot share a pool: one must divide the other"
-            )
-        spec = replace(spec, block_size=spec.block_size * (page // spec.page_bytes))
-        groups += [KVCacheGroup(tuple(layers[i : i + size]), spec) for i in range(0, len(layers), size)]
-    return tuple(groups)
+    size = group_length([len(layers) for layers in kinds.values()])
+    counts = _times(list(kinds))
+    return tuple(
+        KVCacheGroup(tuple(layers[i : i + size]), spec.times(counts[spec]))
+        for spec, layers in kinds.items()
+        for i in range(0, len(layers), size)
+    )
+
+
+def group_length(num_layers: list[int]) -> int:
+    """Layers to a group, from those of each kind: what wastes least, counting groups as a waste of their own. So a
+    kind of one layer does not make a group of every layer."""
+
+    def cost(length: int) -> tuple[float, int]:
+        groups = sum(-(-count // length) for count in num_layers)
+        return 1 - sum(num_layers) / (groups * length) + GROUP_COST * groups, -length
+
+    return min(range(1, max(num_layers) + 1), key=cost)
+
+
+def _times(specs: list[KVCacheSpec]) -> dict[KVCacheSpec, int]:
+    """How many times its tokens a page of each kind holds: so many that all fill it exactly, if hits can then still end
+    often enough; else powers of two, which have small multiples in common, and padding."""
+    largest = max(spec.page_bytes for spec in specs)
+    page = _round_up(largest, math.lcm(*(spec.page_bytes for spec in specs if spec.scales)))
+    exact = {spec: page // spec.page_bytes for spec in specs}
+    if math.lcm(*(exact[spec] for spec in specs if spec.scales)) <= MAX_GROWTH:
+        return exact
+    return {spec: 1 << (largest // spec.page_bytes).bit_length() - 1 for spec in specs}
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,13 +1,13 @@
 """The interface between the engine and a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from quire.attention.base import ForwardContext
-from quire.layers.attention import Attention
+from quire.layers.cache_layer import CacheLayer
 
 
 class LanguageModel(Protocol):
@@ -46,8 +46,8 @@ class LanguageModel(Protocol):
         """[n, hidden] -> [n, vocab]."""
         ...
 
-    def attention_layers(self) -> list[Attention]:
-        """Ordered by layer_index."""
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """Those with a part in the KV cache, ordered by layer_index."""
         ...
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from torch import nn
 from quire.attention.base import Angles, ForwardContext
 from quire.checkpoint.tensors import CheckpointTensor
 from quire.kernels.add import add_rows
-from quire.layers.attention import Attention
+from quire.layers.cache_layer import CacheLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config_checks import check_keys
@@ -159,8 +159,8 @@ class DecoderModel(nn.Module):
             logits = torch.tanh(logits / c.logit_softcap) * c.logit_softcap
         return logits
 
-    def attention_layers(self) -> list[Attention]:
-        return [module for module in self.modules() if isinstance(module, Attention)]
+    def cache_layers(self) -> list[CacheLayer]:
+        return [module for module in self.modules() if isinstance(module, CacheLayer)]
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:

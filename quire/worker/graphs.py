@@ -10,13 +10,13 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.group_backends import GroupBackends
 from quire.kernels.transfer import aligned, write_to
 
 logger = logging.getLogger("quire")
@@ -45,12 +45,14 @@ class CapturedStep:
 class StepBuffers:
     """Inputs of captured steps, at fixed addresses; filled before each replay."""
 
-    def __init__(self, max_rows: int, max_tokens: int, max_query_blocks: int, device: torch.device) -> None:
-        sizes = [aligned(n) for n in (1, max_rows, max_rows + 1, max_rows, max_tokens, 2 * max_query_blocks)]
+    def __init__(self, max_rows: int, max_tokens: int, max_query_blocks: Sequence[int], device: torch.device) -> None:
+        """`max_query_blocks`: by distinct backend."""
+        blocks = [2 * count for count in max_query_blocks]
+        sizes = [aligned(n) for n in (1, max_rows, max_rows + 1, max_rows, max_tokens, *blocks)]
         self.ints = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
         parts = self.ints.split(sizes)
-        self.prefix_len, self.rows, self.query_start, self.last_token, self.token_rows, blocks = parts
-        self.query_blocks = blocks.view(-1, 2)
+        self.prefix_len, self.rows, self.query_start, self.last_token, self.token_rows, *query_blocks = parts
+        self.query_blocks = [part.view(-1, 2) for part in query_blocks]
         self.host = np.full(sum(sizes), -1, np.int32)
         self.host_parts = np.split(self.host, np.cumsum(sizes)[:-1])
 
@@ -60,8 +62,9 @@ class StepBuffers:
         row[: len(rows)], row[len(rows) : bucket] = rows, -1
         write_to(self.ints, self.host[: len(length) + bucket])
 
-    def fill(self, rows: np.ndarray, num_tokens: np.ndarray, query_blocks: np.ndarray) -> None:
-        _, row, start, last, token_rows, blocks = self.host_parts
+    def fill(self, rows: np.ndarray, num_tokens: np.ndarray, query_blocks: Sequence[np.ndarray | None]) -> None:
+        """`query_blocks`: by distinct backend."""
+        _, row, start, last, token_rows, *parts = self.host_parts
         n, total = len(rows), int(num_tokens.sum())
         row[:n], row[n:] = rows, -1
         start[0] = 0
@@ -69,7 +72,9 @@ class StepBuffers:
         start[n + 1 :] = total
         last[:n], last[n:] = start[1 : n + 1] - 1, 0
         token_rows[:total], token_rows[total:] = np.repeat(np.arange(n), num_tokens), -1
-        blocks[: query_blocks.size], blocks[query_blocks.size :] = query_blocks.reshape(-1), -1
+        for part, blocks in zip(parts, query_blocks, strict=True):
+            if blocks is not None:
+                part[: blocks.size], part[blocks.size :] = blocks.reshape(-1), -1
         write_to(self.ints, self.host)
 
 
@@ -77,7 +82,7 @@ class StepGraphs:
     def __init__(
         self,
         compute: Callable[[GraphKey, StepBuffers], torch.Tensor],
-        backend: AttentionBackend,
+        backends: GroupBackends,
         max_rows: int,
         max_tokens: int,
         device: torch.device,
@@ -87,7 +92,7 @@ class StepGraphs:
         """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
         after a capture that failed."""
         self.compute = compute
-        self.backend = backend
+        self.backends = backends
         self.reset_workspaces = reset_workspaces
         self.device = device
         self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
@@ -96,8 +101,8 @@ class StepGraphs:
         self.mixed_rows = min(MIXED_ROWS, max_rows)
         self.mixed_tokens = [n for n in MIXED_TOKENS if n <= max_tokens]
         max_mixed_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
-        self.decode_buffers = StepBuffers(max_rows, 0, 0, device)
-        max_blocks = backend.max_query_blocks(max_mixed_tokens, self.mixed_rows)
+        self.decode_buffers = StepBuffers(max_rows, 0, (), device)
+        max_blocks = backends.max_query_blocks(max_mixed_tokens, self.mixed_rows)
         self.mixed_buffers = StepBuffers(self.mixed_rows, max_mixed_tokens, max_blocks, device)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._misses: Counter[GraphKey] = Counter()
@@ -142,9 +147,7 @@ class StepGraphs:
         at = bisect_left(self.mixed_tokens, int(num_tokens.sum()))
         if at == len(self.mixed_tokens) or len(rows) > self.mixed_rows:
             return None
-        blocks = self.backend.plan_queries(num_tokens)
-        assert blocks is not None
-        self.mixed_buffers.fill(rows, num_tokens, blocks)
+        self.mixed_buffers.fill(rows, num_tokens, self.backends.plan_queries(num_tokens))
         return self._replay(GraphKey(self.mixed_tokens[at], self.mixed_rows, decode_only=False), self.mixed_buffers)
 
     def _capture_if_frequent(self, key: GraphKey) -> bool:
@@ -174,7 +177,7 @@ class StepGraphs:
         if key.decode_only:
             buffers.fill_decode(no_rows, key.num_rows, 0)
         else:
-            buffers.fill(no_rows, no_rows, no_rows)
+            buffers.fill(no_rows, no_rows, [no_rows] * len(self.backends.distinct))
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:

@@ -1,5 +1,6 @@
 """The KV cache's memory budget: what is left on the device beside everything else that this process will use."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ def kv_cache_budget(before: DeviceMemory, now: DeviceMemory, utilization: float,
 
 
 def measure_steps(
-    runner: ModelRunner, specs: dict[int, KVCacheSpec], max_rows: int, max_tokens: int, dtype: torch.dtype
+    runner: ModelRunner, specs: dict[int, KVCacheSpec], max_rows: int, max_tokens: int
 ) -> tuple[int, DeviceMemory]:
     """Peak bytes that torch reserves for weights and steps, and the memory outside of torch once all graphs are
     captured.
@@ -44,7 +45,7 @@ def measure_steps(
     The largest step is run with padding over a cache of one block, with the buffers of sampling; then, as graphs have
     memory of their own, the largest graphs are captured. Both are discarded, the compiled kernels stay."""
     device = runner.device
-    runner.initialize(KVCacheConfig(1, make_groups(specs)), max_rows, 1, dtype)
+    runner.initialize(KVCacheConfig(1, make_groups(specs)), max_rows, 1)
     runner.compile_kernels(max_tokens)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -64,10 +65,20 @@ def measure_steps(
     return reserved, DeviceMemory(eager.total, eager.outside + by_driver)
 
 
-def state_memory(specs: dict[int, KVCacheSpec], max_rows: int, max_model_len: int, vocab: int, budget: int) -> int:
+def state_memory(
+    specs: dict[int, KVCacheSpec],
+    max_rows: int,
+    max_model_len: int,
+    vocab: int,
+    budget: int,
+    pages_per_block: Sequence[int] | None = None,
+) -> int:
     """Bytes of row state, and of penalty tables if every row uses penalties. A row is at most as long as a KV cache of
-    `budget` bytes allows."""
-    per_token = sum(spec.page_bytes // spec.block_size for spec in specs.values() if spec.sliding_window is None)
+    `budget` bytes allows. `pages_per_block` as for RowState."""
+    per_token = sum(spec.page_bytes // spec.block_size for spec in specs.values() if spec.grows)
     length = min(max_model_len, max(0, budget) // per_token) if per_token else max_model_len
-    rows = row_state_bytes(max_rows, length, [group.spec.block_size for group in make_groups(specs)])
+    groups = make_groups(specs)
+    pages = pages_per_block or [1] * len(groups)
+    sizes = [group.spec.block_size // count for group, count in zip(groups, pages, strict=True)]
+    rows = row_state_bytes(max_rows, length, sizes)
     return rows + penalty_table_bytes(max_rows, vocab)

@@ -1,7 +1,6 @@
 """Executes plans: applies their changes to the rows, runs the model, samples."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
+from quire.attention.base import ForwardContext, StepInputs
+from quire.attention.group_backends import GroupBackends
 from quire.kernels.dispatch import supports_triton
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
@@ -23,6 +23,7 @@ from quire.models.base import LanguageModel
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.spec_decode.proposer import Proposer
+from quire.worker.cache_pages import new_pages, page_views
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
@@ -51,7 +52,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LanguageModel,
-        backend: AttentionBackend,
+        backends: GroupBackends,
         device: torch.device,
         vocab_size: int,
         logprobs_mode: str = "raw_logprobs",
@@ -63,7 +64,7 @@ class ModelRunner:
     ) -> None:
         """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step."""
         self.model = model
-        self.backend = backend
+        self.backends = backends
         self.device = device
         self.vocab_size = vocab_size
         self.logprobs_mode = logprobs_mode
@@ -78,34 +79,32 @@ class ModelRunner:
         self._compiling: bool | None = None  # whether kernels are being collected; None: not done yet
         self._deferred_jobs: list[Any] = []  # kernels to compile once the engine serves
 
-    def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> None:
-        """Allocate rows and cache; hand every attention layer its part."""
-        self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts)
+    def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int) -> None:
+        """Allocate rows and cache; hand every layer its part."""
+        pages = self.backends.pages_per_block(config.groups)
+        self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages)
+        self.block_sizes = [group.spec.block_size for group in config.groups]
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
         self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
-        layers = {layer.layer_index: layer for layer in self.model.attention_layers()}
-        # Tensor i backs layer i of every group: all have pages of equal bytes, so one allocation is viewed in each
-        # group's shape.
-        spec = config.groups[0].spec
-        shape = self.backend.kv_cache_shape(config.num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_size)
-        self.kv_tensors = [_zeros(shape, dtype, self.device) for _ in range(config.num_tensors)]
+        layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
+        # Tensor i backs layer i of every group.
+        self.kv_tensors = [new_pages(config, self.device) for _ in range(config.num_tensors)]
         caches: dict[int, torch.Tensor] = {}
-        for index, group in enumerate(config.groups):
-            s = group.spec
-            view = self.backend.kv_cache_shape(config.num_blocks + 1, s.block_size, s.num_kv_heads, s.head_size)
+        for index, (group, count) in enumerate(zip(config.groups, pages, strict=True)):
             for tensor, layer in zip(self.kv_tensors, group.layers, strict=False):
-                caches[layer] = tensor.view(view)
-                layers[layer].bind(caches[layer], index, self.backend)
+                views = page_views(tensor, group.spec, count)
+                caches[layer] = views[0]
+                layers[layer].bind(views, index, self.backends.by_group[index])
         if self.connector is not None:
             self.connector.bind([caches[i] for i in sorted(caches)])
-        if self.backend.supports_replay:
-            self.recorded = RecordedSteps(self.model, self.backend, self.rows.block_tables, self.rows.block_sizes)
+        if self.backends.supports_replay:
+            self.recorded = RecordedSteps(self.model, self.backends, self.rows.block_tables, self.rows.block_sizes)
 
     def reset_workspaces(self) -> None:
         """After a failed step or capture."""
         reset_shared_workspaces()
-        self.backend.reset_workspace()
+        self.backends.reset_workspaces()
 
     @torch.inference_mode()
     def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
@@ -114,7 +113,7 @@ class ModelRunner:
             max_rows = len(self.rows.num_tokens)
             self.graphs = StepGraphs(
                 self._captured_step,
-                self.backend,
+                self.backends,
                 max_rows,
                 max_tokens,
                 self.device,
@@ -207,8 +206,7 @@ class ModelRunner:
             copies = np.array(plan.block_copies)
             source, target = to_device(self.device, copies[:, 0], copies[:, 1], dtype=np.int64)
             for tensor in self.kv_tensors:
-                dim = self.backend.block_dim
-                tensor.index_copy_(dim, target, tensor.index_select(dim, source))
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def _forward(self, pending: PendingStep) -> None:
         plan = pending.plan
@@ -228,7 +226,7 @@ class ModelRunner:
         query_start = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.num_tokens, out=query_start[1:])
         token_rows = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.num_tokens)
-        blocks = self.backend.plan_queries(plan.num_tokens)
+        blocks = self.backends.plan_queries(plan.num_tokens)
         arrays: list[np.ndarray | Sequence[int]] = [
             plan.rows,
             query_start,
@@ -236,14 +234,14 @@ class ModelRunner:
             logit_positions(query_start, plan.num_drafts),
             [prefix_len],
         ]
-        arrays += [blocks] if blocks is not None else []
+        arrays += [part for part in blocks if part is not None]
         rows, query_start_, token_rows_, last, prefix, *rest = to_device(self.device, *arrays)
         pending.rows = rows
         hidden = self._compute_hidden(
             rows,
             query_start_,
             None if decode_only else token_rows_,
-            rest[0].view(-1, 2) if rest else None,
+            self._query_blocks(blocks, rest),
             prefix if prefix_len else None,
             has_decode_rows=bool((plan.num_tokens == 1).any()),
         )
@@ -258,7 +256,7 @@ class ModelRunner:
             return
         from quire.kernels.triton.precompile import collecting, compile_all
 
-        buffers = StepBuffers(len(self.rows.num_tokens), 0, 0, self.device)
+        buffers = StepBuffers(len(self.rows.num_tokens), 0, (), self.device)
         self._compiling = True
         with collecting() as jobs, self.model.one_layer_of_each_kind():
             for num_tokens in (16, *self.model.kernel_row_counts):
@@ -286,7 +284,8 @@ class ModelRunner:
         query_start[-1] = num_tokens
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
-        hidden = self._compute_hidden(rows_, query_start_, token_rows, blocks.view(-1, 2), None)
+        no_blocks = [blocks.view(-1, 2)] * len(self.backends.distinct)
+        hidden = self._compute_hidden(rows_, query_start_, token_rows, no_blocks, None)
         return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
@@ -303,7 +302,8 @@ class ModelRunner:
             prefix = buffers.prefix_len if key.shared_prefix else None
             return self.model.compute_logits(self._compute_hidden(rows, buffers.query_start, None, None, prefix))
         token_rows = buffers.token_rows[: key.num_tokens]
-        blocks = buffers.query_blocks[: self.backend.max_query_blocks(key.num_tokens, key.num_rows)]
+        limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
+        blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
         hidden = self._compute_hidden(rows, buffers.query_start, token_rows, blocks, None)
         return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]])
 
@@ -312,7 +312,7 @@ class ModelRunner:
         rows: torch.Tensor,
         query_start: torch.Tensor,
         token_rows: torch.Tensor | None,  # None: one token each
-        query_blocks: torch.Tensor | None,
+        query_blocks: Sequence[torch.Tensor | None] | None,  # by distinct backend
         prefix_len: torch.Tensor | None,
         has_decode_rows: bool = True,
         attend_as_rows: bool = False,  # every token by itself
@@ -340,18 +340,23 @@ class ModelRunner:
             seq_lens=seq_lens,
             decode_only=decode_only,
             has_decode_rows=has_decode_rows,
-            query_blocks=query_blocks,
             prefix_len=prefix_len,
         )
-        metadata = [self.backend.build(step, table, size) for table, size in zip(tables, sizes, strict=True)]
+        metadata = self.backends.build(step, tables, sizes, query_blocks)
         ctx = ForwardContext(step, metadata, inputs.slot_mapping, self.connector)
         return self.model(inputs.input_ids, inputs.positions, ctx)
+
+    @staticmethod
+    def _query_blocks(planned: list[np.ndarray | None], copied: list[torch.Tensor]) -> list[torch.Tensor | None] | None:
+        """What backends planned, as it is on the device."""
+        parts = iter(copied)
+        return [None if part is None else next(parts).view(-1, 2) for part in planned] if copied else None
 
     def _shared_prefix(self, plan: SchedulerOutput) -> int:
         """Length of the prefix that all rows share, if attending to it once for all is faster; else 0."""
         if len(self.rows.block_sizes) != 1 or len(plan.rows) < MIN_SHARING_ROWS or not plan.common_prefix_blocks:
             return 0
-        length = plan.common_prefix_blocks[0] * self.rows.block_sizes[0]
+        length = plan.common_prefix_blocks[0] * self.block_sizes[0]
         return length if length >= MIN_SHARED_PREFIX else 0
 
 
@@ -361,11 +366,3 @@ def _nothing_sampled() -> ModelRunnerOutput:
 
 def _output(ids: np.ndarray, logprobs: Logprobs | None) -> ModelRunnerOutput:
     return ModelRunnerOutput(ids[:, None], np.ones(len(ids), np.int32), logprobs)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy maps zero pages, which cost nothing until used; torch would write gigabytes of zeros at start-up.
-    flat = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(flat).view(dtype).view(shape)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.attention.base import AttentionBackend, ForwardContext, StepInputs
+from quire.attention.base import ForwardContext, StepInputs
+from quire.attention.group_backends import GroupBackends
 from quire.kernels.native.replay import NotReplayableError, Recording, Replay
 from quire.kernels.prepare_inputs import PreparedInputs
 from quire.models.base import LanguageModel
@@ -34,10 +35,8 @@ class RecordedStep:
 
 
 class RecordedSteps:
-    def __init__(
-        self, model: LanguageModel, backend: AttentionBackend, tables: Sequence[torch.Tensor], sizes: list[int]
-    ):
-        self.model, self.backend, self.tables, self.sizes = model, backend, tables, sizes
+    def __init__(self, model: LanguageModel, backends: GroupBackends, tables: Sequence[torch.Tensor], sizes: list[int]):
+        self.model, self.backends, self.tables, self.sizes = model, backends, tables, sizes
         self.replays = 0
         self._recorded: RecordedStep | None = None
         self._replayable = model.embed_tokens is not None
@@ -84,7 +83,7 @@ class RecordedSteps:
         rows, ids, positions, *slots = torch.zeros(3 + len(self.tables), size, dtype=torch.int64)
         starts, lens = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         step = StepInputs(rows=rows, num_tokens=size, query_start=starts, seq_lens=lens, decode_only=True)
-        metadata = [self.backend.build(step, table, unit) for table, unit in zip(self.tables, self.sizes, strict=True)]
+        metadata = self.backends.build(step, self.tables, self.sizes)
         ctx = ForwardContext(step, metadata, slots, None)
         with Recording(size) as recording:
             hidden = self.model(ids, positions, ctx, inputs_embeds=embeds)

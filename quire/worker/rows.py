@@ -1,5 +1,7 @@
 """The worker's persistent batch: one row per running request, on the device. Plans contain only changes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,13 +17,29 @@ def row_state_bytes(num_rows: int, max_model_len: int, block_sizes: list[int]) -
     return num_rows * (4 * max_model_len + 4 * sum(widths) + 3 * 8)
 
 
+def offsets_within(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each of `counts`."""
+    first = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(first, counts)
+
+
 class RowState:
     def __init__(
-        self, num_rows: int, max_model_len: int, config: KVCacheConfig, device: torch.device, num_drafts: int = 0
+        self,
+        num_rows: int,
+        max_model_len: int,
+        config: KVCacheConfig,
+        device: torch.device,
+        num_drafts: int = 0,
+        pages_per_block: Sequence[int] | None = None,
     ) -> None:
-        """`num_drafts`: the most that a row may hold behind its known tokens."""
+        """`num_drafts`: the most that a row may hold behind its known tokens. `pages_per_block`: by group; tables are
+        of the kernels' pages, by default one to a block."""
         max_model_len += num_drafts
-        widths = [-(-max_model_len // group.spec.block_size) for group in config.groups]
+        self._pages = list(pages_per_block or [1] * len(config.groups))
+        self._has_several_pages = any(count > 1 for count in self._pages)
+        counted = list(zip(config.groups, self._pages, strict=True))
+        widths = [-(-max_model_len // group.spec.block_size) * pages for group, pages in counted]
         if num_rows * max(max_model_len, sum(widths)) > MAX_ENTRIES:
             raise ValueError(
                 f"max_num_seqs {num_rows} x max_model_len {max_model_len} is more than the {MAX_ENTRIES} tokens that "
@@ -32,7 +50,7 @@ class RowState:
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.token_limit = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.block_sizes = [group.spec.block_size for group in config.groups]
+        self.block_sizes = [group.spec.block_size // pages for group, pages in counted]
         # All tables in one allocation, so that the blocks of every group are appended by one write.
         self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
         parts = self._all_tables.split([num_rows * width for width in widths])
@@ -53,7 +71,7 @@ class RowState:
         entries = [
             (np.arange(len(ids)) + self._bases[group] + new.row * self._widths[group], ids)
             for new in new_rows
-            for group, ids in enumerate(new.block_ids)
+            for group, ids in enumerate(map(self._page_ids, self._pages, new.block_ids))
         ]
         block_at = np.concatenate([at for at, _ in entries])
         blocks = np.concatenate([np.asarray(ids, np.int64) for _, ids in entries])
@@ -65,12 +83,24 @@ class RowState:
         self.token_ids.view(-1).index_copy_(0, token_at_.long(), tokens_)
         self._all_tables.index_copy_(0, block_at_.long(), blocks_)
 
+    @staticmethod
+    def _page_ids(count: int, block_ids: list[int]) -> Sequence[int]:
+        """The kernels' pages in blocks of `count` of them."""
+        return block_ids if count == 1 else [block * count + i for block in block_ids for i in range(count)]
+
     def append_blocks(self, appended: BlockAppends) -> None:
         if not appended.rows:
             return
         groups = np.array(appended.groups)
-        at = self._bases[groups] + np.array(appended.rows) * self._widths[groups] + np.array(appended.positions)
-        at_, blocks_ = to_device(self.device, at, appended.block_ids)
+        first = self._bases[groups] + np.array(appended.rows) * self._widths[groups]
+        if self._has_several_pages:
+            counts = np.array(self._pages)[groups]
+            within = offsets_within(counts)
+            at = np.repeat(first + np.array(appended.positions) * counts, counts) + within
+            ids: np.ndarray | list[int] = np.repeat(np.array(appended.block_ids) * counts, counts) + within
+        else:
+            at, ids = first + np.array(appended.positions), appended.block_ids
+        at_, blocks_ = to_device(self.device, at, ids)
         self._all_tables.index_copy_(0, at_.long(), blocks_)
 
     def append_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor, done: torch.Tensor) -> None:

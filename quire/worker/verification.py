@@ -13,7 +13,7 @@ from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs
 from quire.sample.processors import SampleBatch
 from quire.sample.sampler import Sampler
-from quire.worker.rows import RowState
+from quire.worker.rows import RowState, offsets_within
 from quire.worker.transfer import Pending
 
 
@@ -24,12 +24,6 @@ def logit_positions(query_start: np.ndarray, num_drafts: np.ndarray | None) -> n
         return ends
     counts = 1 + num_drafts
     return np.repeat(ends - num_drafts, counts) + offsets_within(counts)
-
-
-def offsets_within(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each of `counts`."""
-    first = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(first, counts)
 
 
 def sample_and_verify(

@@ -4,15 +4,16 @@ import logging
 
 import torch
 
-from quire.attention.selector import cache_dtype, choose_backend
+from quire.attention.base import GroupFeatures
+from quire.attention.group_backends import GroupBackends
+from quire.attention.selector import cache_dtype, choose_backends
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import worker_connector
 from quire.kernels import native
-from quire.kernels.paged_attention import AttentionShape
 from quire.layers.parallel import TensorParallel
-from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.loading.loader import load_model
 from quire.platforms import current_platform
@@ -72,22 +73,16 @@ class Worker:
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
-        layers = self.model.attention_layers()
-        shapes = [AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers]
-        kv_cache_dtype, requested = config.cache.kv_cache_dtype, config.device.attention_backend
-        self.cache_dtype = cache_dtype(self.platform, self.dtype, kv_cache_dtype)
-        # Where drafts are verified, each of a row's tokens is attended to as a row.
-        attention_rows = self.max_num_seqs * (1 + config.speculative.num_drafts)
-        backend, why = choose_backend(self.platform, self.dtype, shapes, attention_rows, requested, kv_cache_dtype)
-        logger.debug(why)
+        self.cache_dtype = cache_dtype(self.platform, self.dtype, config.cache.kv_cache_dtype)
+        backends = self._choose_backends()
         self.runner = ModelRunner(
             self.model,
-            backend,
+            backends,
             self.platform.device,
             config.model.vocab_size,
             config.model.logprobs_mode,
             worker_connector(config.transfer.kv_connector),
-            use_graphs=backend.supports_graphs and self.model.capturable and not config.device.enforce_eager,
+            use_graphs=backends.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
             proposer=make_proposer(config, self.platform.device),
             num_drafts=config.speculative.num_drafts,
@@ -97,6 +92,27 @@ class Worker:
     def tensor_parallel(self) -> TensorParallel:
         """This worker's part in the layers. Until there are process groups, override it to add collectives."""
         return TensorParallel(self.rank, self.world)
+
+    def _choose_backends(self) -> GroupBackends:
+        layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
+        # Where drafts are verified, each of a row's tokens is attended to as a row.
+        max_rows = self.max_num_seqs * (1 + self.config.speculative.num_drafts)
+        groups = make_groups(self.kv_cache_specs())
+        page = shared_page_bytes(groups)
+        needs = [
+            GroupFeatures(
+                shapes=tuple(layers[i].shape for i in group.layers),
+                max_rows=max_rows,
+                causal=all(layers[i].causal for i in group.layers),
+                padded=group.spec.page_bytes != page,
+            )
+            for group in groups
+        ]
+        pairs = [(group.spec, features) for group, features in zip(groups, needs, strict=True)]
+        choice = choose_backends(self.platform, self.dtype, pairs, self.config.device.attention_backend)
+        for reason in choice.reasons:
+            logger.debug(reason)
+        return GroupBackends(choice.by_group)
 
     def _check_length(self) -> None:
         model = self.config.model
@@ -109,7 +125,7 @@ class Worker:
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size
-        layers = self.model.attention_layers()
+        layers = self.model.cache_layers()
         return {layer.layer_index: layer.kv_cache_spec(size, self.cache_dtype) for layer in layers}
 
     def kv_cache_memory(self) -> int:
@@ -122,15 +138,16 @@ class Worker:
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         specs = self.kv_cache_specs()
-        reserved, now = measure_steps(self.runner, specs, self.max_num_seqs, max_tokens, self.cache_dtype)
+        reserved, now = measure_steps(self.runner, specs, self.max_num_seqs, max_tokens)
         assert self.memory_before is not None
         budget = kv_cache_budget(self.memory_before, now, cache.gpu_memory_utilization, reserved)
         model = self.config.model
         longest = model.max_model_len or model.derived_max_model_len
-        return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget)
+        pages = self.runner.backends.pages_per_block(make_groups(specs))
+        return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget, pages)
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
-        self.runner.initialize(config, self.max_num_seqs, max_model_len, self.cache_dtype)
+        self.runner.initialize(config, self.max_num_seqs, max_model_len)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         self.runner.capture_graphs(max_tokens)
@@ -160,4 +177,4 @@ class Worker:
         else:
             place = torch.cuda.get_device_name(self.platform.device)
         cache = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"
-        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backend.name} attention{cache}"
+        return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backends.name} attention{cache}"

@@ -1,54 +1,119 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.attention.selector import cache_dtype, choose_backend
+from quire.attention import selector
+from quire.attention.base import CacheBackend, GroupFeatures
+from quire.attention.selector import cache_dtype, choose_backends, register_backend
 from quire.kernels import native
 from quire.kernels.paged_attention import AttentionShape
+from quire.messages.kv_cache import FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from quire.platforms import current_platform
 
-SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64)
-ROWS = 8
+CPU = current_platform("cpu")
 GPU = SimpleNamespace(name="cuda", supports_triton=True, supports_native=False)
+FEATURES = GroupFeatures((AttentionShape(num_heads=4, num_kv_heads=2, head_size=64),), max_rows=8)
+LATENT = LatentSpec(16, 32, 8, "bfloat16")
+
+
+def full(dtype=torch.bfloat16, **fields):
+    return FullAttentionSpec(16, 2, 64, str(dtype).removeprefix("torch."), **fields)
+
+
+def choose(platform, dtype, requested=None, spec=None, **features):
+    """Of a single group: the backend's name and the reason."""
+    pairs = [(spec or full(dtype), replace(FEATURES, **features))]
+    choice = choose_backends(platform, dtype, pairs, requested)
+    return choice.by_group[0].name, choice.reasons[0]
 
 
 def test_selector_says_why_and_lists_what_is_allowed():
-    cpu = current_platform("cpu")
-    backend, reason = choose_backend(cpu, torch.float16, [SHAPE], ROWS)
-    assert backend.name == "torch" and "float16" in reason
-    backend, reason = choose_backend(cpu, torch.bfloat16, [SHAPE], ROWS)
-    assert backend.name == ("torch" if native.library() is None else "native") and "bfloat16" in reason
-    backend, reason = choose_backend(cpu, torch.bfloat16, [SHAPE], ROWS, "torch")
-    assert backend.name == "torch" and "requested" in reason
+    name, reason = choose(CPU, torch.float16)
+    assert name == "torch" and "float16" in reason and "triton needs a GPU; native needs float32 or bfloat16" in reason
+    name, reason = choose(CPU, torch.bfloat16)
+    assert name == ("torch" if native.library() is None else "native") and "bfloat16" in reason
+    name, reason = choose(CPU, torch.bfloat16, "torch")
+    assert name == "torch" and "requested" in reason
     for asked, dtype, message in (
-        ("flash", torch.bfloat16, "'flash'; allowed: torch, native, triton"),
-        ("triton", torch.bfloat16, "needs a GPU"),
-        ("native", torch.float16, "float32 or bfloat16"),
+        ("flash", torch.bfloat16, "'flash'; allowed: triton, native, torch"),
+        ("triton", torch.bfloat16, r"needs a GPU; allowed here: .*torch"),
+        ("native", torch.float16, "float32 or bfloat16; allowed here: torch"),
     ):
         with pytest.raises(ValueError, match=message):
-            choose_backend(cpu, dtype, [SHAPE], ROWS, asked)
+            choose(CPU, dtype, asked)
     with pytest.raises(ValueError, match="kv_cache_dtype 'fp8' needs a GPU; allowed on a CPU: auto"):
-        cache_dtype(cpu, torch.bfloat16, "fp8")
+        cache_dtype(CPU, torch.bfloat16, "fp8")
+    with pytest.raises(ValueError, match="'torch' needs a cache of bfloat16, not float8_e4m3fn"):
+        choose(GPU, torch.bfloat16, "torch", full(torch.float8_e4m3fn))
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_float32_is_served_by_the_c_kernels_only_on_request():
+    name, reason = choose(CPU, torch.float32)
+    assert name == "torch" and "native was not chosen: in float32" in reason
+    assert choose(CPU, torch.float32, "native")[0] == "native"
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 @pytest.mark.parametrize(("heads", "head_size"), [(4, 320), (200, 64)])
 def test_shapes_that_the_c_kernels_do_not_support(heads, head_size):
-    cpu, shapes = current_platform("cpu"), [SHAPE, AttentionShape(heads, 1, head_size)]
-    backend, reason = choose_backend(cpu, torch.bfloat16, shapes, ROWS)
-    assert backend.name == "torch" and "native needs heads of at most 256" in reason
+    shapes = (*FEATURES.shapes, AttentionShape(heads, 1, head_size))
+    name, reason = choose(CPU, torch.bfloat16, shapes=shapes)
+    assert name == "torch" and "native needs heads of at most 256" in reason
     with pytest.raises(ValueError, match="at most 192 of them to a KV head; allowed here: torch"):
-        choose_backend(cpu, torch.bfloat16, shapes, ROWS, "native")
+        choose(CPU, torch.bfloat16, "native", shapes=shapes)
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [(4, 320), (200, 64)])
 def test_shapes_that_the_gpu_kernels_do_not_support(heads, head_size):
-    with pytest.raises(ValueError, match="the most are 256 and 128; allowed here: torch"):
-        shapes = [SHAPE, AttentionShape(heads, 1, head_size)]
-        choose_backend(GPU, torch.bfloat16, shapes, ROWS)
+    with pytest.raises(ValueError, match=r"the most are 256 and 128; .*allowed here: torch"):
+        choose(GPU, torch.bfloat16, shapes=(*FEATURES.shapes, AttentionShape(heads, 1, head_size)))
 
 
 def test_more_rows_than_a_launch_grid_allows():
     with pytest.raises(ValueError, match=r"max_num_seqs is 65536; on a GPU at most 65535 .*--max-num-seqs"):
-        choose_backend(GPU, torch.bfloat16, [SHAPE], 65_536)
+        choose(GPU, torch.bfloat16, max_rows=65_536)
+
+
+@pytest.mark.parametrize("platform", [CPU, GPU])
+@pytest.mark.parametrize(
+    ("features", "missing"), [({"causal": False}, "causal"), ({"padded": True}, "without padding")]
+)
+def test_what_only_torch_serves(platform, features, missing):
+    name, reason = choose(platform, torch.bfloat16, **features)
+    assert name == "torch" and (native.library() is None or missing in reason)
+
+
+def test_bidirectional_windows_and_scales_are_served_by_none():
+    window = SlidingWindowSpec(16, 2, 64, "bfloat16", sliding_window=8)
+    with pytest.raises(ValueError, match="torch needs causal attention where there is a window"):
+        choose(CPU, torch.bfloat16, spec=window, causal=False)
+    with pytest.raises(ValueError, match=r"no attention backend serves .*torch needs a cache without scales"):
+        choose(CPU, torch.bfloat16, spec=full(torch.int8, scale_dtype="float32"))
+
+
+def test_a_registered_backend_serves_its_kind_and_groups_share_backends(monkeypatch):
+    monkeypatch.setattr(selector, "BACKENDS", list(selector.BACKENDS))
+    with pytest.raises(ValueError, match=r"kind LatentSpec here: .*torch needs a cache of kind FullAttentionSpec"):
+        choose(CPU, torch.float16, spec=LATENT)
+
+    class Latent(CacheBackend):
+        name = "latent"
+        kinds = (LatentSpec,)
+
+        @classmethod
+        def create(cls, platform, dtype, features):
+            backend = cls()
+            backend.shapes = features.shapes
+            return backend
+
+    register_backend(Latent)
+    other = replace(FEATURES, shapes=(AttentionShape(2, 1, 40),))
+    groups = [(full(torch.float16), FEATURES), (LATENT, other), (full(torch.float16), other), (LATENT, FEATURES)]
+    # What is requested does not know the kind of the others.
+    choice = choose_backends(CPU, torch.float16, groups, requested="torch")
+    assert [backend.name for backend in choice.by_group] == ["torch", "latent", "torch", "latent"]
+    assert choice.by_group[1] is choice.by_group[3] and len(choice.reasons) == 3
+    assert choice.by_group[1].shapes == other.shapes + FEATURES.shapes

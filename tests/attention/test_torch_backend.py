@@ -11,17 +11,17 @@ from quire.kernels.paged_attention import AttentionFeatures
 HEAD = 16
 
 
-def dense(q, k, v, window):
+def dense(q, k, v, window, causal=True):
     """q [T, H, D] are the last T of L positions; k, v [L, KV, D]."""
     length, group = len(k), q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("thd,lhd->htl", q, k) * HEAD**-0.5
     at, key = torch.arange(length - len(q), length)[:, None], torch.arange(length)
-    visible = (key <= at) & ((key > at - window) if window else True)
+    visible = ((key <= at) | (not causal)) & ((key > at - window) if window else True)
     return torch.einsum("htl,lhd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
-def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
+def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0, gap=0, causal=True):
     """rows: (cached, new) -> (paged outputs, dense outputs), both over all new tokens."""
     torch.manual_seed(seed)
     backend = TorchBackend()
@@ -29,7 +29,10 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     per_row = [-(-n // block_size) for n in lens]
     ids = (torch.randperm(sum(per_row)) + 1).split(per_row)
     # Stale but finite data everywhere, and an entry past a row's end that must never be read.
-    cache = torch.randn(backend.kv_cache_shape(sum(per_row) + 1, block_size, kv_heads, HEAD)) * 50
+    page = 2 * kv_heads * block_size * HEAD
+    pages = torch.randn(sum(per_row) + 1, page + gap) * 50
+    cache = pages[:, :page].unflatten(1, (2, kv_heads, block_size, HEAD))
+    beyond = pages[:, page:].clone()
     table = torch.full((len(rows), max(per_row)), -1, dtype=torch.int32)
     q, k, v, slots, wanted = [], [], [], [], []
     for row, ((cached, _), length) in enumerate(zip(rows, lens, strict=True)):
@@ -41,7 +44,7 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
         if window:  # blocks wholly outside the window have been freed
             table[row, : max(0, cached - window + 1) // block_size] = 0
         queries = torch.randn(length - cached, heads, HEAD)
-        wanted.append(dense(queries, history_k, history_v, window))
+        wanted.append(dense(queries, history_k, history_v, window, causal))
         q.append(queries)
         k.append(history_k[cached:])
         v.append(history_v[cached:])
@@ -54,7 +57,9 @@ def run_paged(rows, block_size, heads, kv_heads, window, seed=0, padding=0):
     metadata = backend.build(step, table, block_size)
     qkv = torch.cat([torch.cat([*part, padded]) for part, padded in zip((q, k, v), pad, strict=True)], dim=1)
     queries = backend.write(qkv.flatten(1), heads, None, None, cache, torch.cat(slots), metadata)
-    return backend.attend(queries, cache, metadata, AttentionFeatures(HEAD**-0.5, window)), torch.cat(wanted)
+    out = backend.attend(queries, cache, metadata, AttentionFeatures(HEAD**-0.5, window, causal=causal))
+    assert torch.equal(pages[:, page:], beyond)
+    return out, torch.cat(wanted)
 
 
 MIXES = {
@@ -89,3 +94,26 @@ def test_many_ragged_rows_are_split_and_still_right():
 
 def test_equal_rows_stay_together():
     assert similar_lengths([4] * 32, 16, 2) == [(0, 32)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("mix", MIXES)
+def test_pages_with_gaps_between_them(mix, window):
+    ours, wanted = run_paged(MIXES[mix], 4, 4, 2, window, gap=3)
+    torch.testing.assert_close(ours[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_queries_that_see_later_keys(mix):
+    ours, wanted = run_paged(MIXES[mix], 4, 4, 2, None, causal=False)
+    torch.testing.assert_close(ours[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_of_padding_are_left_out(causal):
+    starts, lens = torch.tensor([0, 1, 200]).int(), torch.zeros(2).int()
+    step = StepInputs(torch.tensor([-1, -1]), 200, starts, lens, decode_only=False)
+    backend, cache = TorchBackend(), torch.randn(3, 2, 2, 4, HEAD)
+    metadata = backend.build(step, torch.ones(2, 2, dtype=torch.int32), 4)
+    out = backend.attend(torch.randn(200, 4, HEAD), cache, metadata, AttentionFeatures(1.0, causal=causal))
+    assert out.shape == (200, 4, HEAD) and not out.any()

@@ -14,7 +14,15 @@ import numpy as np
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
-from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.kv_cache import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    PagePart,
+    SlidingWindowSpec,
+    StateSpec,
+)
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
@@ -39,7 +47,17 @@ def expected_tokens(prompt, max_tokens, seed=0, stop_ids=(), max_model_len=10**9
 
 
 def spec(block_size=4, window=None) -> KVCacheSpec:
-    return KVCacheSpec(block_size, num_kv_heads=1, head_size=1, dtype_bytes=4, sliding_window=window)
+    if window is None:
+        return FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="float32")
+    return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=window)
+
+
+def state_spec(block_size=4) -> KVCacheSpec:
+    return StateSpec(block_size, (PagePart((2,), "float32"),))
+
+
+def state_of(tokens) -> tuple[int, int]:
+    return hash(tuple(map(int, tokens))), len(tokens)
 
 
 def request(name, key=(0, 0), prompt=range(4), num_groups=1) -> Request:
@@ -116,6 +134,7 @@ class FakeWorker:
         for source, target in plan.block_copies:
             page = self.page
             self.cache[target * page : (target + 1) * page] = self.cache[source * page : (source + 1) * page]
+        self._check_states(plan)
         self._write(plan)
         drafts = self._num_drafts(plan)
         tokens = np.full((len(plan.rows), 1 + max(drafts, default=0)), -7, np.int32)
@@ -154,21 +173,47 @@ class FakeWorker:
             tokens = np.asarray([*row["tokens"], *row["drafts"][:num_drafts]])
             assert positions[-1] < len(tokens), "advanced past the known tokens"
             assert not num_drafts or row["computed"] == len(row["tokens"]) - 1, "drafts of a row that does not decode"
-            for group in range(len(self.groups)):
-                slots = self._slots(row, group, positions)
+            for group, layout in enumerate(self.groups):
+                if isinstance(layout.spec, StateSpec):
+                    slots, content = self._states(row, group, int(n))
+                else:
+                    slots, content = self._slots(row, group, positions), np.stack([tokens[positions], positions], 1)
                 assert (slots >= self.page).all(), "wrote to the null block"
                 assert not written & set(slots.tolist()), "two rows write one slot"
                 written |= set(slots.tolist())
                 # A block may get a second owner in the plan that fills it, but once shared it stays as it is.
                 for block in set((slots // self.page).tolist()) & self.shared:
                     assert self.kv.pool.blocks[block].ref < 2, "wrote to a shared block"
-                self.cache[slots] = np.stack([tokens[positions], positions], 1)
+                self.cache[slots] = content
+
+    def _states(self, row: dict, group: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Pages that the next `count` tokens write, and states: a hash of all tokens before, and how many those are."""
+        size, first = self.groups[group].spec.block_size, row["computed"]
+        blocks = np.arange(first // size, (first + count - 1) // size + 1)
+        lengths = np.minimum((blocks + 1) * size, first + count)
+        states = [state_of(row["tokens"][:length]) for length in lengths]
+        return np.asarray(row["blocks"][group])[blocks] * self.page, np.asarray(states)
+
+    def _check_states(self, plan: SchedulerOutput) -> None:
+        """Each row begins from the state after its computed tokens, which an earlier plan left."""
+        for row in (self.rows[int(r)] for r in plan.rows):
+            for group, layout in enumerate(self.groups):
+                if isinstance(layout.spec, StateSpec) and row["computed"]:
+                    self._check_state(row, group)
+
+    def _check_state(self, row: dict, group: int) -> None:
+        length, size = row["computed"], self.groups[group].spec.block_size
+        found = self.cache[row["blocks"][group][(length - 1) // size] * self.page]
+        assert tuple(found) == state_of(row["tokens"][:length]), "a page holds another state"
 
     def _check_context(self, row: dict) -> None:
         """What attention would read is what the row was given, in every group."""
         length = row["computed"]
         for group, layout in enumerate(self.groups):
-            window = layout.spec.sliding_window
+            if isinstance(layout.spec, StateSpec):
+                self._check_state(row, group)
+                continue
+            window = getattr(layout.spec, "sliding_window", None)
             first = max(0, length - window) if window else 0
             positions = np.arange(first, length)
             read = self.cache[self._slots(row, group, positions)]

@@ -5,7 +5,7 @@ import numpy as np
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
 from tests.core import fake_engine
-from tests.core.fake_engine import spec
+from tests.core.fake_engine import spec, state_spec
 
 
 def manager(*specs, num_blocks=64):
@@ -131,3 +131,27 @@ def test_blocks_that_are_in_use_cost_nothing_to_share():
     computed(kv, "a", 16)
     b = request("b", 17, 1)
     assert kv.pool.num_free == 1 and kv.allocate(b, 17, kv.find_hit(b))
+
+
+def test_a_state_hits_at_its_checkpoints():
+    kv = manager(spec(4), state_spec(8))
+    a = computed(kv, "a", 30)
+    assert [block.id > 0 for block in a.blocks[1]] == [True] * 4  # three checkpoints and the live page
+    kv.free_out_of_window(a, 30)
+    assert [block.id > 0 for block in a.blocks[1]] == [False] * 3 + [True]
+    hit = kv.find_hit(request("b", 29, 2))
+    assert hit.num_tokens == 24 and [block.id > 0 for block in hit.blocks[1]] == [False] * 2 + [True]
+    b = request("b", 29, 2)
+    assert kv.allocate(b, 29, hit, hit.num_tokens)
+    assert b.blocks[1][2] is hit.blocks[1][2] and b.blocks[1][3].ref == 1  # it goes on in a page of its own
+    assert not kv.can_fork(a, request("c", 30, 2))
+
+
+def test_a_state_is_found_by_plans_after_the_one_that_writes_it():
+    kv = manager(state_spec(4))
+    a = request("a", 9, 1)
+    assert kv.allocate(a, 9)
+    kv.register(a, a.token_ids, 0, 9, admitting=True)
+    assert kv.find_hit(request("b", 9, 1)).num_tokens == 0
+    kv.register_deferred()
+    assert kv.find_hit(request("b", 9, 1)).num_tokens == 8

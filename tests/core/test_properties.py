@@ -6,17 +6,24 @@ from hypothesis import strategies as st
 from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.requests import FinishReason
-from tests.core.fake_engine import MOST_DRAFTS, PROPOSERS, FakeEngine, expected_tokens, spec
+from tests.core.fake_engine import MOST_DRAFTS, PROPOSERS, FakeEngine, expected_tokens, spec, state_spec
 from tests.properties import SEARCH
 
 MAX_LEN = 40
+LAYOUTS = [
+    [spec(4)],
+    [spec(1)],
+    [spec(4), spec(4, 6)],
+    [spec(4, 5)],
+    [spec(2), spec(4, 9), spec(4, 3)],
+    [state_spec(4)],
+    [spec(2), state_spec(4), spec(4, 3)],
+]
 
 
 @st.composite
 def workloads(draw):
-    specs = draw(
-        st.sampled_from([[spec(4)], [spec(1)], [spec(4), spec(4, 6)], [spec(4, 5)], [spec(2), spec(4, 9), spec(4, 3)]])
-    )
+    specs = draw(st.sampled_from(LAYOUTS))
     prefix = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     requests = []
     for _ in range(draw(st.integers(1, 9))):
@@ -37,7 +44,8 @@ def workloads(draw):
         )
     depth, budget = draw(st.integers(0, 4)), draw(st.integers(1, 24))
     groups = tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs))
-    num_drafts = draw(st.integers(0, MOST_DRAFTS))
+    # A state that has advanced by a rejected draft cannot go back.
+    num_drafts = draw(st.integers(0, MOST_DRAFTS)) if all(s.rolls_back for s in specs) else 0
     span = max(budget, (depth + 1) * (1 + num_drafts) + 1)
     smallest = blocks_of_one_request(groups, MAX_LEN, span)  # what start-up insists on
     engine = {

@@ -1,7 +1,7 @@
 import pytest
 
 from quire.messages.requests import FinishReason
-from tests.core.fake_engine import FakeEngine, expected_tokens, spec
+from tests.core.fake_engine import FakeEngine, expected_tokens, spec, state_spec
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -438,3 +438,17 @@ def test_plans_that_only_poll_the_connector_are_not_counted_as_steps():
     assert len(engine.scheduler.schedule().rows) == 1
     stats = engine.scheduler.stats()
     assert sum(stats.step_tokens) == 1 and stats.step_tokens_sum == 4
+
+
+@DEPTHS
+@pytest.mark.parametrize("specs", [[spec(4), state_spec(4)], [state_spec(8)]])
+def test_a_state_is_shared_only_with_later_plans(specs, depth):
+    engine = FakeEngine(specs=specs, depth=depth)
+    prompts = {name: range(20) for name in "abc"}
+    for name in "ab":
+        engine.add(name, prompts[name], max_tokens=9)
+    assert planned(engine) == {"a": 20, "b": 20}
+    engine.add("c", prompts["c"], max_tokens=9)
+    assert planned(engine)["c"] == 4  # whatever is in flight
+    engine.run()
+    assert_expected(engine, prompts, 9)

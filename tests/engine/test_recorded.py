@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.attention.native import NativeBackend
+from quire.attention.group_backends import GroupBackends
 from quire.kernels import native
 from quire.kernels.native.replay import NotReplayableError, Recording
-from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.prepare_inputs import PreparedInputs
 from quire.worker import model_runner, recorded
 from tests.tiny_models import CORE, prompts, save_tiny
@@ -82,7 +81,7 @@ def test_a_shared_prefix_is_replayed(model, monkeypatch):
     def texts():
         with LLM(model, skip_tokenizer_init=True, **settings) as llm:
             llm.generate(asked[:1], params, use_tqdm=False)
-            layers = llm.llm_engine.client.core.executor.worker.model.attention_layers()
+            layers = llm.llm_engine.client.core.executor.worker.model.cache_layers()
             windows = any(layer.features.window for layer in layers)
             return [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)], windows
 
@@ -135,8 +134,9 @@ class Toy(torch.nn.Module):
 def run_toy(toy):
     ids, count = torch.tensor([7, 3, 9]), 3
     inputs = PreparedInputs(ids, torch.arange(count), [], torch.tensor([count]))
-    steps = recorded.RecordedSteps(toy, NativeBackend([AttentionShape(1, 1, 8)]), [], [])
-    return steps.run(torch.zeros(1), torch.tensor([0, count]), inputs, 0)
+    return recorded.RecordedSteps(toy, GroupBackends([]), [], []).run(
+        torch.zeros(1), torch.tensor([0, count]), inputs, 0
+    )
 
 
 def test_a_model_that_looks_at_ids_gets_them():

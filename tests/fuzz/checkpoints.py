@@ -243,7 +243,7 @@ def run_family(hf: dict[str, Any]) -> None:
         if dtype is torch.bfloat16 and native.attention_fits(read.num_heads, read.num_kv_heads, read.head_dim):
             shape = AttentionShape(read.num_heads, read.num_kv_heads, read.head_dim)
             runner.backend = NativeBackend([shape])
-            for layer in model.attention_layers():
+            for layer in model.cache_layers():
                 layer.backend = runner.backend
         tokens = [1 % read.vocab_size] * 5
         longest = model.max_positions

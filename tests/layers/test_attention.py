@@ -11,7 +11,7 @@ HEADS, KV, D, BLOCK = 4, 2, 8, 4
 
 def bound(attention, num_blocks=8):
     backend = TorchBackend()
-    attention.bind(torch.zeros(backend.kv_cache_shape(num_blocks, BLOCK, KV, D)), 0, backend)
+    attention.bind([torch.zeros(num_blocks, 2, KV, BLOCK, D)], 0, backend)
     return attention
 
 
@@ -56,6 +56,7 @@ def test_kinds_differ_in_what_kernels_are_compiled_for():
         Attention(0, HEADS, KV, D, 0.3, softcap=30.0),
         Attention(0, HEADS, KV, D, 0.3, slopes=ones),
         Attention(0, HEADS, KV, D, 0.3, sinks=nn.Parameter(ones)),
+        Attention(0, HEADS, KV, D, 0.3, causal=False),
         Attention(0, HEADS, 1, D, 0.3),
         Attention(0, HEADS, KV, 16, 0.3),
     ]

@@ -56,12 +56,12 @@ class TinyRunner:
         self.block_size = block_size
         self.backend = TorchBackend()
         num_blocks = num_rows * max_blocks + 1
-        attentions = model.attention_layers()
+        attentions = model.cache_layers()
         windows = list(dict.fromkeys(a.sliding_window for a in attentions))
         for a in attentions:
-            shape = self.backend.kv_cache_shape(num_blocks, block_size, a.num_kv_heads, a.head_size)
             dtype = next(model.parameters()).dtype
-            a.bind(torch.zeros(shape, dtype=dtype), windows.index(a.sliding_window), self.backend)
+            cache = torch.zeros(num_blocks, 2, a.num_kv_heads, block_size, a.head_size, dtype=dtype)
+            a.bind([cache], windows.index(a.sliding_window), self.backend)
         # Blocks in no order, different in every group.
         self.tables = [(torch.randperm(num_blocks - 1) + 1).view(num_rows, max_blocks).int() for _ in windows]
         self.lens = [0] * num_rows

@@ -78,7 +78,7 @@ def test_modules_are_replaced_by_our_kernels(tmp_path, dtype):
 
 
 def test_attention_parameters_are_probed(tmp_path):
-    full, windowed = loaded("gemma2", tmp_path).attention_layers()[1::-1]
+    full, windowed = loaded("gemma2", tmp_path).cache_layers()[1::-1]
     assert (windowed.sliding_window, full.sliding_window) == (24, None)
     assert (full.num_heads, full.num_kv_heads, full.head_size, full.softcap) == (4, 2, 16, 50.0)
     assert full.scale == pytest.approx(256**-0.5)
@@ -104,7 +104,7 @@ def test_random_weights_need_no_checkpoint(tmp_path):
 def test_values_of_the_config_given_win(tmp_path):
     save("stablelm", tmp_path)
     with engine(tmp_path, load_format="dummy", hf_overrides={"num_hidden_layers": 2}) as llm:
-        assert len(worker_of(llm).model.attention_layers()) == 2
+        assert len(worker_of(llm).model.cache_layers()) == 2
 
 
 def test_auto_prefers_our_own(tmp_path):

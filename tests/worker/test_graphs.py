@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.attention.base import CacheBackend
+from quire.attention.group_backends import GroupBackends
 from quire.kernels.workspace import Workspace
 from quire.worker.graphs import StepGraphs
 
@@ -35,7 +37,9 @@ class FakeGraph:
     def replay(self): ...
 
 
-class FakeBackend:
+class FakeBackend(CacheBackend):
+    name = "fake"
+
     def max_query_blocks(self, num_tokens, num_rows):
         return num_tokens + num_rows
 
@@ -62,7 +66,7 @@ def test_a_capture_that_fails_is_not_tried_again(main_stream, caplog):
             raise torch.OutOfMemoryError("no memory")
         return torch.zeros(key.num_rows, 8)
 
-    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU, workspace.reset)
+    graphs = StepGraphs(compute, GroupBackends([FakeBackend()]), 4, 0, CPU, workspace.reset)
     graphs.capture_at_start()
     assert graphs.run_decode(ROWS, 0) is not None
     side = graphs._stream
@@ -83,7 +87,7 @@ def test_a_failed_capture_reports_the_first_error(main_stream, caplog, monkeypat
             raise RuntimeError("an operation that cannot be captured")
         return torch.zeros(key.num_rows, 8)
 
-    graphs = StepGraphs(compute, FakeBackend(), 4, 0, CPU, lambda: None)
+    graphs = StepGraphs(compute, GroupBackends([FakeBackend()]), 4, 0, CPU, lambda: None)
     monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
     with caplog.at_level(logging.WARNING, "quire"):
         assert [graphs.run_decode(ROWS, PREFIX) for _ in range(3)] == [None] * 3

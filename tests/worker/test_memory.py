@@ -1,11 +1,12 @@
 import torch
 
-from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec, make_groups
 from quire.worker.memory import MARGIN, MAX_CODE, DeviceMemory, kv_cache_budget, state_memory
 from quire.worker.rows import RowState, row_state_bytes
 
 GIB = 1 << 30
-FULL, WINDOW = KVCacheSpec(16, 2, 64, 2), KVCacheSpec(16, 2, 64, 2, sliding_window=128)
+FULL = FullAttentionSpec(16, 2, 64, "bfloat16")
+WINDOW = SlidingWindowSpec(16, 2, 64, "bfloat16", sliding_window=128)
 
 
 def test_the_kv_cache_gets_the_rest_of_the_utilization():

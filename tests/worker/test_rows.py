@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from quire.worker.rows import RowState
 
 
 def test_more_tokens_than_can_be_indexed_are_refused():
-    cache = KVCacheConfig(1, (KVCacheGroup((0,), KVCacheSpec(16, 1, 16, 2)),))
+    cache = KVCacheConfig(1, (KVCacheGroup((0,), FullAttentionSpec(16, 1, 16, "bfloat16")),))
     with pytest.raises(
         ValueError, match=r"max_num_seqs 1024 x max_model_len 2097152 .*--max-num-seqs, --max-model-len"
     ):

@@ -23,7 +23,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.scheduler import Scheduler
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.resolve_config import resolve_config
-from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -197,7 +197,7 @@ def by_blocks(blocks: np.ndarray, seconds: np.ndarray, width: int) -> dict[str, 
 
 def _busy_scheduler(num_requests: int, rng: np.random.Generator) -> Scheduler:
     """A scheduler that runs all requests at once without preemption."""
-    group = KVCacheGroup((0,), KVCacheSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype_bytes=2))
+    group = KVCacheGroup((0,), FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="bfloat16"))
     blocks = num_requests * (MAX_MODEL_LEN // BLOCK_SIZE)
     scheduler = Scheduler(
         KVCacheManager(KVCacheConfig(blocks, (group,))),

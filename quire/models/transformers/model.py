@@ -120,7 +120,7 @@ class TransformersModel(nn.Module):
 
     def _make_handlers(self, probe: ProbeResult) -> dict[nn.Module, PagedHandler]:
         calls: dict[nn.Module, list[tuple[AttentionSpec, Attention]]] = {}
-        for (module, spec), layer in zip(probe.calls, self.attention_layers(), strict=True):
+        for (module, spec), layer in zip(probe.calls, self.cache_layers(), strict=True):
             calls.setdefault(module, []).append((spec, layer))
         return {module: PagedHandler(each, self.step, probe.dtype) for module, each in calls.items()}
 
@@ -157,7 +157,7 @@ class TransformersModel(nn.Module):
         """[n, hidden] -> [n, vocab], by the part of the model's forward after its base."""
         return self.parts[1](hidden_rows)
 
-    def attention_layers(self) -> list[Attention]:
+    def cache_layers(self) -> list[Attention]:
         return [layer for layer in self.attentions if isinstance(layer, Attention)]
 
     @contextmanager
