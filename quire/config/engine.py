@@ -13,6 +13,7 @@ from quire.config.observability import ObservabilityConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig, backend_of
+from quire.config.transfer import TransferConfig
 
 
 @dataclass
@@ -27,16 +28,6 @@ class DeviceConfig:
         None, "on a CPU: threads that compute; default: the physical cores this process may use", minimum=1
     )
     cpu_pin: bool = option(True, "on a CPU: bind those threads to their cores, if they fill all of them")
-
-    def __post_init__(self) -> None:
-        validate(self)
-
-
-@dataclass
-class TransferConfig:
-    """KV-cache transfer."""
-
-    kv_connector: str | None = option(None, "KV connector: noop, or your own class as module:Class")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -96,7 +87,6 @@ UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "spec_method": (None, "speculative decoding"),
     "spec_model": (None, "speculative decoding"),
     "spec_tokens": (None, "speculative decoding"),
-    "kv_transfer_config": (None, "KV transfer between engines (kv_connector accepts your own connector)"),
     "tensor_parallel_size": (1, "tensor parallelism"),
     "pipeline_parallel_size": (1, "pipeline parallelism"),
     "data_parallel_size": (1, "data parallelism"),

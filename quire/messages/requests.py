@@ -3,6 +3,7 @@
 import copy
 import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -37,6 +38,15 @@ class ErrorKind(enum.StrEnum):
 class RequestError(msgspec.Struct, frozen=True):
     kind: ErrorKind
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that failed outside of a step."""
+
+    request_id: str
+    index: int
+    error: RequestError
 
 
 def invalid(message: str) -> RequestError:

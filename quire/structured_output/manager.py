@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.messages.plan import GrammarMask
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, RequestError, invalid
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, Failure, RequestError, invalid
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.base import CompiledGrammar, GrammarBusyError, GrammarError, Matcher
 from quire.structured_output.backends.registry import BackendRegistry
@@ -32,13 +32,6 @@ class Constrained:
     matcher: Matcher
     num_tokens: int = 0  # generated and confirmed
     gate: ReasoningGate | None = None
-
-
-@dataclass(slots=True)
-class Failure:
-    request_id: str
-    index: int
-    error: RequestError
 
 
 class StructuredOutputManager:
