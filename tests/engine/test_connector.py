@@ -4,6 +4,7 @@ import pytest
 
 import tests.engine.host_tier  # noqa: F401 - registers "host"
 from quire import LLM, SamplingParams
+from quire.config.transfer import ConnectorConfig
 from quire.distributed.kv_connector import KVConnector
 from quire.kernels import native
 from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
@@ -104,6 +105,35 @@ def test_several_connectors(reference, as_list):
     settings = {"kv_transfer_config": connectors if as_list else multi}
     assert run(reference, **settings) == [0] * 8
     assert run(reference, **settings) == loaded(reference)
+
+
+class Witness(KVConnector):
+    """Notes how it was built."""
+
+    built: list["Witness"] = []  # noqa: RUF012
+
+    def __init__(self, config, layout, role):
+        super().__init__(config, layout, role)
+        self.built.append(self)
+
+    def bind(self, kv_caches, notify):
+        self.kv_caches = kv_caches
+
+
+def test_both_sides_are_built_with_their_options_and_the_layout_by_group(tmp_path):
+    Witness.built.clear()
+    reference = make_reference("qwen2-mixed", tmp_path, lengths=(5,), num_tokens=1)
+    name, extra = "tests.engine.test_connector:Witness", {"path": "/tmp"}
+    given = {"kv_connector": name, "kv_role": "kv_producer", "engine_id": "e", "kv_connector_extra_config": extra}
+    with engine(reference, kv_transfer_config=given) as llm:
+        scheduler, worker = Witness.built
+        assert (scheduler.role, worker.role) == ("scheduler", "worker")
+        assert scheduler.config == worker.config == ConnectorConfig(name, "kv_producer", "e", extra)
+        assert scheduler.layout == worker.layout and len(worker.layout.groups) == 2
+        pages = core_of(llm).num_blocks + 1
+    layers = [layer for group in worker.layout.groups for layer in group.layers]
+    assert sorted(layers) == sorted(worker.kv_caches) == [0, 1, 2, 3]
+    assert all(len(cache) == pages for cache in worker.kv_caches.values())
 
 
 def test_an_engine_that_waits_for_a_transfer_makes_no_plans(reference):
