@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(QUEUE, "        self.blocked.discard(request)\n", "", SCHEDULING),
     Mutant(
         SCHEDULER,
-        "found in the cache.\n            self.kv.reset_prefix_cache()\n",
+        "found in the cache.\n            self.reset_prefix_cache()\n",
         "found in the cache.\n            pass\n",
         SCHEDULING,
     ),
@@ -92,8 +92,8 @@ MUTANTS = (
         "count >= request.num_prompt_tokens - 1",
         ("tests/core/test_forks.py",),
     ),
-    Mutant(TRANSFERS, "loads_async and count != 0", "loads_async", TRANSFERRING),
-    Mutant(TRANSFERS, "block_ids()) or is_loading", "block_ids())", TRANSFERRING),
+    Mutant(TRANSFERS, "if count > best.num_tokens:", "if count >= best.num_tokens:", TRANSFERRING),
+    Mutant(TRANSFERS, 'keepers = {("load", loader)} if loader is not None else set()', "keepers = set()", TRANSFERRING),
     Mutant(
         MANAGER,
         "length, before = request.block_hashes, num_tokens - 1, -1",

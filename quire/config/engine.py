@@ -74,7 +74,6 @@ UNAVAILABLE: dict[str, tuple[Any, str]] = {
     "spec_method": (None, "speculative decoding"),
     "spec_model": (None, "speculative decoding"),
     "spec_tokens": (None, "speculative decoding"),
-    "kv_transfer_config": (None, "KV transfer between engines (kv_connector accepts your own connector)"),
     "enable_lora": (False, "LoRA"),
     "runner": ("generate", "pooling models"),
     "compilation_config": (None, "compilation"),

@@ -1,8 +1,23 @@
-"""Options of KV-cache transfer."""
+"""Options of KV-cache transfer: which connectors an engine has."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.config.fields import option, validate
+
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+MULTI = "MultiConnector"
+_KEYS = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config", "engine_id")
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """One connector, and its own options."""
+
+    name: str  # registered, or module:Class
+    role: str = "kv_both"
+    engine_id: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -10,6 +25,42 @@ class TransferConfig:
     """KV-cache transfer."""
 
     kv_connector: str | None = option(None, "KV connector: noop, or your own class as module:Class")
+    kv_transfer_config: dict[str, Any] | list[dict[str, Any]] | None = option(
+        None,
+        'KV connectors with options, as JSON: {"kv_connector": "module:Class", "kv_connector_extra_config": {...}}; '
+        f'several as {{"kv_connector": "{MULTI}", "kv_connector_extra_config": {{"connectors": [...]}}}}',
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.kv_connector is not None and self.kv_transfer_config is not None:
+            raise ValueError("kv_connector and kv_transfer_config both name connectors; give one of them")
+        _ = self.connectors  # raises for what is wrong
+
+    @property
+    def connectors(self) -> tuple[ConnectorConfig, ...]:
+        """In order of preference."""
+        if self.kv_connector is not None:
+            return (ConnectorConfig(self.kv_connector),)
+        return _read(self.kv_transfer_config or [])
+
+
+def _read(given: Any) -> tuple[ConnectorConfig, ...]:
+    if isinstance(given, (list, tuple)):
+        return tuple(connector for one in given for connector in _read(one))
+    if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
+        raise ValueError(
+            f"kv_transfer_config has {given!r}; it must be an object with kv_connector (or a list of such)"
+        )
+    unknown = given.keys() - set(_KEYS)
+    if unknown:
+        raise ValueError(f"kv_transfer_config has {sorted(unknown)}; allowed: {', '.join(_KEYS)}")
+    role, extra = given.get("kv_role", ROLES[0]), given.get("kv_connector_extra_config") or {}
+    if role not in ROLES:
+        raise ValueError(f"kv_transfer_config: kv_role is {role!r}; allowed: {', '.join(ROLES)}")
+    if not isinstance(extra, dict):
+        raise ValueError(f"kv_transfer_config: kv_connector_extra_config is {extra!r}; it must be an object")
+    name, module = given["kv_connector"], given.get("kv_connector_module_path")
+    if name == MULTI:
+        return _read(extra.get("connectors", []))
+    return (ConnectorConfig(f"{module}:{name}" if module else name, role, given.get("engine_id"), extra),)

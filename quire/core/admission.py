@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from quire.core.admission_queue import AdmissionQueue
 from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import Hit, KVCacheManager
-from quire.core.kv_transfers import KVTransfers
+from quire.core.kv_transfers import NO_MATCH, KVTransfers, Match
 from quire.core.request import Request, RequestState
 from quire.core.row_blocks import RowBlocks
 from quire.core.running_set import RunningSet
@@ -30,8 +30,7 @@ class Start:
     parent: Request | None = None  # shares its blocks
     hit: Hit | None = None  # None if it has blocks, or its parent's, already
     looked_up: bool = False  # the hit is the prefix cache's
-    num_external: int = 0  # tokens after the hit that a connector loads
-    loads_async: bool = False
+    external: Match = NO_MATCH  # what a connector loads after the hit
 
 
 class Admission:
@@ -78,13 +77,13 @@ class Admission:
         count = min(known - computed, self._chunk_limit, budget)
         if not self._chunked_prefill and count < known - computed:
             return None
-        if not self._allocate(request, start, computed if start.loads_async else computed + count, admitted):
+        if not self._allocate(request, start, computed if start.external.loads_async else computed + count, admitted):
             return None
         self._queue.pop()
-        if start.hit is not None:
-            self._transfers.start(request, start.num_external, start.loads_async)
+        if start.hit is not None and not self._transfers.start(request, start.external):
+            return 0  # the scheduler ends it
         self._note_first_admission(request, start)
-        if start.loads_async:
+        if start.external.loads_async:
             request.num_computed = computed
             self._queue.block(request, RequestState.WAITING_REMOTE_KV)
             return 0
@@ -103,8 +102,8 @@ class Admission:
         if request.core.params.prompt_logprobs is not None:  # they need the whole prompt computed here
             return Start(0, hit=self._kv.no_hit())
         hit = self._kv.find_hit(request)
-        num_external, loads_async = self._transfers.match(request, hit.num_tokens)
-        return Start(hit.num_tokens + num_external, None, hit, True, num_external, loads_async)
+        external = self._transfers.match(request, hit.num_tokens)
+        return Start(hit.num_tokens + external.num_tokens, None, hit, True, external)
 
     def _allocate(self, request: Request, start: Start, num_tokens: int, admitted: Admitted) -> bool:
         if start.parent is None:
@@ -146,11 +145,12 @@ class Admission:
     def _make_room_for(self, request: Request) -> bool:
         """Where nothing runs that could end, blocks can only come from another waiting request, which a connector has
         loaded: free the last one's, it loads again. False if that is not so."""
-        if self._transfers.connector is None or len(self._running):
+        if not self._transfers.connectors or len(self._running):
             return False
         last = self._queue.last_with_blocks()
         if last is None or last is request:
             return False
+        self._transfers.preempt(last)
         self._kv.free(last)
         last.num_computed = 0
         return True

@@ -1,6 +1,6 @@
 """The KV cache's blocks: how many requests hold each, which are free, and which hold the content of a known prefix."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 BlockKey = tuple[bytes, int]  # (hash of the block and all before it, KV-cache group)
@@ -32,6 +32,7 @@ class BlockPool:
         self.null_block = KVCacheBlock(0)  # stands for "no block here"; never written, never freed
         self.blocks = [self.null_block, *(KVCacheBlock(i) for i in range(1, num_blocks + 1))]
         self.num_free = num_blocks
+        self.on_evict: Callable[[int, BlockKey], None] | None = None  # before a block's content is lost
         self._cached: dict[BlockKey, KVCacheBlock] = {}
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
         chain = [self._head, *self.blocks[1:], self._tail]
@@ -55,6 +56,8 @@ class BlockPool:
             assert block is not None
             self._unlink(block)
             if block.key is not None:
+                if self.on_evict is not None:
+                    self.on_evict(block.id, block.key)
                 self.unregister(block)
             block.ref = 1
             blocks.append(block)

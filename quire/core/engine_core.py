@@ -1,7 +1,6 @@
 """The step loop: schedule, execute, apply results, with as many plans in flight as configured."""
 
 import logging
-import time
 from collections import deque
 from concurrent.futures import Future
 
@@ -9,18 +8,21 @@ from quire.config import EngineConfig, ModelConfig
 from quire.core.hashing import cache_root
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
+from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
-from quire.distributed.kv_connector import scheduler_connector
+from quire.distributed.kv_connector import make_connectors
 from quire.executor.base import Executor, PendingOutput
 from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.kv_transfer import ConnectorError
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import EngineSummary
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, failure_of
-from quire.structured_output.manager import Failure, StructuredOutputManager
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Failure, FinishReason, failure_of
+from quire.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger("quire")
 
 GRAMMAR_WAIT = 0.002  # seconds; new requests are not read meanwhile
+TRANSFER_WAIT = 0.2  # seconds; the end of a transfer and new requests end it
 
 
 class EngineCore:
@@ -45,7 +47,8 @@ class EngineCore:
                 f"max_model_len {self.max_model_len}; raise the first (--max-num-batched-tokens) or lower the second"
             )
         self.num_blocks = layout.num_blocks
-        executor.initialize_kv_cache(layout, self.max_model_len)
+        transfers = KVTransfers(make_connectors(config.transfer, layout, "scheduler"))
+        executor.initialize_kv_cache(layout, self.max_model_len, transfers.notify)
         one = blocks_of_one_request(layout.groups, self.max_model_len, span)
         size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
         self.summary = EngineSummary(
@@ -67,11 +70,11 @@ class EngineCore:
             policy=config.scheduler.scheduling_policy,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             chunked_prefill=chunked_prefill,
-            connector=scheduler_connector(config.transfer.kv_connector),
+            transfers=transfers,
             num_drafts=num_drafts,
         )
         self.grammars = StructuredOutputManager.of_engine(config)
-        self._grammar_failures: list[Failure] = []  # requests whose grammar failed, until their results are returned
+        self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned
         self._unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need tokens in flight
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
 
@@ -95,7 +98,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         # Plans in flight are drained even if all their requests have ended: the scheduler expects their results.
-        return self.scheduler.has_unfinished() or bool(self._in_flight or self._grammar_failures)
+        return self.scheduler.has_unfinished() or bool(self._in_flight or self._failures)
 
     def state(self) -> dict[str, int]:
         """What is held right now. In an idle engine every block is free and the other numbers are 0."""
@@ -114,18 +117,20 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""
-        if (failed := self._poll_grammars()) is not None:
-            return failed
+        self._poll_grammars()
+        if self._failures:
+            return self._report_failures()
         while self._can_schedule and (plan := self.scheduler.schedule()) is not None:
             self._in_flight.append((plan, _interrupted()))  # until it is executing
             self.executor.execute_model(plan)
             self._unsampled = plan
             self._sample()
-            if not len(plan.rows):
-                break  # it only polls a connector's transfers
+        self._finish_failed()
         if not self._in_flight:
             if self.grammars.pending:
                 self.grammars.compiler.wait(GRAMMAR_WAIT)
+            elif self.scheduler.transfers.pending and not self._failures:
+                self.scheduler.transfers.wait(TRANSFER_WAIT)
             return None
         plan, future = self._in_flight[0]
         try:
@@ -135,10 +140,9 @@ class EngineCore:
         except Exception as error:
             self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step)
-            return self._after_result(self.scheduler.fail_plan(plan, failure_of(error)))
+            connector = error.connector if isinstance(error, ConnectorError) else None
+            return self._after_result(self.scheduler.fail_plan(plan, failure_of(error), connector))
         self._in_flight.popleft()  # only now: an interrupted wait can be resumed
-        if not len(plan.rows) and not (output.finished_recving or output.finished_sending):
-            time.sleep(0.001)  # nothing to compute and no transfer has ended: leave the CPU core to transfers
         return self._after_result(self.scheduler.update_from_output(plan, output))
 
     @property
@@ -168,15 +172,19 @@ class EngineCore:
         self._sample()
         return outputs
 
-    def _poll_grammars(self) -> EngineCoreOutputs | None:
-        """Admit requests whose grammar has compiled; return results for those whose grammar failed."""
+    def wake(self) -> None:
+        """Called from any thread: a step that waits for transfers ends."""
+        self.scheduler.transfers.wake()
+
+    def _poll_grammars(self) -> None:
+        """Admit requests whose grammar has compiled."""
         if self.grammars.pending:
             for request_id in self.grammars.ready():
                 self.scheduler.grammar_ready(request_id)
             self._finish_failed()
-        if not self._grammar_failures:
-            return None
-        failed, self._grammar_failures = self._grammar_failures, []
+
+    def _report_failures(self) -> EngineCoreOutputs:
+        failed, self._failures = self._failures, []
         outputs = EngineCoreOutputs.ended([failure.index for failure in failed], FinishReason.ERROR)
         outputs.errors = {place: failure.error for place, failure in enumerate(failed)}
         outputs.stats = self.scheduler.stats()
@@ -185,8 +193,12 @@ class EngineCore:
     def _finish_failed(self) -> None:
         if self.grammars.failures:
             self.scheduler.finish_requests([failure.request_id for failure in self.grammars.failures])
-            self._grammar_failures += self.grammars.failures
+            self._failures += self.grammars.failures
             self.grammars.failures = []
+        if self.scheduler.failures:
+            self.grammars.drop([failure.request_id for failure in self.scheduler.failures])
+            self._failures += self.scheduler.failures
+            self.scheduler.failures = []
 
     def shutdown(self) -> None:
         self.executor.shutdown()

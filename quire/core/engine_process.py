@@ -259,6 +259,8 @@ class EngineProcess:
                 self._watch(sender, message.client)  # not queued: the engine's thread may be in a long step
             else:
                 self._in.put((sender, message))
+                if self._ready is not None:
+                    self.core.wake()
 
     def _watch(self, sender: bytes, client: int) -> None:
         address = self._addresses.get(sender)

@@ -2,11 +2,15 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
+from quire.messages.requests import ContentKey
+
 Digest = Callable[[bytes], bytes]
+CONTENT_MARK = b"\xff\xff\xff\xff"
 
 
 def _sha256(data: bytes) -> bytes:
@@ -38,10 +42,18 @@ class BlockHasher:
         self.root = root
         self.digest = digest
 
-    def extend(self, hashes: list[bytes], token_ids: np.ndarray, num_tokens: int, extra: bytes = b"") -> None:
+    def extend(
+        self,
+        hashes: list[bytes],
+        token_ids: np.ndarray,
+        num_tokens: int,
+        extra: bytes = b"",
+        content: Sequence[ContentKey] = (),
+    ) -> None:
         """Append the hashes of the full blocks in token_ids[:num_tokens] that `hashes` does not have yet.
 
-        `extra` (LoRA, cache salt) enters the first block, and through its hash all that follow.
+        `extra` (LoRA, cache salt) enters the first block, and through its hash all that follow; a key of `content`
+        enters the blocks that hold any of its tokens.
         """
         size, digest, first = self.block_size, self.digest, len(hashes)
         count = num_tokens // size - first
@@ -51,5 +63,16 @@ class BlockHasher:
         width = len(data) // count
         parent = hashes[-1] if hashes else self.root + extra
         for at in range(0, len(data), width):
+            if content:
+                start = (first + at // width) * size
+                parent = self._with_content(parent, start, content)
             parent = digest(parent + data[at : at + width])
             hashes.append(parent)
+
+    def _with_content(self, parent: bytes, start: int, content: Sequence[ContentKey]) -> bytes:
+        """The parent of the block at token `start`; another one if the block holds content."""
+        held = [
+            (key.start - start, key.key) for key in content if key.start < start + self.block_size and start < key.stop
+        ]
+        # The mark is no token id, so no block's tokens can pass for keys.
+        return self.digest(parent + CONTENT_MARK + msgspec.msgpack.encode(held)) if held else parent

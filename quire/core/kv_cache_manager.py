@@ -50,7 +50,9 @@ class KVCacheManager:
         num_tokens = len(request.token_ids)
         if self.hasher is None:
             return self.no_hit()
-        self.hasher.extend(request.block_hashes, request.token_ids, num_tokens, request.extra_keys)
+        self.hasher.extend(
+            request.block_hashes, request.token_ids, num_tokens, request.extra_keys, request.core.content_keys
+        )
         hashes, length, before = request.block_hashes, num_tokens - 1, -1
         if len(self.groups) == 1:
             length = before = self.groups[0].longest_hit(hashes, length, self.alignment)
@@ -167,7 +169,7 @@ class KVCacheManager:
         if self.hasher is None:
             return
         hashes, pool, per_hash = request.block_hashes, self.pool, self.hasher.block_size
-        self.hasher.extend(hashes, token_ids, stop, request.extra_keys)
+        self.hasher.extend(hashes, token_ids, stop, request.extra_keys, request.core.content_keys)
         for group in self.groups:
             size, blocks = group.block_size, request.blocks[group.index]
             for i in range(start // size, stop // size):

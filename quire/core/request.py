@@ -46,6 +46,9 @@ class Request:
         self.key = key  # the order of admission
         self.token_ids = np.ascontiguousarray(core.prompt_token_ids, np.int32)  # confirmed tokens while not in a row
         self.num_prompt_tokens = len(self.token_ids)
+        if core.output_token_ids is not None:
+            # From here on as if it had been preempted after them.
+            self.token_ids = np.concatenate([self.token_ids, core.output_token_ids], dtype=np.int32)
         self.num_computed = 0  # tokens whose KV its blocks hold while not in a row
         self.num_cached = -1  # prompt tokens found in a cache when first scheduled; -1 before that
         self.state = RequestState.WAITING

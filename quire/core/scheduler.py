@@ -14,17 +14,17 @@ from quire.core.admission import Admission
 from quire.core.admission_queue import AdmissionQueue
 from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import KVCacheManager
-from quire.core.kv_transfers import KVTransfers
+from quire.core.kv_transfers import Ended, KVTransfers
 from quire.core.request import Request, RequestState
 from quire.core.results import ResultReader
 from quire.core.row_blocks import RowBlocks
 from quire.core.running_set import RunningSet
-from quire.messages.connector import SchedulerConnector
 from quire.messages.plan import BlockAppends, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import (
     STEP_TOKEN_BOUNDS,
     EngineCoreOutputs,
     EngineCoreRequest,
+    Failure,
     RequestError,
     SchedulerStats,
 )
@@ -41,7 +41,7 @@ class Scheduler:
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
         chunked_prefill: bool = True,
-        connector: SchedulerConnector | None = None,
+        transfers: KVTransfers | None = None,
         num_drafts: int = 0,
     ) -> None:
         """`num_drafts`: the most drafts that a decoding row verifies in a step."""
@@ -56,7 +56,9 @@ class Scheduler:
         self.running = RunningSet(max_num_seqs, max_model_len)
         self.blocks = RowBlocks(kv, self.running)
         self.forks = ForkTable()
-        self.transfers = KVTransfers(connector)
+        self.transfers = transfers or KVTransfers()
+        if self.transfers.connectors:
+            kv.pool.on_evict = self.transfers.evict
         self.results = ResultReader(self.running)
         self.admission = Admission(
             kv,
@@ -70,6 +72,7 @@ class Scheduler:
             chunked_prefill=chunked_prefill,
         )
         self.num_preemptions = 0
+        self.failures: list[Failure] = []  # outside of a step; emptied by the caller that reports them
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._step_tokens_sum = 0
         self._step = 0
@@ -116,6 +119,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         self.kv.reset_prefix_cache()
+        self.transfers.reset_cache()
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -143,13 +147,16 @@ class Scheduler:
         used = int(counts.sum())
         budget = 0 if preempted else self.max_num_batched_tokens - used
         admitted = self.admission.admit(budget, self.results.pending)
+        if self.transfers.failed:
+            failed, self.transfers.failed = self.transfers.failed, []
+            self._fail_outside_step(failed)
         if admitted.rows:
             rows = np.concatenate([rows, np.asarray([new.row for new in admitted.rows], np.int64)])
             counts = np.concatenate([counts, np.asarray(admitted.num_tokens, np.int64)])
             if drafts is not None:
                 drafts = np.concatenate([drafts, np.zeros(len(admitted.rows), np.int64)])
             used += sum(admitted.num_tokens)
-        if not len(rows) and not self.transfers.pending:
+        if not len(rows) and not self.transfers.needs_plan:
             return None
 
         if used:  # an empty plan only polls the connector
@@ -238,6 +245,7 @@ class Scheduler:
         request.frames_to_discard = int(self.running.num_frames[request.row])
         request.prompt_planned = False
         self._leave_row(request)
+        self.transfers.preempt(request)
         self.kv.free(request)
         self.queue.push_preempted(request)
 
@@ -248,11 +256,8 @@ class Scheduler:
         result = self.results.read(plan, output)
         for request in result.stale:
             self.queue.discard_frame(request)
-        loaded, kept = self.transfers.update(output)
-        for request in loaded:
-            self.queue.unblock(request)
-        for request in kept:
-            self.kv.free(request)
+        if output.transfers:
+            self._end_transfers(self.transfers.update(output))
         for request in result.finished:
             self.blocks.register(request, self.running.num_ready(request.row))
             self._end(request)
@@ -260,13 +265,13 @@ class Scheduler:
             self._end(request, failed=True)
         if result.failed:
             # What they computed may be wrong from any position on, and part of it can be found in the cache.
-            self.kv.reset_prefix_cache()
+            self.reset_prefix_cache()
         result.outputs.stats = self.stats()
         return result.outputs
 
-    def fail_plan(self, plan: SchedulerOutput, error: RequestError) -> EngineCoreOutputs:
+    def fail_plan(self, plan: SchedulerOutput, error: RequestError, connector: int | None = None) -> EngineCoreOutputs:
         """The step raised. Its requests end with the cause; all others compute again, since blocks that the failed
-        step should have written may be shared with them."""
+        step should have written may be shared with them. If a `connector` raised, its transfers end too."""
         result = self.results.fail(plan, error)
         for request in result.stale:
             self.queue.discard_frame(request)
@@ -274,9 +279,23 @@ class Scheduler:
             self._end(request, failed=True)
         for request in reversed(self.running.all()):
             self._preempt(request)
-        self.kv.reset_prefix_cache()
+        if connector is not None:
+            self._end_transfers(self.transfers.connector_failed(connector, error))
+        self.reset_prefix_cache()
         result.outputs.stats = self.stats()
         return result.outputs
+
+    def _end_transfers(self, ended: Ended) -> None:
+        for request in ended.loaded:
+            self.queue.unblock(request)
+        for request in ended.released:
+            self.kv.free(request)
+        self._fail_outside_step(ended.failed)
+
+    def _fail_outside_step(self, failed: list[tuple[Request, RequestError]]) -> None:
+        for request, error in failed:
+            self._end(request, failed=True)
+            self.failures.append(Failure(request.request_id, request.core.index, error))
 
     def _end(self, request: Request, failed: bool = False) -> None:
         if request.state == RequestState.FINISHED:

@@ -1,17 +1,25 @@
-"""KV connectors by name: their scheduler and worker sides, and one that does nothing."""
+"""KV connectors by name, and the base class of all: a connector that does nothing."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.messages.connector import ConnectorRequest, SchedulerConnector, WorkerConnector
+from quire.config.transfer import ConnectorConfig, TransferConfig
+from quire.messages.connector import ConnectorRequest
+from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
 from quire.messages.plan import SchedulerOutput
 
 
-class NoopConnector:
-    """Both sides of a connector that loads and saves nothing: tests that the hooks by themselves change nothing."""
+class KVConnector:
+    """Both sides; a connector overrides the methods it needs (messages/connector.py says when each is called). `role`
+    is "scheduler" or "worker", and `layout` gives the layers and block size of each KV-cache group."""
 
-    def __init__(self, role: str) -> None:
+    by_layer = False
+
+    def __init__(self, config: ConnectorConfig, layout: KVCacheConfig, role: str) -> None:
+        self.config = config
+        self.layout = layout
         self.role = role
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
@@ -21,14 +29,23 @@ class NoopConnector:
         self, request: ConnectorRequest, block_ids: list[list[int]], num_external: int
     ) -> None: ...
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> None: ...
+    def build_connector_meta(self, plan: SchedulerOutput) -> ConnectorMetadata | None:
+        return None
 
     def request_finished(self, request: ConnectorRequest, block_ids: list[list[int]]) -> bool:
         return False
 
-    def bind(self, kv_caches: Sequence[Any]) -> None: ...
+    def request_preempted(self, request: ConnectorRequest, block_ids: list[list[int]]) -> None: ...
 
-    def start_load_kv(self, meta: Any) -> None: ...
+    def request_failed(self, request: ConnectorRequest) -> None: ...
+
+    def block_evicted(self, block_id: int, block_hash: bytes, group: int) -> None: ...
+
+    def reset_cache(self) -> None: ...
+
+    def bind(self, kv_caches: Mapping[int, Any], notify: Callable[[], None]) -> None: ...
+
+    def start_load_kv(self, meta: ConnectorMetadata) -> None: ...
 
     def wait_for_layer_load(self, layer: int) -> None: ...
 
@@ -36,29 +53,34 @@ class NoopConnector:
 
     def wait_for_save(self) -> None: ...
 
-    def get_finished(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (), ()
+    def get_finished(self) -> FinishedTransfers:
+        return FinishedTransfers()
 
 
-_BUILT_IN = {"noop": "quire.distributed.kv_connector:NoopConnector"}
+_REGISTERED = {"noop": "quire.distributed.kv_connector:KVConnector"}
 
 
-def _connector(name: str, role: str) -> Any:
-    path = _BUILT_IN.get(name, name)
-    module, _, attribute = path.partition(":")
+def register_connector(name: str, path: str) -> None:
+    """Let `kv_connector` name the class `path`, as module:Class; for plugins."""
+    _REGISTERED[name] = path
+
+
+def make_connectors(config: TransferConfig, layout: KVCacheConfig, role: str) -> list[Any]:
+    """One side of each configured connector, in order."""
+    return [_class(one.name)(one, layout, role) for one in config.connectors]
+
+
+def _class(name: str) -> Callable[[ConnectorConfig, KVCacheConfig, str], Any]:
+    module, _, attribute = _REGISTERED.get(name, name).partition(":")
     if not attribute:
-        raise ValueError(f"kv_connector is {name!r}; allowed: {', '.join(_BUILT_IN)}, or your own as 'module:Class'")
+        raise ValueError(
+            f"kv_connector {name!r} is not available yet; allowed: {', '.join(_REGISTERED)}, or your own as "
+            "'module:Class'"
+        )
     try:
-        return getattr(importlib.import_module(module), attribute)(role)
+        found: Callable[[ConnectorConfig, KVCacheConfig, str], Any] = getattr(
+            importlib.import_module(module), attribute
+        )
     except (ImportError, AttributeError) as error:
         raise ValueError(f"kv_connector {name!r} cannot be imported: {error}") from error
-
-
-def scheduler_connector(name: str | None) -> SchedulerConnector | None:
-    connector: SchedulerConnector | None = _connector(name, "scheduler") if name else None
-    return connector
-
-
-def worker_connector(name: str | None) -> WorkerConnector | None:
-    connector: WorkerConnector | None = _connector(name, "worker") if name else None
-    return connector
+    return found

@@ -27,12 +27,23 @@ class Completion:
     tokens_sent: int = 0
     text_sent: int = 0
     last_token_at: float = 0.0  # monotonic clock
+    num_resumed: int = 0  # leading tokens that were generated elsewhere
 
     def __post_init__(self) -> None:
         if self.params.stop:
             self.stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
         if self.params.logprobs is not None:
             self.logprobs, self.cumulative_logprob = [], 0.0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_resumed
+
+    def resume(self, token_ids: list[int]) -> None:
+        """Go on after these: their text was sent by whoever generated them, and they have no logprobs."""
+        self.token_ids += token_ids
+        self.num_resumed = len(token_ids)
+        self.output()
 
     def add_tokens(self, token_ids: list[int]) -> None:
         """Append tokens up to the first that meets a stop condition; later ones are dropped."""
@@ -65,7 +76,7 @@ class Completion:
             text=self.text[first_char:visible],
             token_ids=self.token_ids[first_token:],
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs[first_token:] if self.logprobs is not None else None,
+            logprobs=self.logprobs[max(0, first_token - self.num_resumed) :] if self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )

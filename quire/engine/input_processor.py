@@ -5,7 +5,7 @@ import random
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import numpy as np
@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.config.shown import shown
 from quire.messages.checks import MAX_INT, check_int, check_text
 from quire.messages.protocol import CLIENT_SHIFT
-from quire.messages.requests import EngineCoreRequest
+from quire.messages.requests import ContentKey, EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 from quire.sample.user_processors import processor_classes, validators
 from quire.tokenizer.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ class PromptDict(TypedDict, total=False):
     prompt: str
     prompt_token_ids: list[int]
     cache_salt: str
+    output_token_ids: list[int]  # generated elsewhere: the request goes on after them
 
 
 MAX_PRIORITY = 2**31
@@ -39,6 +40,8 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    content_keys: tuple[ContentKey, ...] = ()
 
 
 class InputProcessor:
@@ -79,6 +82,7 @@ class InputProcessor:
             kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
             parsed = dataclasses.replace(parsed, token_ids=kept)
         self._check(parsed.token_ids, params)
+        resumed = self._resumed(parsed, params) if parsed.output_token_ids else None
         ids = self._array("the prompt", parsed.token_ids)
         if params.bad_words:
             params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
@@ -92,6 +96,8 @@ class InputProcessor:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt,
+            output_token_ids=resumed,
+            content_keys=parsed.content_keys,
         )
         self._count += params.n
         return parsed, request
@@ -151,6 +157,21 @@ class InputProcessor:
                 requested = "all logprobs are requested" if count == ALL_LOGPROBS else f"{name} is {count}"
                 raise ValueError(f"{requested}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")
 
+    def _resumed(self, prompt: ParsedPrompt, params: SamplingParams) -> np.ndarray:
+        """The ids after which a request goes on, which must leave it a token to generate."""
+        count, length = len(prompt.output_token_ids), len(prompt.token_ids)
+        if params.n > 1:
+            raise ValueError(f"output_token_ids are of one completion, and n is {params.n}; it must be 1")
+        limit = self.max_model_len - length
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
+        if count >= limit:
+            raise ValueError(
+                f"output_token_ids has {count} tokens; with max_tokens {params.max_tokens}, {length} prompt tokens "
+                f"and max_model_len {self.max_model_len} at most {limit - 1}, so that one can be generated"
+            )
+        return self._array("output_token_ids", prompt.output_token_ids)
+
     def _array(self, name: str, token_ids: list[int]) -> np.ndarray:
         # Several times faster through an array than numpy's conversion of a list.
         try:
@@ -197,11 +218,12 @@ def _parse(prompt: Any) -> ParsedPrompt:
             wrong = f"has unknown keys {sorted(unknown)}" if unknown else "lacks prompt and prompt_token_ids"
             raise ValueError(f"the prompt {wrong}; allowed: {', '.join(sorted(_KEYS))}")
         ids = _parse(prompt["prompt_token_ids"]).token_ids if "prompt_token_ids" in prompt else []
+        outputs = _parse(prompt["output_token_ids"]).token_ids if prompt.get("output_token_ids") else []
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         for key, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{key} is {shown(value)}; it must be a string")
-        return ParsedPrompt(text, ids, salt)
+        return ParsedPrompt(text, ids, salt, outputs)
     token_ids = _token_ids(prompt)
     if token_ids is not None:
         return ParsedPrompt(None, token_ids)

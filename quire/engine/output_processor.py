@@ -41,6 +41,7 @@ class UserRequest:
     metrics: RequestMetrics
     clock: float  # wall clock minus monotonic clock, at arrival
     num_running: int
+    resumed_token_ids: list[int]  # generated elsewhere
     completions: list[Completion | None]  # None: no output yet
     num_cached: int | None = None
     prompt_logprobs: list[Entry | None] | None = None
@@ -52,8 +53,8 @@ class UserRequest:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Generated tokens per completion."""
-        return [0 if completion is None else len(completion.token_ids) for completion in self.completions]
+        """Tokens generated here, per completion."""
+        return [0 if completion is None else completion.num_generated for completion in self.completions]
 
 
 class OutputProcessor:
@@ -89,6 +90,7 @@ class OutputProcessor:
             RequestMetrics(request.arrival_time),
             time.time() - time.monotonic(),
             num_running=params.n,
+            resumed_token_ids=[] if request.output_token_ids is None else request.output_token_ids.tolist(),
             completions=[None] * params.n,
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
         )
@@ -185,6 +187,8 @@ class OutputProcessor:
         number = index - request.index
         detokenizer = self._detokenizer(request.prompt_token_ids, request.params)
         completion = Completion(sequence_id(request.core_id, number), number, request.params, detokenizer)
+        if request.resumed_token_ids:
+            completion.resume(request.resumed_token_ids)
         request.completions[number] = completion
         return completion
 
@@ -236,7 +240,7 @@ class OutputProcessor:
     def _add_logprobs(self, completion: Completion, ids: np.ndarray, values: np.ndarray, rank: int) -> None:
         if completion.logprobs is None or completion.cumulative_logprob is None:
             raise ValueError("the engine sent logprobs for a request without them")
-        if len(completion.logprobs) < len(completion.token_ids):
+        if len(completion.logprobs) < completion.num_generated:
             completion.logprobs.append(self._entry(ids, values, rank, completion.params.logprobs))
             completion.cumulative_logprob += float(values[0])
 

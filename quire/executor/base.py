@@ -1,5 +1,6 @@
 """The interface through which the core runs the model."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
@@ -23,7 +24,9 @@ class Executor(Protocol):
         """The measured budget of the KV cache, in bytes."""
         ...
 
-    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None: ...
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
+        """`on_transfer` is called, in any thread, when a KV connector has something to report."""
+        ...
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 

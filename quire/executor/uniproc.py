@@ -47,8 +47,8 @@ class UniProcExecutor:
     def kv_cache_memory(self) -> int:
         return self.worker.kv_cache_memory()
 
-    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
-        self._submit(lambda: self.worker.initialize_kv_cache(config, max_model_len)).result()
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
+        self._submit(lambda: self.worker.initialize_kv_cache(config, max_model_len, on_transfer)).result()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._submit(lambda: self._execute(plan))

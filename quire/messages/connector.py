@@ -1,8 +1,9 @@
 """Interfaces of KV connectors, which load and save KV-cache blocks: another engine, a CPU tier, a disk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
 from quire.messages.plan import SchedulerOutput
 
 
@@ -11,46 +12,79 @@ class ConnectorRequest(Protocol):
 
     request_id: str
     num_prompt_tokens: int
-    num_computed: int  # when it has finished: tokens whose KV its blocks hold
+    num_computed: int  # when it has finished or was preempted: tokens whose KV its blocks hold
     block_hashes: list[bytes]
 
 
 class SchedulerConnector(Protocol):
-    """The scheduler's side. No method may block."""
+    """The scheduler's side. No method may block. One that raises ends its request, never the engine; where nothing
+    depends on it, the error is only logged.
+
+    Blocks whose content is about to be lost (eviction, preemption) may be read in `start_load_kv` of the next plan,
+    which comes before anything else of that plan.
+    """
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
         """Tokens after `num_computed` whose KV can be loaded, and whether loading is asynchronous (the request then
-        waits without running)."""
+        waits without running). May be called again for the same request; of several connectors, the one with the
+        most tokens loads."""
         ...
 
     def update_state_after_alloc(
         self, request: ConnectorRequest, block_ids: list[list[int]], num_external: int
-    ) -> None: ...
+    ) -> None:
+        """The request has blocks, by group; this connector is to load `num_external` tokens of them."""
+        ...
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> Any:
-        """Metadata for the worker's side, for this plan."""
+    def build_connector_meta(self, plan: SchedulerOutput) -> ConnectorMetadata | None:
+        """For the worker's side, with this plan; None if it has nothing to start."""
         ...
 
     def request_finished(self, request: ConnectorRequest, block_ids: list[list[int]]) -> bool:
         """True keeps the blocks until the worker's side reports that the request was sent."""
         ...
 
-
-class WorkerConnector(Protocol):
-    """The worker's side, called around one forward pass."""
-
-    def bind(self, kv_caches: Sequence[Any]) -> None:
-        """The cache tensor of each model layer."""
+    def request_preempted(self, request: ConnectorRequest, block_ids: list[list[int]]) -> None:
+        """Its blocks are freed, and are computed or loaded again when it comes back."""
         ...
 
-    def start_load_kv(self, meta: Any) -> None: ...
+    def request_failed(self, request: ConnectorRequest) -> None:
+        """It ended with an error: what its blocks hold may be wrong."""
+        ...
+
+    def block_evicted(self, block_id: int, block_hash: bytes, group: int) -> None:
+        """The block of that content is allocated anew: the next plan overwrites it."""
+        ...
+
+    def reset_cache(self) -> None:
+        """Drop all content: the user asked for it, or a step has failed and what was computed may be wrong."""
+        ...
+
+
+class WorkerConnector(Protocol):
+    """The worker's side, called around each forward pass. One that raises has ended all its transfers: the requests of
+    the step, and those it was loading, end with the error."""
+
+    by_layer: bool  # wants wait_for_layer_load and save_kv_layer, without which graphs and replay stay on
+
+    def bind(self, kv_caches: Mapping[int, Any], notify: Callable[[], None]) -> None:
+        """The cache tensor of each model layer, whose first dimension is the block. `notify` is to be called, from any
+        thread, once `get_finished` has something to report: an idle engine waits for that."""
+        ...
+
+    def start_load_kv(self, meta: ConnectorMetadata) -> None:
+        """Before the step changes anything. Sends of finished requests begin here too: all that computes their blocks
+        is enqueued."""
+        ...
 
     def wait_for_layer_load(self, layer: int) -> None: ...
 
     def save_kv_layer(self, layer: int, kv_cache: Any) -> None: ...
 
-    def wait_for_save(self) -> None: ...
+    def wait_for_save(self) -> None:
+        """After a forward pass that did not raise, or in its place if the plan has no rows."""
+        ...
 
-    def get_finished(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Request ids done sending, and done receiving, since the last call."""
+    def get_finished(self) -> FinishedTransfers:
+        """Since the last call; called with the results of every step."""
         ...

@@ -5,10 +5,10 @@ scheduled per row.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.messages.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ class SchedulerOutput:
     appended: BlockAppends
     block_copies: list[tuple[int, int]]  # (source, destination), before any KV is written
     common_prefix_blocks: tuple[int, ...]  # per group, leading blocks of the same content in all rows
-    connector_meta: Any = None
+    connector_meta: tuple[ConnectorMetadata | None, ...] = ()  # by KV connector; None: it starts nothing
     num_drafts: np.ndarray | None = None  # [n] int32: how many of num_tokens are drafts to verify; None: no row has any
 
     @property
@@ -83,5 +83,4 @@ class ModelRunnerOutput:
     num_sampled: np.ndarray  # [n] int32
     logprobs: Logprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    finished_sending: tuple[str, ...] = ()  # KV connector: request ids
-    finished_recving: tuple[str, ...] = ()
+    transfers: tuple[FinishedTransfers, ...] = ()  # by KV connector

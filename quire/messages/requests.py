@@ -3,6 +3,7 @@
 import copy
 import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -39,6 +40,15 @@ class RequestError(msgspec.Struct, frozen=True):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that failed outside of a step."""
+
+    request_id: str
+    index: int
+    error: RequestError
+
+
 def invalid(message: str) -> RequestError:
     return RequestError(ErrorKind.INVALID, sendable(message))
 
@@ -55,6 +65,15 @@ def sendable(text: str) -> str:
     return text[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
 
 
+class ContentKey(msgspec.Struct, frozen=True):
+    """Tokens [start, stop) of a prompt stand for content that their ids do not tell, an image say: `key` names it, and
+    the KV-cache blocks with any of those tokens are found by it too."""
+
+    start: int
+    stop: int
+    key: bytes
+
+
 class EngineCoreRequest(msgspec.Struct):
     """A tokenized, validated request for `params.n` completions, or one of its sequences. `index` is the front end's
     number for it, used in outputs; a request's sequences have consecutive ones."""
@@ -69,6 +88,8 @@ class EngineCoreRequest(msgspec.Struct):
     priority: int = 0
     cache_salt: str | None = None
     lora_id: int = 0
+    output_token_ids: np.ndarray | None = None  # int32: generated elsewhere, by a request that goes on here
+    content_keys: tuple[ContentKey, ...] = ()
     fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
 
     def sequences(self) -> Iterator["EngineCoreRequest"]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.messages.plan import GrammarMask
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, RequestError, invalid
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, ErrorKind, Failure, RequestError, invalid
 from quire.messages.structured import StructuredOutputsParams
 from quire.structured_output.backends.base import CompiledGrammar, GrammarBusyError, GrammarError, Matcher
 from quire.structured_output.backends.registry import BackendRegistry
@@ -32,13 +32,6 @@ class Constrained:
     matcher: Matcher
     num_tokens: int = 0  # generated and confirmed
     gate: ReasoningGate | None = None
-
-
-@dataclass(slots=True)
-class Failure:
-    request_id: str
-    index: int
-    error: RequestError
 
 
 class StructuredOutputManager:
@@ -148,10 +141,13 @@ class StructuredOutputManager:
             if outputs.finish[i]:
                 self.drop([constrained.request.request_id])
                 continue
-            for token in outputs.token_ids[outputs.offsets[i] : outputs.offsets[i + 1]].tolist():
-                constrained.num_tokens += 1
-                if not self._accept(constrained, token):
-                    break
+            self._advance(constrained, outputs.token_ids[outputs.offsets[i] : outputs.offsets[i + 1]].tolist())
+
+    def _advance(self, constrained: Constrained, token_ids: list[int]) -> None:
+        for token in token_ids:
+            constrained.num_tokens += 1
+            if not self._accept(constrained, token):
+                break
 
     def fill(
         self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, Sequence[int]] | None = None
@@ -256,6 +252,8 @@ class StructuredOutputManager:
         self._running[request.index] = constrained
         self._index[request.request_id] = request.index
         self._indices = None
+        if request.output_token_ids is not None:
+            self._advance(constrained, request.output_token_ids.tolist())
 
     def _gate(self, request: EngineCoreRequest) -> ReasoningGate | None:
         reasoning = request.params.reasoning

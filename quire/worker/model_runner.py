@@ -1,7 +1,7 @@
 """Executes plans: applies their changes to the rows, runs the model, samples."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.kernels.transfer import to_device
 from quire.kernels.workspace import reset_shared_workspaces
-from quire.messages.connector import WorkerConnector
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
@@ -25,6 +24,7 @@ from quire.sample.sampler import Sampler
 from quire.spec_decode.proposer import Proposer
 from quire.worker.cache_pages import new_pages, page_views
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
+from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
@@ -56,7 +56,6 @@ class ModelRunner:
         device: torch.device,
         vocab_size: int,
         logprobs_mode: str = "raw_logprobs",
-        connector: WorkerConnector | None = None,
         use_graphs: bool = False,
         processors: Sequence[LogitsProcessor] = (),
         proposer: Proposer | None = None,
@@ -68,7 +67,8 @@ class ModelRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.logprobs_mode = logprobs_mode
-        self.connector = connector
+        self.transfers: WorkerTransfers | None = None
+        self._layer_hooks: WorkerTransfers | None = None  # None if no connector works layer by layer
         self.use_graphs = use_graphs
         self.processors = processors
         self.proposer = proposer
@@ -90,16 +90,19 @@ class ModelRunner:
         layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
         # Tensor i backs layer i of every group.
         self.kv_tensors = [new_pages(config, self.device) for _ in range(config.num_tensors)]
-        caches: dict[int, torch.Tensor] = {}
+        self._block_views: dict[int, torch.Tensor] = {}  # by layer
         for index, (group, count) in enumerate(zip(config.groups, pages, strict=True)):
             for tensor, layer in zip(self.kv_tensors, group.layers, strict=False):
                 views = page_views(tensor, group.spec, count)
-                caches[layer] = views[0]
                 layers[layer].bind(views, index, self.backends.by_group[index])
-        if self.connector is not None:
-            self.connector.bind([caches[i] for i in sorted(caches)])
+                self._block_views[layer] = page_views(tensor, group.spec)[0]
         if self.backends.supports_replay:
             self.recorded = RecordedSteps(self.model, self.backends, self.rows.block_tables, self.rows.block_sizes)
+
+    def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
+        """After `initialize`: hand them the cache of each layer, by block."""
+        transfers.bind(self._block_views, notify)
+        self.transfers, self._layer_hooks = transfers, transfers.layer_hooks
 
     def reset_workspaces(self) -> None:
         """After a failed step or capture."""
@@ -128,14 +131,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._apply_changes(plan)
-        if self.connector is not None:
-            self.connector.start_load_kv(plan.connector_meta)
+        try:
+            if self.transfers is not None:
+                # First of all: it may save blocks that the plan overwrites, and hears of the plan even if that fails.
+                self.transfers.start(plan.connector_meta)
+        finally:
+            self._apply_changes(plan)
         step = PendingStep(plan)
         if len(plan.rows):
             self._forward(step)
-        if self.connector is not None:
-            self.connector.wait_for_save()
+        if self.transfers is not None:
+            self.transfers.finish_step()
         self._pending = step
 
     @torch.inference_mode()
@@ -189,8 +195,8 @@ class ModelRunner:
     def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Adds prompt logprobs, and the requests whose KV transfers have finished."""
         output.prompt_logprobs = step.prompt_logprobs
-        if self.connector is not None:
-            output.finished_sending, output.finished_recving = self.connector.get_finished()
+        if self.transfers is not None:
+            output.transfers = self.transfers.get_finished()
         return output
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
@@ -212,7 +218,7 @@ class ModelRunner:
         plan = pending.plan
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
-        if self.graphs is not None and self.connector is None and not self.prompt_logprobs.needed(plan):
+        if self.graphs is not None and self._layer_hooks is None and not self.prompt_logprobs.needed(plan):
             replayed = None
             if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
@@ -320,7 +326,7 @@ class ModelRunner:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
-        if self.recorded is not None and self.connector is None:
+        if self.recorded is not None and self._layer_hooks is None:
             hidden = self.recorded.run(rows, query_start, inputs, int(prefix_len) if prefix_len is not None else 0)
             if hidden is not None:
                 return hidden
@@ -343,7 +349,7 @@ class ModelRunner:
             prefix_len=prefix_len,
         )
         metadata = self.backends.build(step, tables, sizes, query_blocks)
-        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self.connector)
+        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks)
         return self.model(inputs.input_ids, inputs.positions, ctx)
 
     @staticmethod

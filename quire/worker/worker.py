@@ -1,6 +1,7 @@
 """One device: loads the model, sizes and holds the KV cache, runs steps."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,7 @@ from quire.attention.selector import cache_dtype, choose_backends
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
-from quire.distributed.kv_connector import worker_connector
+from quire.distributed.kv_connector import make_connectors
 from quire.kernels import native
 from quire.layers.parallel import TensorParallel
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
@@ -20,6 +21,7 @@ from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.spec_decode.proposer import make_proposer
+from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.recovery import Recovery
@@ -81,7 +83,6 @@ class Worker:
             self.platform.device,
             config.model.vocab_size,
             config.model.logprobs_mode,
-            worker_connector(config.transfer.kv_connector),
             use_graphs=backends.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
             proposer=make_proposer(config, self.platform.device),
@@ -146,8 +147,11 @@ class Worker:
         pages = self.runner.backends.pages_per_block(make_groups(specs))
         return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget, pages)
 
-    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
         self.runner.initialize(config, self.max_num_seqs, max_model_len)
+        connectors = make_connectors(self.config.transfer, config, "worker")
+        if connectors:
+            self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         self.runner.capture_graphs(max_tokens)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.core.kv_cache_manager import KVCacheManager
+from quire.core.kv_transfers import KVTransfers
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.messages.kv_cache import (
@@ -239,7 +240,8 @@ class FakeEngine:
         config = KVCacheConfig(num_blocks, tuple(KVCacheGroup((i,), s) for i, s in enumerate(specs)))
         self.kv = KVCacheManager(config, enable_caching=caching)
         kwargs = {"max_num_seqs": 16, "max_num_batched_tokens": 64, **kwargs}
-        self.scheduler = Scheduler(self.kv, max_model_len=max_model_len, connector=connector, **kwargs)
+        transfers = KVTransfers([connector] if connector is not None else [])
+        self.scheduler = Scheduler(self.kv, max_model_len=max_model_len, transfers=transfers, **kwargs)
         self.worker = FakeWorker(config, self.kv, max_model_len)
         self.worker.propose = PROPOSERS[proposer]
         self.worker.has_drafts = self.scheduler.num_drafts > 0

@@ -57,6 +57,8 @@ class Core:
 
     def finish_requests(self, request_ids: list[str]) -> None: ...
 
+    def wake(self) -> None: ...
+
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 

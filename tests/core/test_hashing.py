@@ -5,6 +5,7 @@ from quire.config import ModelConfig
 from quire.core.engine_core import kv_fingerprint
 from quire.core.hashing import BlockHasher, cache_root, make_digest
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
+from quire.messages.requests import ContentKey
 from tests.core.fake_engine import spec
 
 TOKENS = np.arange(100, dtype=np.int32)
@@ -83,3 +84,15 @@ def test_sha256_is_stable_across_processes():
 def test_the_fast_hash_is_keyed_by_a_secret_of_the_process():
     pytest.importorskip("xxhash")
     assert hashes(digest=make_digest("xxhash")) != hashes(digest=make_digest("xxhash"))
+
+
+def test_content_keys_enter_the_blocks_that_hold_their_tokens():
+    def keyed(*keys):
+        out: list[bytes] = []
+        BlockHasher(16, b"root").extend(out, TOKENS, 100, b"", [ContentKey(*key) for key in keys])
+        return [a == b for a, b in zip(out, hashes(), strict=True)]
+
+    assert keyed((32, 33, b"k")) == [True, True, False, False, False, False]
+    assert keyed((31, 32, b"k")) == [True, False, False, False, False, False]
+    assert keyed((96, 100, b"k")) == [True] * 6  # its block is not full yet
+    assert keyed() == [True] * 6

@@ -1,5 +1,7 @@
 import pytest
 
+from quire.distributed.kv_connector import KVConnector
+from quire.messages.kv_transfer import FinishedTransfers
 from quire.messages.requests import FinishReason
 from tests.core.fake_engine import FakeEngine, expected_tokens, spec, state_spec
 
@@ -379,7 +381,7 @@ def test_nobody_takes_the_blocks_of_a_preempted_request_while_its_plans_are_in_f
     assert admitted[0] == "b" and "c" in admitted
 
 
-class Loader:
+class Loader(KVConnector):
     """A connector that has every prompt's first tokens elsewhere and needs a while to bring them."""
 
     def __init__(self, num_tokens):
@@ -389,10 +391,6 @@ class Loader:
     def get_num_new_matched_tokens(self, request, num_computed):
         return self.num_tokens - num_computed, True
 
-    def update_state_after_alloc(self, request, block_ids, num_external): ...
-
-    def build_connector_meta(self, plan): ...
-
     def request_finished(self, request, block_ids):
         self.finished.append((request.request_id, request.num_computed))
         return False
@@ -401,7 +399,7 @@ class Loader:
 def loaded(engine, *names):
     """The step in which the connector reports these as brought."""
     plan, output = engine.in_flight.popleft()
-    output.finished_recving = names
+    output.transfers = (FinishedTransfers(received=names),)
     engine.scheduler.update_from_output(plan, output)
 
 
@@ -410,7 +408,7 @@ def test_loaded_requests_that_wait_do_not_block_one_another_for_ever():
     engine.add("low", range(39), priority=1)
     engine.plan()
     loaded(engine, "low")
-    engine.scheduler.transfers.connector.num_tokens = 0
+    engine.scheduler.transfers.connectors[0].num_tokens = 0
     engine.add("high", range(50, 70), priority=0)  # needs 5 blocks, and 3 are free
     plan = engine.plan()
     assert [new.request_id for new in plan.new_rows] == ["high"]
@@ -425,7 +423,7 @@ def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks - 4
     loaded(engine, "a")
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
-    assert engine.scheduler.transfers.connector.finished == [("a", 16)]
+    assert engine.scheduler.transfers.connectors[0].finished == [("a", 16)]
 
 
 def test_plans_that_only_poll_the_connector_are_not_counted_as_steps():

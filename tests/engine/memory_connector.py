@@ -1,31 +1,35 @@
-"""A KV connector that keeps finished requests' prompt blocks in memory, for other engines of this process to load."""
+"""KV connectors that keep finished requests' prompt blocks in memory, for other engines of this process to load."""
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
 
+from quire.distributed.kv_connector import KVConnector
+from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
+
 
 @dataclass
-class Meta:
+class Meta(ConnectorMetadata):
     loads: list[tuple[int, bytes]] = field(default_factory=list)  # (block id, hash)
     saves: list[tuple[int, bytes]] = field(default_factory=list)
     receives: list[str] = field(default_factory=list)  # requests that wait for their loads
     sends: list[str] = field(default_factory=list)  # requests whose blocks are kept until saved
 
 
-class MemoryConnector:
-    """Both sides. Blocks are of one group; saving takes a step, so blocks of finished requests are kept until then."""
+class MemoryConnector(KVConnector):
+    """Blocks are of one group; saving takes a step, so blocks of finished requests are kept until then."""
 
     store: dict[bytes, list[torch.Tensor]] = {}  # noqa: RUF012 - shared on purpose: it stands for the network
-    block_size = 16
+    by_layer = True
     loads_async = False
     layer_calls: list[tuple[str, int]] = []  # noqa: RUF012
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    def __init__(self, config, layout, role):
+        super().__init__(config, layout, role)
+        self.block_size = layout.groups[0].spec.block_size
         self.meta = Meta()
-        self.caches: list[torch.Tensor] = []
-        self.done: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self.done = FinishedTransfers()
 
     def get_num_new_matched_tokens(self, request, num_computed):
         first = count = num_computed // self.block_size
@@ -54,14 +58,17 @@ class MemoryConnector:
         self.meta.sends.append(request.request_id)
         return True
 
-    def bind(self, kv_caches):
-        self.caches = list(kv_caches)
+    def bind(self, kv_caches, notify):
+        self.caches = [kv_caches[layer] for layer in sorted(kv_caches)]
+        self.notify = notify
 
     def start_load_kv(self, meta):
         for block, key in meta.loads:
             for cache, page in zip(self.caches, self.store[key], strict=True):
                 cache[block] = page
-        self.meta = meta
+        for block, key in meta.saves:
+            self.store[key] = [cache[block].clone() for cache in self.caches]
+        self.done = FinishedTransfers(tuple(meta.sends), tuple(meta.receives))
 
     def wait_for_layer_load(self, layer):
         self.layer_calls.append(("load", layer))
@@ -69,15 +76,26 @@ class MemoryConnector:
     def save_kv_layer(self, layer, kv_cache):
         self.layer_calls.append(("save", layer))
 
-    def wait_for_save(self):
-        for block, key in self.meta.saves:
-            self.store[key] = [cache[block].clone() for cache in self.caches]
-        self.done = (tuple(self.meta.sends), tuple(self.meta.receives))
-
     def get_finished(self):
-        done, self.done = self.done, ((), ())
+        done, self.done = self.done, FinishedTransfers()
         return done
 
 
 class AsyncMemoryConnector(MemoryConnector):
     loads_async = True
+
+
+class ThreadedConnector(AsyncMemoryConnector):
+    """Transfers happen in a thread, once `gate` is open."""
+
+    by_layer = False
+    gate = threading.Event()
+
+    def start_load_kv(self, meta):
+        if meta.loads or meta.saves or meta.sends:
+            threading.Thread(target=self._transfer, args=(meta,), daemon=True).start()
+
+    def _transfer(self, meta):
+        self.gate.wait()
+        super().start_load_kv(meta)
+        self.notify()

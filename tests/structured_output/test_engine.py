@@ -287,3 +287,14 @@ def test_objects_close(llm: LLM) -> None:
     assert whole
     for text in whole:
         jsonschema.validate(json.loads(text), POINT)
+
+
+def test_a_resumed_request_goes_on_within_its_grammar(llm: LLM) -> None:
+    wanted = params(seed=4, regex=r"[a-f]{3}\d{12}")
+    (whole,) = llm.generate(PROMPT, wanted, use_tqdm=False)
+    begun = whole.outputs[0].token_ids[:4]
+    (resumed,) = llm.generate({**PROMPT, "output_token_ids": begun}, wanted, use_tqdm=False)
+    assert resumed.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert resumed.outputs[0].text == whole.outputs[0].text
+    (wrong,) = llm.generate({**PROMPT, "output_token_ids": begun[:2] * 3}, wanted, use_tqdm=False)
+    assert wrong.error_kind == ErrorKind.INVALID and "does not fit the grammar" in wrong.error
