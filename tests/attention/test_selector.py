@@ -22,6 +22,16 @@ def full(dtype=torch.bfloat16, **fields):
     return FullAttentionSpec(16, 2, 64, str(dtype).removeprefix("torch."), **fields)
 
 
+def built_in():
+    """Without those that other tests have registered."""
+    return [backend for backend in selector.BACKENDS if backend.__module__.startswith("quire.")]
+
+
+@pytest.fixture(autouse=True)
+def only_built_in(monkeypatch):
+    monkeypatch.setattr(selector, "BACKENDS", built_in())
+
+
 def choose(platform, dtype, requested=None, spec=None, **features):
     """Of a single group: the backend's name and the reason."""
     pairs = [(spec or full(dtype), replace(FEATURES, **features))]
@@ -95,7 +105,6 @@ def test_bidirectional_windows_and_scales_are_served_by_none():
 
 
 def test_a_registered_backend_serves_its_kind_and_groups_share_backends(monkeypatch):
-    monkeypatch.setattr(selector, "BACKENDS", list(selector.BACKENDS))
     with pytest.raises(ValueError, match=r"kind LatentSpec here: .*torch needs a cache of kind FullAttentionSpec"):
         choose(CPU, torch.float16, spec=LATENT)
 

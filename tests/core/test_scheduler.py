@@ -426,11 +426,11 @@ def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
     assert engine.scheduler.transfers.connectors[0].finished == [("a", 16)]
 
 
-def test_plans_that_only_poll_the_connector_are_not_counted_as_steps():
+def test_only_plans_with_tokens_are_counted_as_steps():
     engine = FakeEngine(connector=Loader(16))
     engine.add("a", range(20))
-    for _ in range(2):
-        assert len(engine.plan().rows) == 0
+    plans = [engine.plan() for _ in range(2)]
+    assert not any(len(plan.rows) for plan in plans if plan is not None)
     assert sum(engine.scheduler.stats().step_tokens) == 0
     loaded(engine, "a")
     assert len(engine.scheduler.schedule().rows) == 1

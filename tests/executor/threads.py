@@ -90,9 +90,9 @@ class ThreadsExecutor:
     def kv_cache_memory(self) -> int:
         return min(rank.kv_cache_memory() for rank in self.ranks)
 
-    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int) -> None:
+    def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
         with ThreadPoolExecutor(WORLD) as pool:  # at the same time, in case steps are run
-            list(pool.map(lambda rank: rank.initialize_kv_cache(config, max_model_len), self.ranks))
+            list(pool.map(lambda rank: rank.initialize_kv_cache(config, max_model_len, on_transfer), self.ranks))
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         for rank in self.ranks:
