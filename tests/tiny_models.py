@@ -151,11 +151,12 @@ def make_reference(
 
 
 def num_groups(hf: dict) -> int:
-    """Of the KV cache, by our own reading of the config: one per kind of attention, all with equally many layers."""
+    """Of the KV cache, by our own reading of the config: one or more per kind of attention."""
+    from quire.messages.kv_cache import group_length
     from quire.models.registry import model_class
 
-    layers = Counter(model_class(hf).configure(hf).windows).values()
-    return sum(math.ceil(count / min(layers)) for count in layers)
+    layers = list(Counter(model_class(hf).configure(hf).windows).values())
+    return sum(math.ceil(count / group_length(layers)) for count in layers)
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""A worked example of a kind of layer whose cache is a state: a gated recurrence, h = gate * h + input."""
+"""A worked example of a kind of cache: the state of a gated recurrence, h = gate * h + input. One file, with a
+registration for the core and one for the worker."""
 
 from dataclasses import dataclass
 
@@ -6,10 +7,19 @@ import torch
 
 from quire.attention.base import CacheBackend, StepInputs
 from quire.attention.selector import register_backend
+from quire.core.kv_groups import StateGroup, register_group
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import PagePart, StateSpec
 
 CHECKPOINT_EVERY = 32
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(StateSpec):
+    """A state of one vector."""
+
+
+register_group(RecurrentSpec, StateGroup)
 
 
 @dataclass
@@ -23,7 +33,7 @@ class ScanTorchBackend(CacheBackend):
     """The cache is [pages, width]: page i of a row holds the state after the last computed token of its block i."""
 
     name = "scan-torch"
-    kinds = (StateSpec,)
+    kinds = (RecurrentSpec,)
 
     def build(self, step, block_table, block_size):
         return ScanMetadata(step, block_table, block_size)
@@ -65,7 +75,7 @@ def scan(gate, new, state=None):
 
 class StateLayer(CacheLayer):
     def kv_cache_spec(self, block_size, dtype):
-        return StateSpec(CHECKPOINT_EVERY, (PagePart((self.shape.head_size,), "float32"),))
+        return RecurrentSpec(CHECKPOINT_EVERY, (PagePart((self.shape.head_size,), "float32"),))
 
     def forward(self, gate, new, ctx):
         (cache,) = self.views

@@ -7,8 +7,9 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.kernels import native
-from quire.messages.kv_cache import LatentSpec, StateSpec
+from quire.messages.kv_cache import LatentSpec
 from tests.cache_kinds.mixed_model import ARCHITECTURE, BIDIRECTIONAL, LAYERS, dense_logprobs
+from tests.cache_kinds.recurrent import RecurrentSpec
 from tests.tiny_models import prompts, save_tiny
 
 PROMPTS = prompts((1, 5, 31, 32, 33, 64, 65, 100, 130), 211)
@@ -105,14 +106,14 @@ def test_groups_and_their_backends(folder, caplog):
             spec = layer.kv_cache_spec(16, torch.float32)
             by_kind.setdefault(type(spec), set()).add(layer.backend.name)
             assert layer.backend is runner.backends.by_group[layer.group]
-        assert by_kind[LatentSpec] == {"latent-torch"} and by_kind[StateSpec] == {"scan-torch"}
+        assert by_kind[LatentSpec] == {"latent-torch"} and by_kind[RecurrentSpec] == {"scan-torch"}
         assert len(runner.backends.distinct) == 3 and len(by_kind) == 4
         assert runner.graphs is None and runner.recorded is None
         # The latents' kernels have pages of 8 tokens, the allocator blocks of 64.
         latent = worker_of(llm).model.cache_layers()[1]
         assert latent.views[0].shape[1:] == (8, 36)
         assert runner.block_sizes[latent.group] == 64 and runner.rows.block_sizes[latent.group] == 8
-    assert "attention backend scan-torch: it serves StateSpec" in caplog.text
+    assert "attention backend scan-torch: it serves RecurrentSpec" in caplog.text
 
 
 def test_drafts_need_a_cache_that_rolls_back(folder):
