@@ -412,3 +412,13 @@ def test_blocks_that_are_being_loaded_are_kept_after_an_abort():
     loaded(engine, "a")
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks
     assert engine.scheduler.transfers.connectors[0].finished == [("a", 16)]
+
+
+def test_a_request_that_ends_while_preempted_has_no_blocks_to_save():
+    engine = FakeEngine(num_blocks=8, connector=Loader(0))
+    engine.add("a", range(12), max_tokens=12)
+    engine.add("b", range(20, 32), max_tokens=12)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    engine.abort("b")
+    assert engine.scheduler.transfers.connectors[0].finished == [("b", 0)]
