@@ -247,6 +247,7 @@ class Scheduler:
         self._leave_row(request)
         self.transfers.preempt(request)
         self.kv.free(request)
+        request.num_computed = 0
         self.queue.push_preempted(request)
 
     # Results

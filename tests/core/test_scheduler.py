@@ -450,3 +450,13 @@ def test_a_state_is_shared_only_with_later_plans(specs, depth):
     assert planned(engine)["c"] == 4  # whatever is in flight
     engine.run()
     assert_expected(engine, prompts, 9)
+
+
+def test_a_request_that_ends_while_preempted_has_no_blocks_to_save():
+    engine = FakeEngine(num_blocks=8, connector=Loader(0))
+    engine.add("a", range(12), max_tokens=12)
+    engine.add("b", range(20, 32), max_tokens=12)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    engine.abort("b")
+    assert engine.scheduler.transfers.connectors[0].finished == [("b", 0)]
