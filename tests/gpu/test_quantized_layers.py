@@ -27,5 +27,8 @@ def test_a_registered_method_serves_linears_and_experts(tmp_path, monkeypatch, f
 
 def test_experts_in_fp8(tmp_path):
     save_tiny("qwen3-moe", tmp_path)
-    found = [generated(tmp_path, device="cuda", quantization="fp8", enforce_eager=eager) for eager in (True, False)]
+    found = [
+        generated(tmp_path, device="cuda", dtype="bfloat16", quantization="fp8", enforce_eager=eager)
+        for eager in (True, False)
+    ]
     assert all(len(ids) == 12 for ids in found[0] + found[1])
