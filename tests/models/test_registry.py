@@ -45,7 +45,8 @@ def test_a_class_or_its_name_can_be_registered(monkeypatch: pytest.MonkeyPatch) 
     assert registry.get_supported_archs() == [*ARCHITECTURES, "MyForCausalLM", "OtherForCausalLM"]
     monkeypatch.setitem(sys.modules, f"{__name__}_made_up", sys.modules[__name__])  # only now can it be imported
     assert registry.resolve({"architectures": ["Unknown", "OtherForCausalLM"]}) is Mine
-    assert ModelRegistry.get_supported_archs() == list(ARCHITECTURES)  # a registry keeps its registrations to itself
+    # A registry keeps its registrations to itself.
+    assert not {"MyForCausalLM", "OtherForCausalLM"} & set(ModelRegistry.get_supported_archs())
 
 
 def test_registering_again_replaces_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,6 +179,7 @@ def test_a_plugins_model_in_the_servers_engine_process(
         [choice] = server.post("/v1/completions", asked | {"max_tokens": 3}).json()["choices"]
         assert choice["token_ids"] == expected[:3]
         log = server.log.read_text()
-    assert calls.read_text().split() == ["register", "load"]
+    # The API process loads plugins for their dialects, the engine's for their models.
+    assert sorted(calls.read_text().split()) == ["load", "register", "register"]
     assert log.count("plugins: out-of-tree (out_of_tree_model:register)") == 1
     assert log.count("sampling defaults: temperature 0, max_tokens 7") == 1
