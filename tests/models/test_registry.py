@@ -181,5 +181,5 @@ def test_a_plugins_model_in_the_servers_engine_process(
         log = server.log.read_text()
     # The API process loads plugins for their dialects, the engine's for their models.
     assert sorted(calls.read_text().split()) == ["load", "register", "register"]
-    assert log.count("plugins: out-of-tree (out_of_tree_model:register)") == 1
+    assert log.count("plugins: out-of-tree (out_of_tree_model:register)") == 2
     assert log.count("sampling defaults: temperature 0, max_tokens 7") == 1
