@@ -122,12 +122,12 @@ MUTANTS = (
     Mutant(CORE, "model.max_model_len or model.derived_max_model_len}", "model.derived_max_model_len}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
     # Engine
-    Mutant(INPUT, "if len(token_ids) >= self.max_model_len:", "if len(token_ids) > self.max_model_len:", INPUTS),
+    Mutant(INPUT, "else self.max_model_len - 1", "else self.max_model_len", INPUTS),
     Mutant(
         INPUT, "token_ids[-(longest if keep == -1 else keep) :]", "token_ids[: longest if keep == -1 else keep]", INPUTS
     ),
     Mutant(INPUT, "parsed = dataclasses.replace(parsed, token_ids=kept)", "parsed.token_ids = kept", INPUTS),
-    Mutant(INPUT, "self._count += params.n", "self._count += 1", INPUTS),
+    Mutant(INPUT, "self._count += request.sampling.n", "self._count += 1", INPUTS),
     # Entrypoints
     Mutant(RATE, "used + more > limit", "used + more >= limit", RATES),
     Mutant(RATE, "window.requests += count", "window.requests += 1", RATES),

@@ -123,12 +123,14 @@ class Admission:
 
     def _enter_row(self, request: Request, computed: int) -> NewRow:
         params, pooling = request.core.sampling, request.core.pooling
-        # A prompt to pool may fill max_model_len: the one token that it counts for is not there.
-        limit = self._max_model_len + (pooling is not None)
-        if params.max_tokens is not None:
+        limit = self._max_model_len
+        if pooling is not None:
+            limit = request.num_prompt_tokens
+        elif params.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + params.max_tokens)
         request.state = RequestState.RUNNING
-        row = self._running.add(request, computed, limit)
+        # Rows are planned until they have as many tokens; the result of one that pools counts as its last.
+        row = self._running.add(request, computed, limit + (pooling is not None))
         self._blocks.add(request)
         return NewRow(
             row=row,

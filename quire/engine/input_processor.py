@@ -84,7 +84,7 @@ class InputProcessor:
             # A copy: the caller may reuse its prompt with other parameters.
             kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens, self._longest(params))
             parsed = dataclasses.replace(parsed, token_ids=kept)
-        seed, resumed, count = 0, None, 1
+        seed, resumed = 0, None
         if isinstance(params, PoolingParams):
             params = self._check_pooling(parsed, params)
         else:
@@ -93,7 +93,6 @@ class InputProcessor:
             if params.bad_words:
                 params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-            count = params.n
         ids = self._array("the prompt", parsed.token_ids)
         request = EngineCoreRequest(
             request_id=self._prefix + request_id,
@@ -108,7 +107,7 @@ class InputProcessor:
             output_token_ids=resumed,
             content_keys=parsed.content_keys,
         )
-        self._count += count
+        self._count += request.sampling.n
         return parsed, request
 
     def parse(self, prompt: Prompt) -> ParsedPrompt:

@@ -122,8 +122,8 @@ class FakeWorker:
             self.rows.pop(row, None)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away twice"
-            longest = self.max_model_len + (new.pooling is not None)
-            assert new.token_limit == min(longest, new.num_prompt_tokens + new.params.max_tokens)
+            most_new = 0 if new.pooling is not None else new.params.max_tokens
+            assert new.token_limit == min(self.max_model_len, new.num_prompt_tokens + most_new)
             self.rows[new.row] = {
                 "tokens": list(new.token_ids),
                 "computed": new.num_computed,
