@@ -10,13 +10,14 @@ __all__ = [
     "CompletionOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "EmbeddingRequestOutput",
     "ModelRegistry",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
-    from quire.engine.pooling_outputs import PoolingRequestOutput
+    from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
     from quire.entrypoints.llm import LLM
     from quire.messages.pooling_params import PoolingParams
     from quire.messages.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ _HOMES = {
     "CompletionOutput": "quire.engine.outputs",
     "PoolingParams": "quire.messages.pooling_params",
     "PoolingRequestOutput": "quire.engine.pooling_outputs",
+    "EmbeddingRequestOutput": "quire.engine.pooling_outputs",
     "ModelRegistry": "quire.models.registry",
 }
 

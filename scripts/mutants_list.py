@@ -21,6 +21,9 @@ INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
 META, SIMPLIFY = "quire/structured_output/schema/metaschema.py", "quire/structured_output/schema/simplify.py"
 
+REQUEST = "quire/core/request.py"
+
+POOLING = ("tests/core/test_pooling.py",)
 SCHEDULING = ("tests/core/test_scheduler.py",)
 BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")
 TRANSFERRING = ("tests/core/test_kv_transfers.py",)
@@ -121,6 +124,8 @@ MUTANTS = (
     Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
     Mutant(CORE, "model.max_model_len or model.derived_max_model_len}", "model.derived_max_model_len}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
+    Mutant(REQUEST, "return bool(pooling.skip_reading_prefix_cache)", "return False", POOLING),
+    Mutant(RESULTS, "live & frame.pooled", "frame.pooled", POOLING),
     # Engine
     Mutant(INPUT, "else self.max_model_len - 1", "else self.max_model_len", INPUTS),
     Mutant(
