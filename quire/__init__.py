@@ -3,11 +3,23 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "ModelRegistry", "__version__"]
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "EmbeddingRequestOutput",
+    "ModelRegistry",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
     from quire.entrypoints.llm import LLM
+    from quire.messages.pooling_params import PoolingParams
     from quire.messages.sampling_params import SamplingParams
     from quire.models.registry import ModelRegistry
 
@@ -16,6 +28,9 @@ _HOMES = {
     "SamplingParams": "quire.messages.sampling_params",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
+    "PoolingParams": "quire.messages.pooling_params",
+    "PoolingRequestOutput": "quire.engine.pooling_outputs",
+    "EmbeddingRequestOutput": "quire.engine.pooling_outputs",
     "ModelRegistry": "quire.models.registry",
 }
 

@@ -21,6 +21,9 @@ INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
 META, SIMPLIFY = "quire/structured_output/schema/metaschema.py", "quire/structured_output/schema/simplify.py"
 
+REQUEST = "quire/core/request.py"
+
+POOLING = ("tests/core/test_pooling.py",)
 SCHEDULING = ("tests/core/test_scheduler.py",)
 BLOCKS = ("tests/core/test_kv_groups.py", "tests/core/test_block_pool.py")
 TRANSFERRING = ("tests/core/test_kv_transfers.py",)
@@ -121,13 +124,15 @@ MUTANTS = (
     Mutant(CORE, '        f"quantization {model.quantization}",\n', "", HASHING),
     Mutant(CORE, "model.max_model_len or model.derived_max_model_len}", "model.derived_max_model_len}", HASHING),
     Mutant(CORE, 'if chooses_by_length else ""', 'if True else ""', HASHING),
+    Mutant(REQUEST, "return bool(pooling.skip_reading_prefix_cache)", "return False", POOLING),
+    Mutant(RESULTS, "live & frame.pooled", "frame.pooled", POOLING),
     # Engine
-    Mutant(INPUT, "if len(token_ids) >= self.max_model_len:", "if len(token_ids) > self.max_model_len:", INPUTS),
+    Mutant(INPUT, "else self.max_model_len - 1", "else self.max_model_len", INPUTS),
     Mutant(
         INPUT, "token_ids[-(longest if keep == -1 else keep) :]", "token_ids[: longest if keep == -1 else keep]", INPUTS
     ),
     Mutant(INPUT, "parsed = dataclasses.replace(parsed, token_ids=kept)", "parsed.token_ids = kept", INPUTS),
-    Mutant(INPUT, "self._count += params.n", "self._count += 1", INPUTS),
+    Mutant(INPUT, "self._count += request.sampling.n", "self._count += 1", INPUTS),
     # Entrypoints
     Mutant(RATE, "used + more > limit", "used + more >= limit", RATES),
     Mutant(RATE, "window.requests += count", "window.requests += 1", RATES),

@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"worker"},  # executes: model runner, persistent batch
     {"models"},
     {"lora", "quantization", "layers"},
-    {"attention", "sample", "spec_decode"},
+    {"attention", "pooling", "sample", "spec_decode"},
     {"kernels"},
     {"distributed", "platforms"},
 ]

@@ -99,7 +99,7 @@ class Admission:
         parent = self._forks.parent(request)
         if parent is not None and self._kv.can_fork(parent, request):
             return Start(len(request.token_ids) - 1, parent)
-        if request.core.params.prompt_logprobs is not None:  # they need the whole prompt computed here
+        if request.needs_whole_prompt:
             return Start(0, hit=self._kv.no_hit())
         hit = self._kv.find_hit(request)
         external = self._transfers.match(request, hit.num_tokens)
@@ -122,12 +122,15 @@ class Admission:
         request.scheduled_at = time.monotonic()
 
     def _enter_row(self, request: Request, computed: int) -> NewRow:
-        params = request.core.params
+        params, pooling = request.core.sampling, request.core.pooling
         limit = self._max_model_len
-        if params.max_tokens is not None:
+        if pooling is not None:
+            limit = request.num_prompt_tokens
+        elif params.max_tokens is not None:
             limit = min(limit, request.num_prompt_tokens + params.max_tokens)
         request.state = RequestState.RUNNING
-        row = self._running.add(request, computed, limit)
+        # Rows are planned until they have as many tokens; the result of one that pools counts as its last.
+        row = self._running.add(request, computed, limit + (pooling is not None))
         self._blocks.add(request)
         return NewRow(
             row=row,
@@ -140,6 +143,7 @@ class Admission:
             num_prompt_tokens=request.num_prompt_tokens,
             stop_ids=request.stop_ids,
             token_limit=limit,
+            pooling=pooling,
         )
 
     def _make_room_for(self, request: Request) -> bool:

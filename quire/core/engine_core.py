@@ -17,6 +17,7 @@ from quire.messages.kv_transfer import ConnectorError
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import EngineSummary
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Failure, FinishReason, failure_of
+from quire.pooling.registry import find_pooling_type
 from quire.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger("quire")
@@ -81,11 +82,13 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """All its sequences, or none if that raises."""
         added: list[str] = []
+        if request.pooling is not None and request.pooling.pooling_type is not None:
+            find_pooling_type(request.pooling.pooling_type)  # a wrong one would fail others' steps
         try:
             for sequence in request.sequences():
                 self.scheduler.add_request(sequence)
                 added.append(sequence.request_id)
-                if sequence.params.structured_outputs is not None and not self.grammars.add(sequence):
+                if sequence.sampling.structured_outputs is not None and not self.grammars.add(sequence):
                     self.scheduler.block_for_grammar(sequence.request_id)
         except BaseException:
             self.finish_requests(added)

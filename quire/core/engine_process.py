@@ -165,10 +165,10 @@ class EngineProcess:
         try:
             self.core.add_request(request)
         except ValueError as error:
-            self._end([request.index + i for i in range(request.params.n)], invalid(str(error)))
+            self._end([request.index + i for i in range(request.sampling.n)], invalid(str(error)))
         except Exception as error:
             logger.exception("request %s could not be added", request.request_id)
-            self._end([request.index + i for i in range(request.params.n)], failure_of(error))
+            self._end([request.index + i for i in range(request.sampling.n)], failure_of(error))
 
     def _end(self, indices: list[int], error: RequestError) -> None:
         self._send_outputs(EngineCoreOutputs.ended(indices, FinishReason.ERROR, error))

@@ -65,9 +65,17 @@ class Request:
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end it. Under a grammar an EOS comes only where that allows the end, and counts then."""
-        params = self.core.params
+        params = self.core.sampling
         goes_on = params.ignore_eos and params.structured_outputs is None
         return [*(() if goes_on else self.core.eos_token_ids), *params.stop_token_ids]
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Its result is made of every token of the prompt: none may come from a cache."""
+        pooling = self.core.pooling
+        if pooling is not None:
+            return bool(pooling.skip_reading_prefix_cache)
+        return self.core.sampling.prompt_logprobs is not None
 
     @property
     def has_blocks(self) -> bool:

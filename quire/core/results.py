@@ -16,12 +16,16 @@ NO_TOKEN_ERROR = RequestError(
     ErrorKind.NOT_A_NUMBER,
     "the model's logits hold NaN or allow no token; check the weights, or compute in float32 (--dtype float32)",
 )
+NOT_FINITE_ERROR = RequestError(
+    ErrorKind.NOT_A_NUMBER,
+    "the pooled vector holds NaN or infinity; check the weights, or compute in float32 (--dtype float32)",
+)
 NOT_FINISHED, STOP, LENGTH = (np.int8(r) for r in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH))
 
 
 @dataclass(slots=True)
 class Frame:
-    """A plan in flight: the requests it advances, and for which of them it samples a token."""
+    """A plan in flight: the requests it advances, for which of them it samples a token, and which it has pooled."""
 
     step: int
     rows: np.ndarray
@@ -29,6 +33,7 @@ class Frame:
     requests: np.ndarray
     samples: np.ndarray
     drafts: np.ndarray | None
+    pooled: np.ndarray | None  # None: no row pools
 
 
 @dataclass(slots=True)
@@ -62,8 +67,12 @@ class ResultReader:
         samples: np.ndarray,
         drafts: np.ndarray | None = None,
     ) -> None:
-        """A plan is made: its results will come."""
-        self._frames.append(Frame(step, rows, self._running.generation[rows], requests, samples, drafts))
+        """A plan is made: its results will come. `samples`: rows that have all their tokens computed then."""
+        run, pooled = self._running, None
+        if run.num_pooling:
+            pooled = samples & run.pools[rows]
+            samples = samples & ~pooled
+        self._frames.append(Frame(step, rows, run.generation[rows], requests, samples, drafts, pooled))
 
     def constrained_rows(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
         """Rows of the newest plan that get a token under a grammar, as (place, index of the request). None while a
@@ -115,13 +124,36 @@ class ResultReader:
             self._note_first_tokens(rows, outputs)
         for place in np.flatnonzero(finish).tolist():
             request = run.requests[rows[place]]
-            if stopped[place] and (request.core.params.ignore_eos or last[place] not in request.core.eos_token_ids):
+            if stopped[place] and (request.core.sampling.ignore_eos or last[place] not in request.core.eos_token_ids):
                 outputs.stop_reasons[place] = int(last[place])
             result.finished.append(request)
         if len(missing):
             result.failed = list(run.requests[rows[missing]])
             fail_without_token(outputs, missing)
+        if frame.pooled is not None:
+            self._read_pooled(frame.rows, np.flatnonzero(live & frame.pooled), output, result)
         return result
+
+    def _read_pooled(
+        self, rows: np.ndarray, places: np.ndarray, output: ModelRunnerOutput, result: AppliedStep
+    ) -> None:
+        """Requests at `places` of the plan end with their pooled vectors, as rows behind those that got tokens."""
+        outputs, rows, first = result.outputs, rows[places], len(result.outputs.index)
+        outputs.index = np.concatenate([outputs.index, self._running.index[rows]])
+        outputs.offsets = np.pad(outputs.offsets, (0, len(rows)), mode="edge")
+        outputs.finish = np.concatenate([outputs.finish, np.full(len(rows), STOP)])
+        outputs.num_cached = np.concatenate([outputs.num_cached, self._running.num_cached[rows]])
+        for i, (place, row) in enumerate(zip(places.tolist(), rows.tolist(), strict=True), first):
+            request, data = self._running.requests[row], output.pooled[place]
+            if np.isfinite(data).all():
+                outputs.pooled[i] = data
+                result.finished.append(request)
+            else:
+                outputs.finish[i], outputs.errors[i] = FinishReason.ERROR, NOT_FINITE_ERROR
+                result.failed.append(request)
+            if request.scheduled_at:
+                outputs.scheduled[i] = request.scheduled_at
+            self.num_prompt_tokens += request.num_prompt_tokens
 
     def _accept(
         self, rows: np.ndarray, output: ModelRunnerOutput, sampled: np.ndarray, drafts: np.ndarray

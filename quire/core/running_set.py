@@ -31,6 +31,8 @@ class RunningSet:
         self.index = np.zeros(rows, np.int64)  # the front end's number of the request
         self.constrained = np.zeros(rows, bool)  # by a grammar
         self.num_cached = np.zeros(rows, np.int32)
+        self.pools = np.zeros(rows, bool)
+        self.num_pooling = 0
         self.awaits_first_token = np.zeros(rows, bool)
         self.num_awaiting_first_token = 0
         self.stop_ids = np.full((4, rows), -1, np.int32)  # a column per row: comparing goes along rows
@@ -71,12 +73,13 @@ class RunningSet:
         self.num_tokens[row] = count
         self.num_pending[row] = self.num_frames[row] = self.num_drafts_pending[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.allows_drafts[row] = request.core.params.allows_drafts
+        self.allows_drafts[row] = request.core.sampling.allows_drafts
         self.num_computed[row] = num_computed
         self.token_limit[row] = token_limit
         self.index[row] = request.core.index
-        self.constrained[row] = request.core.params.structured_outputs is not None
+        self.constrained[row] = request.core.sampling.structured_outputs is not None
         self.num_cached[row] = request.num_cached
+        self._set_pools(row, request.core.pooling is not None)
         self._set_awaits_first_token(row, request.scheduled_at > 0)
         self.requests[row] = request
         self._set_stop_ids(row, request)
@@ -89,6 +92,7 @@ class RunningSet:
         request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         del self._sorted[bisect.bisect_left(self._sorted, (request.key, row))]
         self._order = None
+        self._set_pools(row, False)
         self._set_awaits_first_token(row, False)
         self.requests[row] = None
         self.generation[row] += 1
@@ -156,6 +160,10 @@ class RunningSet:
     def _set_awaits_first_token(self, row: int, value: bool) -> None:
         self.num_awaiting_first_token += value - int(self.awaits_first_token[row])
         self.awaits_first_token[row] = value
+
+    def _set_pools(self, row: int, value: bool) -> None:
+        self.num_pooling += value - int(self.pools[row])
+        self.pools[row] = value
 
     def _set_stop_ids(self, row: int, request: Request) -> None:
         ids = request.stop_ids

@@ -17,7 +17,9 @@ from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -50,7 +52,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputStream[Any]] = {}
         self._calls: dict[int, asyncio.Future[dict[str, int]]] = {}
         self._num_calls = 0
         options = self.config.observability
@@ -72,6 +74,8 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(f"generate() takes SamplingParams, got {type(sampling_params).__name__}; encode() pools")
         stream = self._add(prompt, sampling_params, request_id, priority)
         finished = False
         try:
@@ -79,6 +83,28 @@ class AsyncLLM:
                 output = await stream.get()
                 finished = output.finished
                 yield output
+        finally:
+            self._streams.pop(request_id, None)
+            if not finished:
+                self._abort([request_id])
+
+    async def encode(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """One output, with the prompt's pooled vector."""
+        if not isinstance(pooling_params, PoolingParams):
+            raise ValueError(f"encode() takes PoolingParams, got {type(pooling_params).__name__}; generate() samples")
+        stream = self._add(prompt, pooling_params, request_id, priority)
+        finished = False
+        try:
+            output = await stream.get()
+            finished = output.finished
+            yield output
         finally:
             self._streams.pop(request_id, None)
             if not finished:
@@ -148,15 +174,15 @@ class AsyncLLM:
         self._connection.close(timeout)
 
     def _add(
-        self, prompt: Prompt | ParsedPrompt, params: SamplingParams, request_id: str, priority: int
-    ) -> OutputStream:
+        self, prompt: Prompt | ParsedPrompt, params: SamplingParams | PoolingParams, request_id: str, priority: int
+    ) -> OutputStream[Any]:
         self._check_dead()
         self._ensure_listening()
         self._health.check()
         parsed, request = self.input_processor.process(request_id, prompt, params, priority=priority)
         self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
         try:
-            stream = self._streams[request_id] = OutputStream(params.output_kind == RequestOutputKind.DELTA)
+            stream = self._streams[request_id] = OutputStream(request.sampling.output_kind == RequestOutputKind.DELTA)
             self._connection.send(AddRequests([request]))
         except BaseException:
             self._streams.pop(request_id, None)

@@ -12,7 +12,9 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.config.shown import shown
+from quire.engine.pooling_inputs import complete_pooling, hidden_size
 from quire.messages.checks import MAX_INT, check_int, check_text
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import ContentKey, EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
@@ -54,6 +56,7 @@ class InputProcessor:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_logprobs = model.max_logprobs
+        self.hidden_size = hidden_size(model.hf_config)
         classes = processor_classes(model.logits_processors)
         self._allows_extra_args = bool(classes)
         self._validators = validators(classes)
@@ -65,11 +68,11 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt | ParsedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> tuple[ParsedPrompt, EngineCoreRequest]:
-        """The prompt's text and tokens, and one request for all `n` completions."""
+        """The prompt's text and tokens, and one request for all `n` completions, or for the pooled prompt."""
         check_text("request_id", request_id, MAX_REQUEST_ID)
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if priority and not self.allows_priorities:
@@ -79,27 +82,32 @@ class InputProcessor:
             check_text("cache_salt", parsed.cache_salt, MAX_CACHE_SALT)
         if params.truncate_prompt_tokens is not None:
             # A copy: the caller may reuse its prompt with other parameters.
-            kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens)
+            kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens, self._longest(params))
             parsed = dataclasses.replace(parsed, token_ids=kept)
-        self._check(parsed.token_ids, params)
-        resumed = self._resumed(parsed, params) if parsed.output_token_ids else None
+        seed, resumed = 0, None
+        if isinstance(params, PoolingParams):
+            params = self._check_pooling(parsed, params)
+        else:
+            self._check(parsed.token_ids, params)
+            resumed = self._resumed(parsed, params) if parsed.output_token_ids else None
+            if params.bad_words:
+                params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ids = self._array("the prompt", parsed.token_ids)
-        if params.bad_words:
-            params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
         request = EngineCoreRequest(
             request_id=self._prefix + request_id,
             index=self._count + 1,
             prompt_token_ids=ids,
             params=params,
             eos_token_ids=self.eos_token_ids,
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            seed=seed,
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt,
             output_token_ids=resumed,
             content_keys=parsed.content_keys,
         )
-        self._count += params.n
+        self._count += request.sampling.n
         return parsed, request
 
     def parse(self, prompt: Prompt) -> ParsedPrompt:
@@ -136,13 +144,7 @@ class InputProcessor:
             raise ValueError("extra_args are for logits processors; the engine has none (--logits-processors)")
         for validate in self._validators:
             validate(params)
-        if not token_ids:
-            raise ValueError("the prompt is empty; it must have at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.max_model_len} it may have at most "
-                f"{self.max_model_len - 1}, so that one can be generated"
-            )
+        self._check_length(token_ids, params)
         named = {
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids,
@@ -156,6 +158,28 @@ class InputProcessor:
             if count is not None and not everything and (count == ALL_LOGPROBS or count > self.max_logprobs):
                 requested = "all logprobs are requested" if count == ALL_LOGPROBS else f"{name} is {count}"
                 raise ValueError(f"{requested}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")
+
+    def _check_pooling(self, prompt: ParsedPrompt, params: PoolingParams) -> PoolingParams:
+        """The parameters, with defaults filled in."""
+        if prompt.output_token_ids:
+            raise ValueError("output_token_ids are for requests that generate; a prompt to pool has none")
+        self._check_length(prompt.token_ids, params)
+        return complete_pooling(params, self.hidden_size)
+
+    def _longest(self, params: SamplingParams | PoolingParams) -> int:
+        """The longest prompt."""
+        return self.max_model_len if isinstance(params, PoolingParams) else self.max_model_len - 1
+
+    def _check_length(self, token_ids: list[int], params: SamplingParams | PoolingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        longest = self._longest(params)
+        if len(token_ids) > longest:
+            why = ", so that one can be generated" if longest < self.max_model_len else ""
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.max_model_len} it may have at most "
+                f"{longest}{why}"
+            )
 
     def _resumed(self, prompt: ParsedPrompt, params: SamplingParams) -> np.ndarray:
         """The ids after which a request goes on, which must leave it a token to generate."""
@@ -186,9 +210,8 @@ class InputProcessor:
             raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
         return ids.astype(np.int32)
 
-    def _truncate(self, token_ids: list[int], keep: int) -> list[int]:
+    def _truncate(self, token_ids: list[int], keep: int, longest: int) -> list[int]:
         """Keeps the end of the prompt."""
-        longest = self.max_model_len - 1
         if keep > longest:
             raise ValueError(
                 f"truncate_prompt_tokens is {keep}; with max_model_len {self.max_model_len} at most {longest}"

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import time
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
@@ -11,9 +12,9 @@ from quire.engine.core_client import EngineCoreClient, InprocClient, SyncMPClien
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.outputs import RequestOutput
 from quire.engine.resolve_config import resolve_config
 from quire.executor.factory import make_executor
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
@@ -68,7 +69,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt | ParsedPrompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> None:
@@ -85,7 +86,8 @@ class LLMEngine:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         self.client.finish_requests(self.output_processor.drop(ids))
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Any]:
+        """A RequestOutput, or a PoolingRequestOutput of a request that pools, for each that has news."""
         outputs = self.client.get_output()
         if outputs is None:
             return []

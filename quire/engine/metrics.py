@@ -140,6 +140,10 @@ class EngineMetrics:
         self.prompt_tokens += num_prompt_tokens
         self.cached_prompt_tokens += num_cached
 
+    def pooled(self, num_prompt_tokens: int, num_cached: int) -> None:
+        self.prompt_tokens += num_prompt_tokens
+        self.cached_prompt_tokens += num_cached
+
     def between_tokens(self, now: float, before: Mapping[float, int]) -> None:
         """`before` counts the completions with a new token by the time of their previous one, of which few differ."""
         for then, count in before.items():
@@ -152,20 +156,21 @@ class EngineMetrics:
     def ended(
         self,
         times: RequestMetrics,
-        params: SamplingParams,
+        params: SamplingParams | None,
         num_prompt_tokens: int,
         num_cached: int,
         num_tokens: Sequence[int],
     ) -> None:
-        """A request finished with all its completions; `num_tokens` is per completion."""
+        """A request finished with all its completions; `num_tokens` is per completion. `params`: None if it pools."""
         longest = max(num_tokens)
         self.request_prompt_tokens.add(num_prompt_tokens)
         self.request_computed_tokens.add(num_prompt_tokens - num_cached)
         self.request_generation_tokens.add(sum(num_tokens))
         self.request_longest.add(longest)
-        self.request_n.add(params.n)
-        if params.max_tokens is not None:
-            self.request_max_tokens.add(params.max_tokens)
+        if params is not None:
+            self.request_n.add(params.n)
+            if params.max_tokens is not None:
+                self.request_max_tokens.add(params.max_tokens)
         assert times.finished_time is not None
         self.latency.add(times.finished_time - times.arrival_time)
         for observations, seconds in (
@@ -239,7 +244,7 @@ HELP = {
     "quire:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "quire:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "quire:iteration_tokens_total": "Tokens per engine step.",
-    "quire:prompt_tokens": "Prompt tokens of requests that got their first token.",
+    "quire:prompt_tokens": "Prompt tokens of requests that got their first token or pooled vector.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",
     "quire:generation_tokens": "Tokens generated.",
     "quire:request_success": "Finished completions, by reason.",

@@ -10,6 +10,7 @@ import numpy as np
 from quire.engine.completion import Completion
 from quire.engine.metrics import EngineMetrics
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -25,12 +26,13 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
+EngineOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 Entry = dict[int, Logprob]  # the token itself first, then the most likely
 
 
 @dataclass(slots=True)
 class UserRequest:
-    """A user's request: one or more completions of one prompt."""
+    """A user's request: one or more completions of one prompt. One that pools has a completion without tokens."""
 
     request_id: str
     core_id: str
@@ -46,6 +48,8 @@ class UserRequest:
     num_cached: int | None = None
     prompt_logprobs: list[Entry | None] | None = None
     error: RequestError | None = None
+    pools: bool = False
+    pooled: np.ndarray | None = None
 
     @property
     def indices(self) -> range:
@@ -79,7 +83,7 @@ class OutputProcessor:
         """`request` is the core's. Completions are created at their first token."""
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; ids must be unique among unfinished requests")
-        params = request.params
+        params = request.sampling
         user = UserRequest(
             request_id,
             request.request_id,
@@ -93,6 +97,7 @@ class OutputProcessor:
             resumed_token_ids=[] if request.output_token_ids is None else request.output_token_ids.tolist(),
             completions=[None] * params.n,
             prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
+            pools=request.pooling is not None,
         )
         self._running.update(dict.fromkeys(user.indices, user))
         self._requests[request_id] = user
@@ -109,7 +114,7 @@ class OutputProcessor:
         running = [i for i in request.indices if self._running.pop(i, None) is not None]
         return [sequence_id(request.core_id, i - request.index) for i in running]
 
-    def aborted(self, request_id: str) -> RequestOutput:
+    def aborted(self, request_id: str) -> EngineOutput:
         """The last output of a request that is about to be dropped."""
         request = self._requests[request_id]
         completions = self._all_completions(request)
@@ -117,18 +122,18 @@ class OutputProcessor:
             completion.finish(str(FinishReason.ABORT), None)
         request.num_running = 0
         self._record_end(request, time.monotonic())
-        return _output(request, [completion.output() for completion in completions])
+        return self._final_output(request)
 
     def process(
         self, outputs: EngineCoreOutputs, prompt_entries: list[list[Entry] | None] | None = None
-    ) -> tuple[list[RequestOutput], list[str]]:
+    ) -> tuple[list[EngineOutput], list[str]]:
         """Process one step. Returns outputs for the requests whose output_kind wants one now, and the core's ids of
         completions that finish here: at a stop string, at repetition, or because detokenization failed."""
         now = time.monotonic()
         tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
         logprobs_at = {} if outputs.logprobs is None else {int(p): i for i, p in enumerate(outputs.logprobs.position)}
         self.metrics.generated(len(tokens))
-        ready: list[RequestOutput] = []
+        ready: list[EngineOutput] = []
         ended: list[str] = []
         for i, part in enumerate(outputs.prompt_logprobs):
             self._add_prompt_logprobs(part, prompt_entries[i] if prompt_entries else None, ready, ended)
@@ -154,6 +159,8 @@ class OutputProcessor:
                 if finish[i]:
                     completion.finish(str(FinishReason(finish[i])), outputs.stop_reasons.get(i))
                     request.error = outputs.errors.get(i, request.error)
+                    if i in outputs.pooled:
+                        self._record_pooled(request, outputs, i)
                 elif completion.finish_reason is not None:
                     ended.append(completion.core_id)
                 if completion.finish_reason is not None:
@@ -161,7 +168,7 @@ class OutputProcessor:
                 if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
                     ready.append(_output(request, [completion.output()]))
                 elif request.num_running == 0:
-                    ready.append(_output(request, [one.output() for one in self._all_completions(request)]))
+                    ready.append(self._final_output(request))
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # also panics of Rust libraries
@@ -169,7 +176,7 @@ class OutputProcessor:
         self.metrics.between_tokens(now, token_before)
         return ready, ended
 
-    def _fail(self, request: UserRequest, error: BaseException, ready: list[RequestOutput], ended: list[str]) -> None:
+    def _fail(self, request: UserRequest, error: BaseException, ready: list[EngineOutput], ended: list[str]) -> None:
         """A request's outputs could not be processed: finish it, alone, with an error output."""
         logger.error("request %s failed in the front end", request.request_id, exc_info=error)
         if request.request_id in self._requests:
@@ -180,6 +187,9 @@ class OutputProcessor:
         request.num_running = 0
         request.error = failure_of(error)
         reason = str(FinishReason.ERROR)
+        if request.pools:
+            ready.append(_pooling_output(request, reason))
+            return
         wrong = [CompletionOutput(i, "", [], finish_reason=reason) for i in range(len(request.completions))]
         ready.append(_output(request, wrong))
 
@@ -197,6 +207,21 @@ class OutputProcessor:
             completion or self._completion(request, index)
             for index, completion in zip(request.indices, request.completions, strict=True)
         ]
+
+    def _final_output(self, request: UserRequest) -> EngineOutput:
+        """With all completions."""
+        completions = self._all_completions(request)
+        if request.pools:
+            return _pooling_output(request, completions[0].finish_reason)
+        return _output(request, [completion.output() for completion in completions])
+
+    def _record_pooled(self, request: UserRequest, outputs: EngineCoreOutputs, row: int) -> None:
+        request.pooled = outputs.pooled[row]
+        request.num_cached = int(outputs.num_cached[row])
+        scheduled = outputs.scheduled.get(row)
+        if scheduled is not None:
+            request.metrics.first_scheduled_time = scheduled + request.clock
+        self.metrics.pooled(len(request.prompt_token_ids), request.num_cached)
 
     def _record_first_token(self, request: UserRequest, num_cached: int, scheduled: float | None, now: float) -> None:
         """Record the request's first token."""
@@ -223,7 +248,8 @@ class OutputProcessor:
         if request.num_running == 0:
             self._record_end(request, now)
             num_prompt, num_cached = len(request.prompt_token_ids), request.num_cached or 0
-            self.metrics.ended(request.metrics, request.params, num_prompt, num_cached, request.num_tokens)
+            params = None if request.pools else request.params
+            self.metrics.ended(request.metrics, params, num_prompt, num_cached, request.num_tokens)
             del self._requests[request.request_id]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
@@ -263,7 +289,7 @@ class OutputProcessor:
         ]
 
     def _add_prompt_logprobs(
-        self, part: PromptLogprobs, entries: list[Entry] | None, ready: list[RequestOutput], ended: list[str]
+        self, part: PromptLogprobs, entries: list[Entry] | None, ready: list[EngineOutput], ended: list[str]
     ) -> None:
         request = self._running.get(part.owner)
         if request is None:
@@ -305,6 +331,21 @@ def _output(request: UserRequest, outputs: list[CompletionOutput]) -> RequestOut
         finished=request.num_running == 0,
         num_cached_tokens=request.num_cached,
         prompt_logprobs=request.prompt_logprobs,
+        metrics=request.metrics,
+        error=None if error is None else error.message,
+        error_kind=None if error is None else error.kind,
+    )
+
+
+def _pooling_output(request: UserRequest, finish_reason: str | None) -> PoolingRequestOutput[PoolingOutput]:
+    error, data = request.error, request.pooled
+    return PoolingRequestOutput(
+        request_id=request.request_id,
+        outputs=PoolingOutput(data if data is not None else np.empty(0, np.float32)),
+        prompt_token_ids=request.prompt_token_ids,
+        finished=True,
+        num_cached_tokens=request.num_cached,
+        finish_reason=finish_reason,
         metrics=request.metrics,
         error=None if error is None else error.message,
         error_kind=None if error is None else error.kind,

@@ -1,21 +1,26 @@
 """A request's output stream to one consumer, which may be slower than the engine."""
 
 import asyncio
+from typing import Generic, TypeVar
 
 from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+
+Output = TypeVar("Output", RequestOutput, PoolingRequestOutput[PoolingOutput])
 
 
-class OutputStream:
+class OutputStream(Generic[Output]):
     """Buffers at most one output: later ones are merged into it until the consumer reads it."""
 
     def __init__(self, merge_deltas: bool) -> None:
         self._merge_deltas = merge_deltas
-        self._buffered: RequestOutput | None = None
+        self._buffered: Output | None = None
         self._error: Exception | None = None
         self._available = asyncio.Event()
 
-    def put(self, output: RequestOutput) -> None:
-        if self._buffered is not None:
+    def put(self, output: Output) -> None:
+        if isinstance(self._buffered, RequestOutput):
+            assert isinstance(output, RequestOutput)
             output.outputs = self._merged(self._buffered.outputs, output.outputs)
         self._buffered = output
         self._available.set()
@@ -24,7 +29,7 @@ class OutputStream:
         self._error = error
         self._available.set()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Output:
         await self._available.wait()
         output, self._buffered = self._buffered, None
         if output is None:

@@ -1,8 +1,8 @@
-"""Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`."""
+"""Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`, `encode`, `embed`."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
@@ -10,13 +10,19 @@ from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
+from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
 from quire.entrypoints.interruption import interruption
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.entrypoints.chat_renderer import ChatRenderer
+
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+# What takes the other kind of parameters.
+OTHER_METHODS = {SamplingParams: "encode and embed take PoolingParams", PoolingParams: "generate takes SamplingParams"}
 
 
 class LLM:
@@ -49,7 +55,7 @@ class LLM:
         All prompts are checked before any runs: after an error the engine is unchanged.
         """
         many = _as_prompts(prompts)
-        params = self._per_prompt(sampling_params, len(many))
+        params = self._sampling_params(sampling_params, len(many))
         priorities = list(priority) if priority is not None else [0] * len(many)
         if len(priorities) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(priorities)} priorities; give one for each")
@@ -74,7 +80,7 @@ class LLM:
         from quire.entrypoints.chat_renderer import read_template
 
         conversations = [messages] if _is_conversation(messages) else list(messages)
-        params = self._per_prompt(sampling_params, len(conversations))
+        params = self._sampling_params(sampling_params, len(conversations))
         prompts = self._chat_renderer.prompts(
             conversations,
             chat_template=None if chat_template is None else read_template(chat_template),
@@ -127,6 +133,49 @@ class LLM:
                 sequence.text = engine.tokenizer.decode(sequence.tokens, skip_special_tokens=False)
         return results
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A vector for each prompt, made of its hidden states: `outputs.data`, float32.
+
+        `truncate_prompt_tokens` and `pooling_task` are for requests whose parameters do not have them.
+        """
+        many = _as_prompts(prompts)
+        given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens)
+        params = [
+            one.replace_unchecked(
+                task=one.task or given.task,
+                truncate_prompt_tokens=one.truncate_prompt_tokens or given.truncate_prompt_tokens,
+            )
+            for one in _per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
+        ]
+        parsed = self.llm_engine.input_processor.parse_many(many)
+        return self._run(self._add_all(parsed, params, [0] * len(many)), use_tqdm, "Pooling")
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt: `outputs.embedding`, a list of numbers."""
+        found = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            pooling_task="embed",
+        )
+        return [as_embedding(output) for output in found]
+
     @cached_property
     def _chat_renderer(self) -> "ChatRenderer":
         from quire.entrypoints.chat_renderer import ChatRenderer
@@ -158,21 +207,25 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _per_prompt(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise ValueError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one for each")
-        return list(params)
+    def _sampling_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        given = self.get_default_sampling_params() if params is None else params
+        return [
+            one.replace_unchecked(output_kind=RequestOutputKind.FINAL_ONLY)
+            for one in _per_prompt(given, SamplingParams, count)
+        ]
 
-    def _add_all(self, prompts: list[ParsedPrompt], params: list[SamplingParams], priorities: list[int]) -> list[str]:
+    def _add_all(
+        self,
+        prompts: list[ParsedPrompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        priorities: list[int],
+    ) -> list[str]:
         ids: list[str] = []
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
                 self._counter += 1
-                one = one.replace_unchecked(output_kind=RequestOutputKind.FINAL_ONLY)
                 self.llm_engine.add_request(str(self._counter), prompt, one, priority=priority)
                 ids.append(str(self._counter))
         except BaseException:
@@ -184,10 +237,10 @@ class LLM:
         self._counter += 1
         return str(self._counter)
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    def _run(self, ids: list[str], use_tqdm: bool, doing: str = "Generating") -> list[Any]:
+        done: dict[str, Any] = {}
         wanted = set(ids)
-        progress = Progress(len(ids)) if use_tqdm else None
+        progress = Progress(len(ids), doing) if use_tqdm else None
         try:
             with interruption() as interrupted:
                 while len(done) < len(ids):
@@ -209,20 +262,36 @@ class LLM:
 
 
 class Progress:
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, doing: str = "Generating") -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True)
+        self.bar = tqdm(total=total, desc=doing, unit="prompt", dynamic_ncols=True)
         self.tokens = 0
 
-    def update(self, output: RequestOutput) -> None:
-        self.tokens += sum(len(c.token_ids) for c in output.outputs)
+    def update(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
+        if isinstance(output, RequestOutput):
+            self.tokens += sum(len(c.token_ids) for c in output.outputs)
+        else:
+            self.tokens += len(output.prompt_token_ids)
         rate = self.tokens / max(1e-9, self.bar.format_dict["elapsed"])
         self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
         self.bar.update()
 
     def close(self) -> None:
         self.bar.close()
+
+
+def _per_prompt(params: Params | Sequence[Params], kind: type[Params], count: int) -> list[Params]:
+    if isinstance(params, kind):
+        return [params] * count
+    given = [params] if isinstance(params, (SamplingParams, PoolingParams)) else list(params)
+    wrong = next((one for one in given if not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise ValueError(f"this takes {kind.__name__}, got {type(wrong).__name__}; {OTHER_METHODS[kind]}")
+    if len(given) != count:
+        name = "sampling_params" if kind is SamplingParams else "pooling_params"
+        raise ValueError(f"{count} prompts but {len(given)} {name}; give one for all, or one for each")
+    return given
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

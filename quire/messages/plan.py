@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.messages.sampling_params import SamplingParams
 
@@ -22,11 +23,14 @@ class NewRow:
     token_ids: np.ndarray  # int32: prompt, and tokens generated before a preemption
     num_computed: int
     block_ids: list[list[int]]  # per group
-    params: SamplingParams
+    params: SamplingParams  # of a row that pools NO_SAMPLING
     seed: int
     num_prompt_tokens: int
     stop_ids: list[int]  # tokens that finish it
-    token_limit: int  # the most tokens it may have: prompt and max_tokens, or max_model_len
+    token_limit: (
+        int  # the most tokens it may have: prompt and max_tokens, or max_model_len; of one that pools its prompt
+    )
+    pooling: PoolingParams | None = None  # the row pools: nothing is drawn for it
 
 
 @dataclass(slots=True)
@@ -77,10 +81,12 @@ class DeviceLostError(RuntimeError):
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """One result per plan row. The sampled token is discarded for rows with known tokens left to compute."""
+    """One result per plan row. The sampled token is discarded for rows with known tokens left to compute and for
+    rows that pool; where all rows pool there is none."""
 
     token_ids: np.ndarray  # [n, 1 + k] int32
     num_sampled: np.ndarray  # [n] int32
     logprobs: Logprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float32, by plan row that pools and is done
     transfers: tuple[FinishedTransfers, ...] = ()  # by KV connector

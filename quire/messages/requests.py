@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from quire.messages.sampling_params import SamplingParams
+from quire.messages.pooling_params import PoolingParams
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_ERROR_CHARACTERS = 4096
 
@@ -74,14 +75,20 @@ class ContentKey(msgspec.Struct, frozen=True):
     key: bytes
 
 
+# A request that pools is run like one that generates one token. Where a step draws for its row, that is discarded.
+NO_SAMPLING = SamplingParams(
+    temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
+
+
 class EngineCoreRequest(msgspec.Struct):
-    """A tokenized, validated request for `params.n` completions, or one of its sequences. `index` is the front end's
-    number for it, used in outputs; a request's sequences have consecutive ones."""
+    """A tokenized, validated request for `params.n` completions, or one of its sequences; or for the prompt's pooled
+    vector. `index` is the front end's number for it, used in outputs; a request's sequences have consecutive ones."""
 
     request_id: str
     index: int
     prompt_token_ids: np.ndarray  # int32
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     eos_token_ids: tuple[int, ...]
     seed: int
     arrival_time: float
@@ -92,14 +99,22 @@ class EngineCoreRequest(msgspec.Struct):
     content_keys: tuple[ContentKey, ...] = ()
     fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
 
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.params if isinstance(self.params, SamplingParams) else NO_SAMPLING
+
+    @property
+    def pooling(self) -> PoolingParams | None:
+        return self.params if isinstance(self.params, PoolingParams) else None
+
     def sequences(self) -> Iterator["EngineCoreRequest"]:
         """One per completion: the first computes the prompt, the others fork from it. Prompt and parameters are sent
         once and shared."""
         yield self
-        forked = self.params
+        forked = self.sampling
         if forked.prompt_logprobs is not None:
             forked = forked.replace_unchecked(prompt_logprobs=None)
-        for i in range(1, self.params.n):
+        for i in range(1, forked.n):
             sibling = copy.copy(self)
             sibling.request_id, sibling.index = sequence_id(self.request_id, i), self.index + i
             sibling.seed, sibling.params, sibling.fork_of = child_seed(self.seed, i), forked, self.request_id
@@ -170,6 +185,7 @@ class EngineCoreOutputs(msgspec.Struct):
     scheduled: dict[int, float] = {}  # row -> when it was first scheduled (monotonic), where this is its first token
     logprobs: Logprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = []
+    pooled: dict[int, np.ndarray] = {}  # row -> float32, of requests that pool, which finish so
     stats: SchedulerStats | None = None
 
     @classmethod
@@ -214,5 +230,6 @@ class EngineCoreOutputs(msgspec.Struct):
             scheduled={new_row[row]: at for row, at in self.scheduled.items() if row in new_row},
             logprobs=logprobs,
             prompt_logprobs=[part for part in self.prompt_logprobs if low <= part.owner < high],
+            pooled={new_row[row]: data for row, data in self.pooled.items() if row in new_row},
             stats=self.stats,
         )

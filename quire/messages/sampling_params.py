@@ -80,7 +80,7 @@ class ReasoningTokens(msgspec.Struct, kw_only=True):
             check_bool("open", self.open)
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True):
     """Names, defaults and meaning follow vLLM. Every value is checked here, with its range in the error."""
 
     n: int = 1
@@ -188,10 +188,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 check_int(name, getattr(self, name), ALL_LOGPROBS, MAX_COUNT, "0 or more, or -1 for all")
         if self.thinking_token_budget is not None:
             check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
-        if self.truncate_prompt_tokens is not None:
-            allowed = "1 or more, or -1 for the model's limit"
-            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT, allowed)
-            check(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, allowed)
+        check_truncation(self.truncate_prompt_tokens)
 
     def _check_tokens(self) -> None:
         check_tokens("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -255,6 +252,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name, value in changes.items():
             setattr(copied, name, value)
         return copied
+
+
+def check_truncation(count: Any) -> None:
+    if count is not None:
+        allowed = "1 or more, or -1 for the model's limit"
+        check_int("truncate_prompt_tokens", count, -1, MAX_COUNT, allowed)
+        check(count != 0, "truncate_prompt_tokens", 0, allowed)
 
 
 def as_list(name: str, values: Any, most: int) -> list[Any]:

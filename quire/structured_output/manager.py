@@ -87,7 +87,7 @@ class StructuredOutputManager:
 
     def add(self, request: EngineCoreRequest) -> bool:
         """Whether the request can run now. If not, `ready` or `failures` will report it later."""
-        spec = request.params.structured_outputs
+        spec = request.sampling.structured_outputs
         if spec is None:
             raise ValueError(f"request {request.request_id!r} has no structured_outputs")
         try:
@@ -211,7 +211,7 @@ class StructuredOutputManager:
     def _set_end_tokens(self, constrained: Constrained, num_tokens: int, row: np.ndarray) -> None:
         """Allow all end tokens where the grammar's own is allowed; before min_tokens none, unless the grammar allows
         nothing else."""
-        params = constrained.request.params
+        params = constrained.request.sampling
         if is_set(row, constrained.end_ids[0]):
             for token in constrained.end_ids:
                 set_bit(row, token, True)
@@ -241,7 +241,7 @@ class StructuredOutputManager:
             special = self.registry.vocabulary.special_ids
             first = self.registry.vocabulary.end_id
             ends = dict.fromkeys(
-                [first, *request.eos_token_ids, *(i for i in request.params.stop_token_ids if i in special)]
+                [first, *request.eos_token_ids, *(i for i in request.sampling.stop_token_ids if i in special)]
             )
             constrained = Constrained(request, list(ends), compiled.matcher(), gate=self._gate(request))
         except (KeyboardInterrupt, SystemExit):
@@ -256,7 +256,7 @@ class StructuredOutputManager:
             self._advance(constrained, request.output_token_ids.tolist())
 
     def _gate(self, request: EngineCoreRequest) -> ReasoningGate | None:
-        reasoning = request.params.reasoning
+        reasoning = request.sampling.reasoning
         return None if reasoning is None else ReasoningGate(reasoning, self.registry.vocabulary.tokenizer.token_bytes)
 
     @staticmethod
@@ -269,7 +269,7 @@ class StructuredOutputManager:
 
     def _fail(self, request: EngineCoreRequest, error: RequestError) -> None:
         self.drop([request.request_id])
-        spec = request.params.structured_outputs
+        spec = request.sampling.structured_outputs
         field = spec.field if spec is not None else "structured_outputs"
         named = RequestError(error.kind, f"{field}: {error.message}")
         self.failures.append(Failure(request.request_id, request.index, named))

@@ -1,6 +1,7 @@
 """Executes plans: applies their changes to the rows, runs the model, samples."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.models.base import LanguageModel
+from quire.pooling.pooler import Pooler
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.spec_decode.proposer import Proposer
@@ -46,6 +48,7 @@ class PendingStep:
     rows: torch.Tensor | None = None  # [n or more]: the plan's, then padding
     logits: torch.Tensor | None = None  # [as many, vocab]
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: Pending[dict[int, np.ndarray]] | None = None
 
 
 class ModelRunner:
@@ -86,6 +89,7 @@ class ModelRunner:
         self.block_sizes = [group.spec.block_size for group in config.groups]
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
         self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
+        self.pooler = Pooler()
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
         # Tensor i backs layer i of every group.
@@ -193,8 +197,10 @@ class ModelRunner:
         return Pending(make, sampled.token_ids.int(), *arrays)
 
     def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Adds prompt logprobs, and the requests whose KV transfers have finished."""
+        """Adds prompt logprobs, pooled vectors, and the requests whose KV transfers have finished."""
         output.prompt_logprobs = step.prompt_logprobs
+        if step.pooled is not None:
+            output.pooled = step.pooled.result()
         if self.transfers is not None:
             output.transfers = self.transfers.get_finished()
         return output
@@ -203,10 +209,12 @@ class ModelRunner:
         for row in plan.finished_rows:
             self.sampler.remove_row(row)
             self.prompt_logprobs.remove_row(row)
+            self.pooler.remove_row(row)
         self.rows.add(plan.new_rows)
         for new in plan.new_rows:
             self.sampler.add_row(new)
             self.prompt_logprobs.add_row(new)
+            self.pooler.add_row(new)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
             copies = np.array(plan.block_copies)
@@ -218,7 +226,7 @@ class ModelRunner:
         plan = pending.plan
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
-        if self.graphs is not None and self._layer_hooks is None and not self.prompt_logprobs.needed(plan):
+        if self.graphs is not None and self._layer_hooks is None and not self._needs_hidden(plan):
             replayed = None
             if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len)
@@ -251,8 +259,11 @@ class ModelRunner:
             prefix if prefix_len else None,
             has_decode_rows=bool((plan.num_tokens == 1).any()),
         )
-        pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
+        if not self.pooler.pools_all(plan):
+            pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
         pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
+        if pooled := self.pooler.pool(plan, hidden):
+            pending.pooled = _to_host(pooled)
 
     @torch.inference_mode()
     def compile_kernels(self, max_tokens: int) -> None:
@@ -358,12 +369,25 @@ class ModelRunner:
         parts = iter(copied)
         return [None if part is None else next(parts).view(-1, 2) for part in planned] if copied else None
 
+    def _needs_hidden(self, plan: SchedulerOutput) -> bool:
+        """Whether logits, which are all that graphs return, are not enough."""
+        return self.prompt_logprobs.needed(plan) or self.pooler.needed(plan)
+
     def _shared_prefix(self, plan: SchedulerOutput) -> int:
         """Length of the prefix that all rows share, if attending to it once for all is faster; else 0."""
         if len(self.rows.block_sizes) != 1 or len(plan.rows) < MIN_SHARING_ROWS or not plan.common_prefix_blocks:
             return 0
         length = plan.common_prefix_blocks[0] * self.block_sizes[0]
         return length if length >= MIN_SHARED_PREFIX else 0
+
+
+def _to_host(pooled: list[tuple[list[int], torch.Tensor]]) -> Pending[dict[int, np.ndarray]]:
+    """By place in the plan."""
+    places = [place for part, _ in pooled for place in part]
+    return Pending(
+        lambda *arrays: dict(zip(places, itertools.chain.from_iterable(arrays), strict=True)),
+        *(vectors for _, vectors in pooled),
+    )
 
 
 def _nothing_sampled() -> ModelRunnerOutput:

@@ -25,6 +25,7 @@ from quire.messages.kv_cache import (
     StateSpec,
 )
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 
@@ -45,6 +46,11 @@ def expected_tokens(prompt, max_tokens, seed=0, stop_ids=(), max_model_len=10**9
         if token in stop_ids:
             break
     return out
+
+
+def expected_pooled(prompt, whole: bool) -> list[float]:
+    """As FakeWorker pools: the last token's context, and the sum of all tokens where the whole prompt is needed."""
+    return [next_token(np.asarray(prompt), 0), sum(prompt) if whole else 0]
 
 
 def spec(block_size=4, window=None) -> KVCacheSpec:
@@ -116,7 +122,8 @@ class FakeWorker:
             self.rows.pop(row, None)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a row was given away twice"
-            assert new.token_limit == min(self.max_model_len, new.num_prompt_tokens + new.params.max_tokens)
+            most_new = 0 if new.pooling is not None else new.params.max_tokens
+            assert new.token_limit == min(self.max_model_len, new.num_prompt_tokens + most_new)
             self.rows[new.row] = {
                 "tokens": list(new.token_ids),
                 "computed": new.num_computed,
@@ -124,6 +131,8 @@ class FakeWorker:
                 "seed": new.seed,
                 "limit": new.token_limit,
                 "drafts": self.propose(new.token_ids, new.seed, MOST_DRAFTS),
+                "pooling": new.pooling,
+                "sum": 0,
             }
         appended = plan.appended
         for row, group, position, block in zip(
@@ -140,9 +149,14 @@ class FakeWorker:
         drafts = self._num_drafts(plan)
         tokens = np.full((len(plan.rows), 1 + max(drafts, default=0)), -7, np.int32)
         num_sampled = np.zeros(len(plan.rows), np.int32)
+        pooled: dict[int, np.ndarray] = {}
         for i, (r, n) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             row = self.rows[int(r)]
             row["computed"] += int(n) - drafts[i]
+            if row["pooling"] is not None:
+                assert not drafts[i], "drafts of a row that pools"
+                self._pool(row, int(n), i, pooled)
+                continue
             held = row["drafts"][: drafts[i]]
             if row["computed"] == len(row["tokens"]):
                 for j in range(drafts[i] + 1):
@@ -159,7 +173,15 @@ class FakeWorker:
                     self.num_accepted += 1
                 row["computed"] = len(row["tokens"]) - 1
                 row["drafts"] = self.propose(np.asarray(row["tokens"]), row["seed"], MOST_DRAFTS)
-        return ModelRunnerOutput(tokens, num_sampled)
+        return ModelRunnerOutput(tokens, num_sampled, pooled=pooled)
+
+    def _pool(self, row: dict, count: int, place: int, pooled: dict[int, np.ndarray]) -> None:
+        """Accumulates chunks; a vector if the prompt is complete."""
+        if row["pooling"].skip_reading_prefix_cache:
+            row["sum"] += sum(row["tokens"][row["computed"] - count : row["computed"]])
+        if row["computed"] == len(row["tokens"]):
+            self._check_context(row)
+            pooled[place] = np.array([next_token(np.asarray(row["tokens"]), 0), row["sum"]], np.float32)
 
     @staticmethod
     def _num_drafts(plan: SchedulerOutput) -> list[int]:
@@ -248,13 +270,25 @@ class FakeEngine:
         self.depth = depth
         self.in_flight: deque = deque()
         self.tokens: dict[str, list[int]] = {}
+        self.pooled: dict[str, list[float]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.order: list[str] = []
         self.names: dict[int, str] = {}
         self.steps = 0
 
     def add(
-        self, name, prompt, max_tokens=8, seed=0, priority=0, fork_of=None, salt=None, stop=(), eos=(), **params
+        self,
+        name,
+        prompt,
+        max_tokens=8,
+        seed=0,
+        priority=0,
+        fork_of=None,
+        salt=None,
+        stop=(),
+        eos=(),
+        pooling: PoolingParams | None = None,
+        **params,
     ) -> None:
         index = len(self.names)
         self.names[index] = name
@@ -264,7 +298,8 @@ class FakeEngine:
                 request_id=name,
                 index=index,
                 prompt_token_ids=np.asarray(prompt, np.int32),
-                params=SamplingParams(temperature=1.0, max_tokens=max_tokens, stop_token_ids=list(stop), **params),
+                params=pooling
+                or SamplingParams(temperature=1.0, max_tokens=max_tokens, stop_token_ids=list(stop), **params),
                 eos_token_ids=tuple(eos),
                 seed=seed,
                 arrival_time=0.0,
@@ -293,6 +328,8 @@ class FakeEngine:
         for i, index in enumerate(outputs.index):
             name = self.names[int(index)]
             self.tokens[name] += outputs.token_ids[outputs.offsets[i] : outputs.offsets[i + 1]].tolist()
+            if i in outputs.pooled:
+                self.pooled[name] = outputs.pooled[i].tolist()
             if outputs.finish[i]:
                 self.finish[name] = FinishReason(outputs.finish[i])
                 self.order.append(name)

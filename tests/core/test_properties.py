@@ -5,8 +5,17 @@ from hypothesis import strategies as st
 
 from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import FinishReason
-from tests.core.fake_engine import MOST_DRAFTS, PROPOSERS, FakeEngine, expected_tokens, spec, state_spec
+from tests.core.fake_engine import (
+    MOST_DRAFTS,
+    PROPOSERS,
+    FakeEngine,
+    expected_pooled,
+    expected_tokens,
+    spec,
+    state_spec,
+)
 from tests.properties import SEARCH
 
 MAX_LEN = 40
@@ -29,13 +38,17 @@ def workloads(draw):
     for _ in range(draw(st.integers(1, 9))):
         own = draw(st.lists(st.integers(0, 9), max_size=14))
         prompt = (prefix if draw(st.booleans()) else []) + own or [3]
+        pools = draw(st.sampled_from([None, None, None, "a prefix may be cached", "the whole prompt"]))
+        if pools and draw(st.booleans()):
+            prompt = (prompt * MAX_LEN)[:MAX_LEN]  # no room for a token more
         requests.append(
             {
                 "prompt": prompt,
                 "max_tokens": draw(st.integers(1, 14)),
                 "seed": draw(st.integers(0, 3)),
                 "priority": draw(st.integers(0, 2)),
-                "forks": draw(st.sampled_from([0, 0, 0, 1, 2])),
+                "forks": 0 if pools else draw(st.sampled_from([0, 0, 0, 1, 2])),
+                "pools": pools,
                 "arrives": draw(st.integers(0, 12)),
                 "aborts": draw(st.one_of(st.none(), st.none(), st.integers(1, 15))),
                 "stop": draw(st.sampled_from([(), (), tuple(range(0, 50, 7))])),
@@ -82,6 +95,8 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
                     engine.add(
                         name, r["prompt"], r["max_tokens"], r["seed"] + fork, r["priority"],
                         fork_of=f"{i}.0" if fork else None, salt=r["salt"], stop=r["stop"],
+                        pooling=PoolingParams(skip_reading_prefix_cache=r["pools"] == "the whole prompt")
+                        if r["pools"] else None,
                     )  # fmt: skip
                 if r["aborts"] is not None and r["arrives"] + r["aborts"] == clock and fork == 0:
                     engine.abort(name)
@@ -90,6 +105,12 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
         clock += 1
         assert clock < 3000, "a request starves"
     for name, (r, seed) in names.items():
+        if r["pools"]:
+            assert not engine.tokens[name]
+            if engine.finish[name] != FinishReason.ABORT:
+                assert engine.finish[name] == FinishReason.STOP
+                assert engine.pooled[name] == expected_pooled(r["prompt"], r["pools"] == "the whole prompt")
+            continue
         expected = expected_tokens(r["prompt"], r["max_tokens"], seed, r["stop"], MAX_LEN)
         if engine.finish[name] == FinishReason.ABORT:
             expected = expected[: len(engine.tokens[name])]

@@ -2,6 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine, Unreadable
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RepetitionDetection, SamplingParams
@@ -29,6 +30,19 @@ def test_requests_survive_the_way(num_tokens):
     (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
     assert np.array_equal(got.prompt_token_ids, sent.prompt_token_ids) and got.prompt_token_ids.dtype == np.int32
     assert got.params == sent.params and got.seed == sent.seed and got.eos_token_ids == (2, 3)
+
+
+def test_a_request_that_pools_is_told_apart_on_arrival():
+    pooling = request(5)
+    pooling.params = PoolingParams(pooling_type="MEAN", dimensions=8, use_activation=False)
+    got = Codec(ToEngine).decode(Codec().encode(AddRequests([request(5), pooling]))).requests
+    assert [one.params for one in got] == [SamplingParams(), pooling.params]
+    assert got[0].pooling is None and got[1].pooling == pooling.params
+    assert got[1].sampling.max_tokens == 1 and list(got[1].sequences()) == [got[1]]
+    message = msgspec.msgpack.decode(Codec().encode(AddRequests([pooling]))[0])
+    message["requests"][0]["params"]["dimensions"] = 0
+    with pytest.raises(ValueError, match="dimensions is 0"):
+        Codec(ToEngine).decode([msgspec.msgpack.encode(message)])
 
 
 def test_a_request_for_many_completions_is_sent_once_and_shared():
@@ -85,13 +99,15 @@ def test_a_front_end_s_part_of_the_outputs():
         finish=np.zeros(4, np.int8),
         num_cached=np.zeros(4, np.int32),
         scheduled={2: 1.5, 3: 2.5},
+        pooled={0: np.zeros(3, np.float32), 1: np.arange(1000, dtype=np.float32)},
         stats=SchedulerStats(time=3.0, step_tokens=tuple(range(14))),
     )
     part = all_of_them.select(20, 30)
     assert part.index.tolist() == [21, 22] and part.token_ids.tolist() == [1, 2, 3]
-    assert part.scheduled == {1: 1.5}
+    assert part.scheduled == {1: 1.5} and list(part.pooled) == [0]
     got = Codec(FromEngine).decode(Codec().encode(Outputs(part))).outputs
     assert got.scheduled == {1: 1.5} and got.stats == all_of_them.stats
+    assert np.array_equal(got.pooled[0], np.arange(1000)) and got.pooled[0].dtype == np.float32
 
 
 def test_what_is_not_a_message_is_refused():

@@ -104,16 +104,16 @@ class StubEngine:
         self.stats = SchedulerStats(num_running=len(self.running))
 
     def _finish(self, request: EngineCoreRequest, count: int, token: int) -> int:
-        if token in request.eos_token_ids and not request.params.ignore_eos:
+        if token in request.eos_token_ids and not request.sampling.ignore_eos:
             return FinishReason.STOP
         limit = self.max_model_len - len(request.prompt_token_ids)
-        return FinishReason.LENGTH if count >= min(limit, request.params.max_tokens or limit) else FinishReason.NONE
+        return FinishReason.LENGTH if count >= min(limit, request.sampling.max_tokens or limit) else FinishReason.NONE
 
     def _logprobs(self, batch: list[tuple[EngineCoreRequest, int]], tokens: np.ndarray) -> Logprobs | None:
-        rows = [i for i, (request, _) in enumerate(batch) if request.params.logprobs is not None]
+        rows = [i for i, (request, _) in enumerate(batch) if request.sampling.logprobs is not None]
         if not rows:
             return None
-        width = 1 + max(batch[i][0].params.logprobs or 0 for i in rows)
+        width = 1 + max(batch[i][0].sampling.logprobs or 0 for i in rows)
         ids = np.stack([[tokens[i], *range(100, 99 + width)] for i in rows])
         values = np.tile(-np.arange(1, width + 1, dtype=np.float32), (len(rows), 1))
         return Logprobs(np.array(rows), ids, values, np.full(len(rows), width))

@@ -1,0 +1,1 @@
+"""Hidden states to vectors, for requests that do not generate."""
