@@ -140,6 +140,7 @@ class Admission:
             num_prompt_tokens=request.num_prompt_tokens,
             stop_ids=request.stop_ids,
             token_limit=limit,
+            lora_id=request.core.lora_id,
         )
 
     def _make_room_for(self, request: Request) -> bool:

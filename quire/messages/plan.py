@@ -27,6 +27,7 @@ class NewRow:
     num_prompt_tokens: int
     stop_ids: list[int]  # tokens that finish it
     token_limit: int  # the most tokens it may have: prompt and max_tokens, or max_model_len
+    lora_id: int = 0  # of its adapter; 0: none
 
 
 @dataclass(slots=True)
