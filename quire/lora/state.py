@@ -9,6 +9,8 @@ from quire.kernels.lora import write_slots_of_tokens
 from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow
 
+REMOVED = -2  # the slot of a row whose adapter was removed
+
 
 class LoRAState:
     """Layers hold a reference to it: `slots` is at a fixed address, so that graphs and recorded steps read what the
@@ -40,9 +42,9 @@ class LoRAState:
         slot = self._slot_of.get(lora_id)
         if slot is None:
             raise ValueError(f"adapter {lora_id} is not loaded; loaded: {sorted(self._slot_of)}")
-        if (self._of_rows == slot).any():
-            raise ValueError(f"adapter {lora_id} is used by running requests; remove it when they have finished")
         del self._slot_of[lora_id]
+        # Most of these rows have finished, of which only the next plan tells.
+        self._of_rows[self._of_rows == slot] = REMOVED
 
     def update_rows(self, finished: Sequence[int], new_rows: Sequence[NewRow]) -> None:
         """Apply a plan's changes. ValueError if a new row's adapter is not loaded: it has none then."""
@@ -60,8 +62,11 @@ class LoRAState:
             raise ValueError(f"adapter {min(missing)} is not loaded; loaded: {sorted(self._slot_of)}")
 
     def needed(self, rows: np.ndarray) -> bool:
-        """Whether any of these rows has an adapter."""
-        return bool((self._of_rows[rows] >= 0).any())
+        """Whether any of these rows has an adapter. ValueError if one's was removed."""
+        slots = self._of_rows[rows]
+        if (slots == REMOVED).any():
+            raise ValueError("an adapter was removed while requests with it were running")
+        return bool((slots >= 0).any())
 
     def start_step(self, rows: torch.Tensor, token_rows: torch.Tensor | None, active: bool) -> None:
         """Before the layers run: rows and token_rows as prepare_inputs has them."""

@@ -1,0 +1,218 @@
+"""Requests with different adapters and with none in one batch, against models whose weights have them merged."""
+
+import pytest
+
+from quire import SamplingParams
+from quire.kernels import native
+from quire.worker import recorded
+from tests.lora.random_adapters import complete, engine_with, executor, finish, random_adapter, runner, start, texts
+from tests.tiny_models import greedy, prompts, save_tiny
+
+COUNT = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+PROMPTS = prompts((5, 17, 33, 50, 100, 1, 64, 16))
+LORA_IDS = [1, 0, 2, 3, 1, 2, 0, 3]
+THREADS = "tests.executor.threads:ThreadsExecutor"
+
+
+class Case:
+    """A tiny model, three adapters (of smaller ranks, and not for all layers), and the texts that are right."""
+
+    def __init__(self, family, folder, experts=False, **overrides):
+        self.path, self.experts = folder, experts
+        model = save_tiny(family, folder, **overrides)
+        self.adapters = [
+            random_adapter(model, 1, experts=experts),
+            random_adapter(model, 2, rank=8, experts=experts, skip=("k_proj", "layers.1.")),
+            random_adapter(model, 3, rank=1, experts=experts, skip=("up_proj", "o_proj")),
+        ]
+        self.models = [model, *(adapter.merged for adapter in self.adapters)]
+        self.texts = [
+            greedy(self.models[lora_id], prompt, COUNT)[0] for prompt, lora_id in zip(PROMPTS, LORA_IDS, strict=True)
+        ]
+
+    def engine(self, **arguments):
+        return engine_with(self.path, self.adapters, self.experts, **arguments)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return Case("llama", tmp_path_factory.mktemp("llama"), attention_bias=True, mlp_bias=True)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return Case("qwen3-moe", tmp_path_factory.mktemp("experts"), experts=True)
+
+
+SETTINGS = {
+    "batched": {},
+    "chunked prompts": {"max_num_batched_tokens": 33},
+    "one at a time": {"max_num_seqs": 1},
+    "preempted": {"num_gpu_blocks_override": 22, "async_depth": 2},
+    "synchronous": {"async_scheduling": False},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("case", ["llama", "experts"])
+def test_each_request_gets_the_text_of_its_merged_model(case, settings, request):
+    case = request.getfixturevalue(case)
+    with case.engine(**SETTINGS[settings]) as engine:
+        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
+        if settings == "preempted":
+            assert engine.stats.num_preemptions > 0
+    assert len({tuple(text) for text in case.texts}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("case", ["llama", "experts"])
+def test_two_ranks(case, request):
+    case = request.getfixturevalue(case)
+    with case.engine(distributed_executor_backend=THREADS) as engine:
+        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
+
+
+def test_the_adapter_matters(llama):
+    plain = [greedy(llama.models[0], prompt, COUNT)[0] for prompt in PROMPTS]
+    same = [text == base for text, base in zip(llama.texts, plain, strict=True)]
+    assert same == [lora_id == 0 for lora_id in LORA_IDS]
+
+
+def test_blocks_are_shared_only_with_the_same_adapter(llama):
+    prompt = PROMPTS[4]
+    with llama.engine() as engine:
+        cached = []
+        for lora_id in (1, 1, 2, 0, 2, 0):
+            (output,) = complete(engine, [prompt], [lora_id], GREEDY)
+            assert texts([output])[0] == greedy(llama.models[lora_id], prompt, COUNT)[0]
+            cached.append(output.num_cached_tokens)
+    assert cached == [0, 96, 0, 0, 96, 96]
+
+
+def test_completions_of_one_prompt_share_its_adapter(llama):
+    params = SamplingParams(temperature=0.001, max_tokens=8, ignore_eos=True, n=3)
+    with llama.engine() as engine:
+        (output,) = complete(engine, [PROMPTS[4]], [2], params)
+    wanted = greedy(llama.models[2], PROMPTS[4], 8)[0]
+    assert [list(one.token_ids) for one in output.outputs] == [wanted] * 3
+
+
+def test_a_slot_is_used_again(llama):
+    prompt = PROMPTS[1]
+    with engine_with(llama.path, llama.adapters[:2]) as engine:
+        complete(engine, [prompt], [1], GREEDY)
+        executor(engine).remove_adapter(1)
+        executor(engine).set_adapter(7, llama.adapters[2].ours)
+        found = complete(engine, [prompt] * 3, [7, 2, 0], GREEDY)
+    assert texts(found) == [greedy(llama.models[i], prompt, COUNT)[0] for i in (3, 2, 0)]
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"quantization": "int8", "attention_backend": "native"}])
+@pytest.mark.parametrize("chunk", [256, 33])
+def test_replayed_steps_give_the_same(llama, settings, chunk, monkeypatch):
+    """With adapters and without; and rows without one get the bits that they have in an engine without adapters."""
+    settings = settings | {"max_num_batched_tokens": chunk, "enable_prefix_caching": False}
+    # Requests end one after the other: the last steps have rows without adapters only.
+    params = [
+        SamplingParams(temperature=0, max_tokens=COUNT + (8 if lora_id == 0 else -i), ignore_eos=True, logprobs=2)
+        for i, lora_id in enumerate(LORA_IDS)
+    ]
+
+    def answers(adapters):
+        with engine_with(llama.path, adapters, **settings) as engine:
+            found = complete(engine, PROMPTS, LORA_IDS if adapters else [0] * len(PROMPTS), params)
+            steps = runner(engine).recorded
+            made = set(steps._recorded)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in found], steps.replays, made
+
+    replayed, count, made = answers(llama.adapters)
+    assert count > COUNT and made == {False, True}
+    base, _, made = answers([])
+    assert made == {False}
+    assert [replayed[i] == base[i] for i in range(len(PROMPTS))] == [lora_id == 0 for lora_id in LORA_IDS]
+    monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
+    assert answers(llama.adapters) == (replayed, 0, set())
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_replayed_steps_are_close_to_the_merged_model(llama):
+    """In bf16, by the logprobs of the first token: later ones may follow another token."""
+    one = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    with llama.engine(dtype="bfloat16", max_num_batched_tokens=128) as engine:
+        found = complete(engine, PROMPTS, LORA_IDS, one)
+        assert runner(engine).recorded.replays
+    for output, prompt, lora_id in zip(found, PROMPTS, LORA_IDS, strict=True):
+        (token,), (logprob,) = greedy(llama.models[lora_id], prompt, 1)
+        first = output.outputs[0]
+        if first.token_ids[0] == token:
+            assert first.logprobs[0][token].logprob == pytest.approx(logprob, abs=0.35)
+    assert sum(o.outputs[0].token_ids[0] == text[0] for o, text in zip(found, llama.texts, strict=True)) >= 6
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+def test_packed_experts(experts):
+    """Steps with adapters multiply one expert at a time and are not replayed; all others are."""
+    one = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
+    with experts.engine(dtype="bfloat16") as engine:
+        found = complete(engine, PROMPTS, LORA_IDS, one)
+        steps = runner(engine).recorded
+        assert not steps.replays
+        complete(engine, PROMPTS[:2], [0, 0], one)
+        assert steps.replays == 4
+    assert sum(o.outputs[0].token_ids[0] == text[0] for o, text in zip(found, experts.texts, strict=True)) >= 6
+
+
+def test_a_quantized_model(llama):
+    """The terms are not quantized: they are added to what the quantized weights give."""
+    with llama.engine(quantization="int8") as engine:
+        found = complete(engine, PROMPTS, LORA_IDS, GREEDY)
+    first = [text[0] for text in texts(found)]
+    assert sum(ours == text[0] for ours, text in zip(first, llama.texts, strict=True)) >= 6
+
+
+def test_an_unknown_adapter_fails_its_request_alone(llama):
+    with llama.engine() as engine:
+        start(engine, "wrong", PROMPTS[0], 9, GREEDY)
+        failed = finish(engine)["wrong"]
+        assert failed.outputs[0].finish_reason == "error"
+        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == llama.texts
+
+
+def test_what_is_wrong_with_an_adapter_is_said(llama):
+    ours = llama.adapters[0].ours
+    key = ("layers.0.self_attn.qkv_proj", "q")
+    a, b = ours[key]
+    with engine_with(llama.path, llama.adapters[:1], max_loras=2) as engine:
+        workers = executor(engine)
+        for lora_id, weights, message in (
+            (0, ours, "at least 1"),
+            (1, ours, "already loaded"),
+            (2, {("layers.9.mlp.down_proj", None): (a, b)}, "layers.9.mlp.down_proj .* takes no adapter"),
+            (2, {key: (a[:, 1:], b)}, r"A is \[6, 63\] .* must be \[rank, 64\] and \[64, rank\]"),
+            (2, {key: (a.repeat(2, 1), b.repeat(1, 2))}, "its rank is 12; at most 8"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                workers.set_adapter(lora_id, weights)
+        workers.set_adapter(2, ours)
+        with pytest.raises(ValueError, match=r"2 adapters are loaded \(max_loras\): \[1, 2\]"):
+            workers.set_adapter(3, ours)
+        with pytest.raises(ValueError, match="adapter 5 is not loaded; loaded"):
+            workers.remove_adapter(5)
+
+
+def test_a_request_fails_if_its_adapter_is_removed(llama):
+    with llama.engine() as engine:
+        for i, lora_id in enumerate(LORA_IDS):
+            start(engine, str(i), PROMPTS[i], lora_id, GREEDY)
+        engine.step()
+        executor(engine).remove_adapter(1)
+        done = finish(engine)
+        assert [done[str(i)].outputs[0].finish_reason for i in (0, 4)] == ["error"] * 2
+        executor(engine).set_adapter(1, llama.adapters[0].ours)
+        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == llama.texts
+
+
+def test_an_engine_without_capacity_says_so(llama):
+    with engine_with(llama.path, []) as engine, pytest.raises(ValueError, match="without capacity for adapters"):
+        executor(engine).set_adapter(1, llama.adapters[0].ours)
