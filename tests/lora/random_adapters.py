@@ -13,8 +13,12 @@ from quire.engine.llm_engine import LLMEngine
 from quire.lora.adapters import AdapterWeights
 from quire.messages.sampling_params import RequestOutputKind
 from quire.models.registry import model_class
+from tests.tiny_models import greedy, prompts, save_tiny
 
-SCALE = 0.2  # large enough that texts differ from each other's and the base model's
+COUNT = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+PROMPTS = prompts((5, 17, 33, 50, 100, 1, 64, 16))
+LORA_IDS = [1, 0, 2, 3, 1, 2, 0, 3]
 
 
 @dataclass
@@ -26,13 +30,14 @@ class RandomAdapter:
 
 
 def random_adapter(model, seed: int, rank: int = 6, experts: bool = False, skip: tuple[str, ...] = ()) -> RandomAdapter:
-    """For all linear layers but those whose names have a part of `skip`."""
+    """For all linear layers but those whose names have a part of `skip`. As large as the weights: texts differ."""
     generator = torch.Generator().manual_seed(seed)
+    scale = 0.7 * (model.config.initializer_range / rank**0.5) ** 0.5
     adapter = RandomAdapter(copy.deepcopy(model))
     names = model_class(model.config.to_dict()).weights
 
     def factors(out, in_):
-        a, b = (torch.randn(shape, generator=generator) * SCALE for shape in ((rank, in_), (out, rank)))
+        a, b = (torch.randn(shape, generator=generator) * scale for shape in ((rank, in_), (out, rank)))
         return a, b
 
     for name, weight in adapter.merged.named_parameters():
@@ -53,6 +58,38 @@ def random_adapter(model, seed: int, rank: int = 6, experts: bool = False, skip:
                     adapter.ours[(f"{place}.gate_up.{e}", i) if fused else (f"{place}.down.{e}", None)] = (a, b)
                     part += b @ a
     return adapter
+
+
+class Case:
+    """A tiny model, three adapters (of different ranks, and not all for all layers), and the texts that are right."""
+
+    def __init__(self, family, folder, experts=False, **overrides):
+        self.path, self.experts = folder, experts
+        model = save_tiny(family, folder, **overrides)
+        self.adapters = [
+            random_adapter(model, 1, experts=experts),
+            random_adapter(model, 2, rank=8, experts=experts, skip=("k_proj", "layers.1.")),
+            random_adapter(model, 3, rank=1, experts=experts, skip=("up_proj", "o_proj")),
+        ]
+        self.models = [model, *(adapter.merged for adapter in self.adapters)]
+        self.texts = [
+            greedy(self.models[lora_id], prompt, COUNT)[0] for prompt, lora_id in zip(PROMPTS, LORA_IDS, strict=True)
+        ]
+
+    def engine(self, **arguments):
+        return engine_with(self.path, self.adapters, self.experts, **arguments)
+
+    def worst_error(self, outputs, prompts, lora_ids):
+        """Greatest mean difference of the logprobs of an output's tokens from what the merged model gives to them."""
+        return max(self._error(*one) for one in zip(outputs, prompts, lora_ids, strict=True))
+
+    @torch.no_grad()
+    def _error(self, output, prompt, lora_id):
+        tokens = list(output.outputs[0].token_ids)
+        ours = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        logits = self.models[lora_id](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        theirs = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        return (theirs - torch.tensor(ours)).abs().mean().item()
 
 
 @contextmanager

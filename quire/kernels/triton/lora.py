@@ -52,8 +52,8 @@ def _shrink_kernel(
                 of_x = mine[:, None] & (k < num_inputs)[None, :]
                 of_a = (column < width)[:, None] & (k < num_inputs)[None, :]
                 xs = tl.load(x + row.to(tl.int64)[:, None] * x_stride + k[None, :], mask=of_x, other=0.0)
-                at = (column.to(tl.int64) + s * width)[:, None] * num_inputs + k[None, :]
-                weights = tl.load(a + at, mask=of_a, other=0.0)
+                of_slot = (column.to(tl.int64) + s * width)[:, None] * num_inputs + k[None, :]
+                weights = tl.load(a + of_slot, mask=of_a, other=0.0)
                 found = tl.dot(xs, tl.trans(weights), found, input_precision="ieee")
             # Other rows keep theirs, not the sum with a product of zeros, which an infinite weight would make NaN.
             total = tl.where(mine[:, None], found, total)
@@ -95,13 +95,13 @@ def _expand_kernel(
         if tl.max(here.to(tl.int32), axis=0) > 0:
             product = tl.zeros([ROWS, RANK], tl.float32)
             for split in tl.static_range(SPLITS):
-                at = (row.to(tl.int64) + split * num_tokens)[:, None] * width + (part * rank + r)[None, :]
-                product += tl.load(inner + at, mask=real[:, None] & (r < rank)[None, :], other=0.0)
+                from_ = (row.to(tl.int64) + split * num_tokens)[:, None] * width + (part * rank + r)[None, :]
+                product += tl.load(inner + from_, mask=real[:, None] & (r < rank)[None, :], other=0.0)
             for s in range(num_slots):
                 mine = slot == s
                 if tl.max(mine.to(tl.int32), axis=0) > 0:
-                    at = (column.to(tl.int64) + s * num_outputs)[:, None] * rank + r[None, :]
-                    weights = tl.load(b + at, mask=here[:, None] & (r < rank)[None, :], other=0.0)
+                    of_slot = (column.to(tl.int64) + s * num_outputs)[:, None] * rank + r[None, :]
+                    weights = tl.load(b + of_slot, mask=here[:, None] & (r < rank)[None, :], other=0.0)
                     term = tl.dot(product.to(weights.dtype), tl.trans(weights), input_precision="ieee")
                     total = tl.where(mine[:, None] & here[None, :], term, total)
     at = row.to(tl.int64)[:, None] * num_outputs + column[None, :]
@@ -131,13 +131,13 @@ def add_low_rank(
     splits = triton.cdiv(num_inputs, per_split)
     inner = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
     block = min(64, max(16, triton.next_power_of_2(width)))
-    tiles = triton.cdiv(tokens, ROWS)
+    tiles, columns = triton.cdiv(tokens, ROWS), OUTPUTS if rank <= 128 else 16  # what shared memory holds
     _shrink_kernel[(tiles, splits, triton.cdiv(width, block))](
         x, x.stride(0), slots, a, inner, tokens, num_slots, width, num_inputs, per_split,
         ROWS=ROWS, WIDTH=block, INPUTS=INPUTS, num_warps=4,
     )  # fmt: skip
-    _expand_kernel[(tiles, triton.cdiv(num_outputs, OUTPUTS))](
+    _expand_kernel[(tiles, triton.cdiv(num_outputs, columns))](
         inner, slots, b, out, tokens, num_slots, width, num_outputs, rank, *bounds,
-        PARTS=parts, SPLITS=splits, ROWS=ROWS, OUTPUTS=OUTPUTS, RANK=max(16, triton.next_power_of_2(rank)),
+        PARTS=parts, SPLITS=splits, ROWS=ROWS, OUTPUTS=columns, RANK=max(16, triton.next_power_of_2(rank)),
         num_warps=4,
     )  # fmt: skip
