@@ -97,6 +97,25 @@ def test_completions_of_one_prompt_share_its_adapter(llama):
     assert [list(one.token_ids) for one in output.outputs] == [wanted] * 3
 
 
+def test_only_steps_with_adapters_ask_for_graphs_with_them(llama):
+    asked = set()
+
+    class NoGraphs:
+        def run_decode(self, rows, prefix_len, adapters):
+            asked.add(("decode", adapters))
+
+        def run_mixed(self, rows, num_tokens, adapters):
+            asked.add(("mixed", adapters))
+
+    with llama.engine() as engine:
+        runner(engine).graphs = NoGraphs()
+        complete(engine, PROMPTS[:2], [0, 0], GREEDY)
+        assert asked == {("mixed", False), ("decode", False)}
+        asked.clear()
+        complete(engine, PROMPTS[:2], [0, 1], GREEDY)
+        assert asked == {("mixed", True), ("decode", True)}
+
+
 def test_a_slot_is_used_again(llama):
     prompt = PROMPTS[1]
     with engine_with(llama.path, llama.adapters[:2]) as engine:
