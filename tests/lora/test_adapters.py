@@ -3,6 +3,7 @@
 import pytest
 
 from quire import SamplingParams
+from quire.config.lora import LoRAConfig
 from quire.kernels import native
 from quire.worker import recorded
 from tests.lora.random_adapters import (
@@ -175,7 +176,7 @@ def test_packed_weights_are_close_to_the_merged_model(small, small_experts, expe
             assert steps.replays
 
 
-def test_an_unknown_adapter_fails_its_request_alone(llama):
+def test_an_unknown_adapter_fails_its_step_and_the_engine_goes_on(llama):
     with llama.engine() as engine:
         start(engine, "wrong", PROMPTS[0], 9, GREEDY)
         failed = finish(engine)["wrong"]
@@ -220,3 +221,17 @@ def test_a_request_fails_if_its_adapter_is_removed(llama):
 def test_an_engine_without_capacity_says_so(llama):
     with engine_with(llama.path, []) as engine, pytest.raises(ValueError, match="without capacity for adapters"):
         executor(engine).set_adapter(1, llama.adapters[0].ours)
+
+
+def test_models_without_layers_of_ours_are_refused(llama):
+    with (
+        pytest.raises(ValueError, match="LoRA is not available yet for TransformersModel; leave out enable_lora"),
+        llama.engine(model_impl="transformers"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_loras", 0), ("max_lora_rank", 1000), ("max_lora_rank", "8")])
+def test_capacity_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be between 1 and "):
+        LoRAConfig(**{name: value})
