@@ -60,6 +60,7 @@ class ForwardContext:
     metadata: list[Any]  # per group, what the group's backend built
     slot_mapping: list[torch.Tensor]  # per group, [N]: block * block_size + offset; in the null block for padding
     layer_hooks: LayerHooks | None = None
+    adapters: bool = False  # linear layers add the terms of adapters, which fused ones do not
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.fields import options
 from quire.config.load import LoadConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
@@ -32,9 +33,11 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     @staticmethod
     def parts() -> dict[str, type]:
+        """Those whose fields are users' arguments and flags."""
         return {
             "model": ModelConfig,
             "cache": CacheConfig,

@@ -144,6 +144,7 @@ class Admission:
             stop_ids=request.stop_ids,
             token_limit=limit,
             pooling=pooling,
+            lora_id=request.core.lora_id,
         )
 
     def _make_room_for(self, request: Request) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from quire.lora.adapters import AdapterWeights
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
@@ -33,6 +34,12 @@ class Executor(Protocol):
     def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
         """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
         ...
+
+    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+        """Load an adapter for requests of that lora_id, after the plans submitted before."""
+        ...
+
+    def remove_adapter(self, lora_id: int) -> None: ...
 
     def describe(self) -> str:
         """Platform and kernels, for the start-up log."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput
+from quire.lora.adapters import AdapterWeights
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
@@ -64,6 +65,12 @@ class UniProcExecutor:
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(_failure(error))
             return failed
+
+    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+        self._submit(lambda: self.worker.set_adapter(lora_id, weights)).result()
+
+    def remove_adapter(self, lora_id: int) -> None:
+        self._submit(lambda: self.worker.remove_adapter(lora_id)).result()
 
     def describe(self) -> str:
         return self._submit(lambda: self.worker.describe()).result()

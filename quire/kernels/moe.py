@@ -57,7 +57,7 @@ def experts_torch(
     w: ExpertWeights,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return sum_experts(x, weights, experts, len(w.down), lambda rows, e: _expert_torch(rows, w, e), residual)
+    return sum_experts(x, weights, experts, len(w.down), lambda x, e, _: _expert_torch(x, w, e), residual)
 
 
 def sum_experts(
@@ -65,10 +65,11 @@ def sum_experts(
     weights: torch.Tensor,  # [N, k]
     experts: torch.Tensor,  # [N, k]
     count: int,
-    expert: Callable[[torch.Tensor, int], torch.Tensor],  # rows [n, H], its index -> [n, H] float32
+    expert: Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor],
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each expert multiplies all its rows at once; sums are in float32 and in the order of experts."""
+    """Each expert multiplies all its rows at once; sums are in float32 and in the order of experts. `expert` gets rows
+    [n, H], its index and which rows they are (None: all), and returns [n, H] in float32."""
     if residual is None:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     else:
@@ -78,7 +79,7 @@ def sum_experts(
         share = torch.zeros(len(x), count, device=x.device).scatter_(1, experts.long(), weights)
         for e in range(count):
             mine = share[:, e : e + 1]
-            total += torch.where(mine != 0, expert(x, e) * mine, 0.0)  # of other rows it may overflow
+            total += torch.where(mine != 0, expert(x, e, None) * mine, 0.0)  # of other rows it may overflow
         return total.to(x.dtype)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -86,7 +87,7 @@ def sum_experts(
     for e, pairs in enumerate(order.split(counts)):
         if len(pairs):
             rows = pairs // experts.shape[1]
-            output = expert(x[rows], e)
+            output = expert(x[rows], e, rows)
             total.index_add_(0, rows, output * weights.reshape(-1)[pairs, None])
     return total.to(x.dtype)
 

@@ -3,21 +3,26 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from quire.kernels import native
 from quire.kernels.moe import (
     Activation,
     ExpertWeights,
     RouterScoring,
+    activate_torch,
     experts_torch,
     fused_layer,
     moe_triton,
     prepare_moe,
     route_torch,
+    sum_experts,
 )
 from quire.kernels.moe_table import max_fused_rows
 from quire.kernels.native import moe as native_moe
 from quire.kernels.rms_norm import RMSNormParams
+from quire.layers.expert_terms import ExpertTerms
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import SINGLE, TensorParallel
@@ -69,6 +74,7 @@ class FusedMoE(nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.tp, self.renormalize, self.scoring, self.activation = tp, renormalize, scoring, activation
         self.checkpoint = checkpoint
+        self.terms: ExpertTerms | None = None  # of adapters
         self.backend = choose_moe_backend(device.type, dtype, num_experts, backend)
         self.width = width = tp.share(intermediate_size, "the experts' intermediate size")
         self.gate_up = new_parameter(num_experts, 2 * width, hidden_size, dtype=dtype, device=device)
@@ -148,6 +154,8 @@ class FusedMoE(nn.Module):
 
     def _local(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """This worker's summand of the all-reduce."""
+        if self.terms is not None and self.terms.active:
+            return self._local_with_terms(x, logits, self.terms)
         if self.backend.name == "triton":
             return moe_triton(
                 x, logits, self._weights(), self.top_k, renormalize=self.renormalize, scoring=self.scoring
@@ -158,6 +166,26 @@ class FusedMoE(nn.Module):
             return native_moe.moe(x, *routes, packed)
         routes = route_torch(logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
         return experts_torch(x, *routes, self._weights())
+
+    def _local_with_terms(self, x: torch.Tensor, logits: torch.Tensor, terms: ExpertTerms) -> torch.Tensor:
+        """One expert at a time: a term of gate and up comes before the activation, inside the kernels of mixtures."""
+
+        def expert(x: torch.Tensor, e: int, rows: torch.Tensor | None) -> torch.Tensor:
+            gate_up = terms.add_gate_up(self._multiply("gate_up", x, e), x, e, rows)
+            inner = activate_torch(gate_up.float(), self.activation).to(x.dtype)
+            return terms.add_down(self._multiply("down", inner, e), inner, e, rows).float()
+
+        routes = route_torch(logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
+        return sum_experts(x, *routes, self.num_experts, expert)
+
+    def _multiply(self, name: Literal["gate_up", "down"], x: torch.Tensor, e: int) -> torch.Tensor:
+        biases = self.gate_up_bias if name == "gate_up" else self._own_down_bias()
+        bias = None if biases is None else biases[e]
+        packed: native_moe.PackedExperts | None = getattr(self, "packed_experts", None)
+        if packed is None:
+            return F.linear(x, getattr(self, name)[e], bias)
+        outputs = 2 * self.width if name == "gate_up" else self.hidden_size
+        return native.linear(x, getattr(packed, name)[e], outputs, bias)
 
     def _weights(self) -> ExpertWeights:
         down_bias = self._own_down_bias()

@@ -49,20 +49,34 @@ class ParallelLinear(nn.Module):
     def process_after_loading(self) -> None:
         self.method.process_after_loading(self)
 
-    def _output_slots(self, shards: list[tuple[ShardId, int, int]]) -> dict[tuple[str, ShardId], LoadSlot]:
-        """Slots of partitions given as (shard, outputs of all workers, this worker's first)."""
-        partitions: list[Partition] = []
-        bias: dict[tuple[str, ShardId], LoadSlot] = {}
-        offset = 0
-        for (shard, total, start), size in zip(shards, self.out_partition_sizes, strict=True):
-            partitions.append(Partition(shard, offset, size, (total, self.in_features), 0, start))
-            if self.bias is not None:
-                bias["bias", shard] = LoadSlot(self.bias.data.narrow(0, offset, size), (total,), 0, start, "zeros")
+    def partitions(self) -> list[Partition]:
+        """The linear layers of the checkpoint that this one consists of."""
+        raise NotImplementedError
+
+
+class ColumnPartitionedLinear(ParallelLinear):
+    """One whose outputs are split among workers. `shards`: (shard, outputs of all workers, this worker's first)."""
+
+    shards: list[tuple[ShardId, int, int]]
+
+    def partitions(self) -> list[Partition]:
+        found, offset = [], 0
+        for (shard, total, start), size in zip(self.shards, self.out_partition_sizes, strict=True):
+            found.append(Partition(shard, offset, size, (total, self.in_features), 0, start))
             offset += size
-        return self.method.load_slots(self, partitions) | bias
+        return found
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        partitions = self.partitions()
+        slots = self.method.load_slots(self, partitions)
+        if self.bias is not None:
+            for p in partitions:
+                part = self.bias.data.narrow(0, p.offset, p.size)
+                slots["bias", p.shard] = LoadSlot(part, p.full_shape[:1], 0, p.start, "zeros")
+        return slots
 
 
-class MergedColumnParallelLinear(ParallelLinear):
+class MergedColumnParallelLinear(ColumnPartitionedLinear):
     """Several linears of the same input as one; outputs of each are split among workers."""
 
     def __init__(
@@ -77,12 +91,9 @@ class MergedColumnParallelLinear(ParallelLinear):
     ) -> None:
         sizes = [tp.share(n, "output features") for n in out_features]
         super().__init__(in_features, sizes, bias, dtype, device, method)
-        self.shards: list[tuple[ShardId, int, int]] = [
+        self.shards = [
             (i, total, size * tp.rank) for i, (total, size) in enumerate(zip(out_features, sizes, strict=True))
         ]
-
-    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        return self._output_slots(self.shards)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -103,7 +114,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         self.shards = [(None, total, start)]
 
 
-class QKVParallelLinear(ParallelLinear):
+class QKVParallelLinear(ColumnPartitionedLinear):
     """Query, key and value projections as one; heads split among workers, KV heads repeated if there are too few."""
 
     def __init__(
@@ -128,14 +139,11 @@ class QKVParallelLinear(ParallelLinear):
         sizes = [n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         super().__init__(hidden_size, sizes, bias, dtype, device, method)
         kv_total, kv_start = num_kv_heads * head_size, first_kv_head * head_size
-        self.shards: list[tuple[ShardId, int, int]] = [
+        self.shards = [
             ("q", num_heads * head_size, sizes[0] * tp.rank),
             ("k", kv_total, kv_start),
             ("v", kv_total, kv_start),
         ]
-
-    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        return self._output_slots(self.shards)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -161,9 +169,11 @@ class RowParallelLinear(ParallelLinear):
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(self.method.apply(self, x, bias))
 
+    def partitions(self) -> list[Partition]:
+        return [Partition(None, 0, self.full_shape[0], self.full_shape, 1, self.local_in * self.tp.rank)]
+
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        whole = Partition(None, 0, self.full_shape[0], self.full_shape, 1, self.local_in * self.tp.rank)
-        slots = self.method.load_slots(self, [whole])
+        slots = self.method.load_slots(self, self.partitions())
         if self.bias is not None:
             slots["bias", None] = LoadSlot(self.bias.data, self.full_shape[:1], dummy="zeros")
         return slots

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quire.kernels.moe import Activation, RouterScoring, activate_torch, route_torch, sum_experts
+from quire.layers.expert_terms import ExpertTerms
 from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod
@@ -38,6 +39,9 @@ class LinearExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts, self.top_k, self.tp = num_experts, top_k, tp
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.width = tp.share(intermediate_size, "the experts' intermediate size")
+        self.terms: ExpertTerms | None = None  # of adapters
         self.renormalize, self.scoring, self.activation = renormalize, scoring, activation
         placed = (False, dtype, device, tp)
         self.gate_up = nn.ModuleList(
@@ -54,12 +58,19 @@ class LinearExperts(nn.Module):
         weights, experts = route_torch(router_logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
         return self.tp.all_reduce(sum_experts(x, weights, experts, self.num_experts, self._expert))
 
-    def _expert(self, x: torch.Tensor, e: int) -> torch.Tensor:
+    def _expert(self, x: torch.Tensor, e: int, rows: torch.Tensor | None) -> torch.Tensor:
         """This worker's summand of one expert, [n, hidden] in float32."""
         down = self.down[e]
         assert isinstance(down, RowParallelLinear)
-        inner = activate_torch(self.gate_up[e](x).float(), self.activation).to(x.dtype)
-        return down.method.apply(down, inner, None).float()
+        terms = self.terms if self.terms is not None and self.terms.active else None
+        gate_up = self.gate_up[e](x)
+        if terms is not None:
+            gate_up = terms.add_gate_up(gate_up, x, e, rows)
+        inner = activate_torch(gate_up.float(), self.activation).to(x.dtype)
+        output = down.method.apply(down, inner, None)
+        if terms is not None:
+            output = terms.add_down(output, inner, e, rows)
+        return output.float()
 
 
 @functools.cache

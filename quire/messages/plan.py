@@ -27,10 +27,9 @@ class NewRow:
     seed: int
     num_prompt_tokens: int
     stop_ids: list[int]  # tokens that finish it
-    token_limit: (
-        int  # the most tokens it may have: prompt and max_tokens, or max_model_len; of one that pools its prompt
-    )
+    token_limit: int  # the most tokens it may have: prompt and max_tokens, or max_model_len; its prompt if it pools
     pooling: PoolingParams | None = None  # the row pools: nothing is drawn for it
+    lora_id: int = 0  # of its adapter; 0: none
 
 
 @dataclass(slots=True)

@@ -136,7 +136,7 @@ class DecoderModel(nn.Module):
         if self.embed_positions is not None:
             x = add_rows(x, self.embed_positions.weight, positions, self.config.position_offset)
         angles = [rotary(positions) for rotary in self.rotaries]
-        if len(x) <= self.max_fused_rows:
+        if len(x) <= self.max_fused_rows and not ctx.adapters:
             return self._forward_fused(x, angles, ctx)
         residual: torch.Tensor | None = None
         for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):

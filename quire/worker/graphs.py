@@ -34,6 +34,7 @@ class GraphKey:
     decode_only: bool
     shared_prefix: bool = False
     tokens_per_row: int = 1  # of decode steps: more than 1 where rows verify drafts
+    adapters: bool = False  # whether linear layers add the terms of adapters
 
 
 @dataclass
@@ -88,9 +89,10 @@ class StepGraphs:
         device: torch.device,
         reset_workspaces: Callable[[], None],
         num_drafts: int = 0,
+        adapters: bool = False,
     ) -> None:
         """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
-        after a capture that failed."""
+        after a capture that failed. `adapters`: steps may have some, so each size is captured with and without."""
         self.compute = compute
         self.backends = backends
         self.reset_workspaces = reset_workspaces
@@ -98,6 +100,7 @@ class StepGraphs:
         self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
         # Without drafts for any row, or with the most for all; other steps are rare.
         self.tokens_per_row = sorted({1, 1 + num_drafts}, reverse=True)
+        self.adapters = (False, True) if adapters else (False,)
         self.mixed_rows = min(MIXED_ROWS, max_rows)
         self.mixed_tokens = [n for n in MIXED_TOKENS if n <= max_tokens]
         max_mixed_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
@@ -114,27 +117,27 @@ class StepGraphs:
         """Largest first: the others reuse its memory from the pool."""
         began = time.perf_counter()
         sizes = slice(-1, None) if largest_only else slice(None)
-        for count in self.tokens_per_row:
-            for num_rows in reversed(self.decode_rows[sizes]):
-                self._capture(GraphKey(num_rows * count, num_rows, decode_only=True, tokens_per_row=count))
-        for num_tokens in reversed(self.mixed_tokens[sizes]):
-            self._capture(GraphKey(num_tokens, self.mixed_rows, decode_only=False))
+        for adapters in reversed(self.adapters):
+            for count in self.tokens_per_row:
+                for num_rows in reversed(self.decode_rows[sizes]):
+                    self._capture(GraphKey(num_rows * count, num_rows, True, tokens_per_row=count, adapters=adapters))
+            for num_tokens in reversed(self.mixed_tokens[sizes]):
+                self._capture(GraphKey(num_tokens, self.mixed_rows, decode_only=False, adapters=adapters))
         logger.debug("%d graphs captured in %.2f s", len(self._captured), time.perf_counter() - began)
 
     @property
     def max_growth(self) -> float:
         """The number of graphs that may ever be captured, relative to those captured now."""
-        return ((1 + len(self.tokens_per_row)) * len(self.decode_rows) + len(self.mixed_tokens)) / max(
-            1, len(self._captured)
-        )
+        sizes = (1 + len(self.tokens_per_row)) * len(self.decode_rows) + len(self.mixed_tokens)
+        return len(self.adapters) * sizes / max(1, len(self._captured))
 
     def run_decode(
-        self, rows: np.ndarray, prefix_len: int, tokens_per_row: int = 1
+        self, rows: np.ndarray, prefix_len: int, tokens_per_row: int = 1, adapters: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows and logits of all tokens, both padded, of a step of as many tokens in each row; None if there is no
         graph for it (yet)."""
         bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]
-        key = GraphKey(bucket * tokens_per_row, bucket, True, prefix_len > 0, tokens_per_row)
+        key = GraphKey(bucket * tokens_per_row, bucket, True, prefix_len > 0, tokens_per_row, adapters)
         if tokens_per_row not in self.tokens_per_row:
             return None
         if key not in self._captured and not self._capture_if_frequent(key):
@@ -142,13 +145,16 @@ class StepGraphs:
         self.decode_buffers.fill_decode(rows, bucket, prefix_len)
         return self._replay(key, self.decode_buffers)
 
-    def run_mixed(self, rows: np.ndarray, num_tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def run_mixed(
+        self, rows: np.ndarray, num_tokens: np.ndarray, adapters: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The same for a step in which rows have several tokens."""
         at = bisect_left(self.mixed_tokens, int(num_tokens.sum()))
         if at == len(self.mixed_tokens) or len(rows) > self.mixed_rows:
             return None
         self.mixed_buffers.fill(rows, num_tokens, self.backends.plan_queries(num_tokens))
-        return self._replay(GraphKey(self.mixed_tokens[at], self.mixed_rows, decode_only=False), self.mixed_buffers)
+        key = GraphKey(self.mixed_tokens[at], self.mixed_rows, decode_only=False, adapters=adapters)
+        return self._replay(key, self.mixed_buffers)
 
     def _capture_if_frequent(self, key: GraphKey) -> bool:
         """Whether the graph exists now."""

@@ -50,7 +50,7 @@ def measure_steps(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    logits = runner.run_padding(max_tokens)
+    logits = runner.run_padding(max_tokens, adapters=runner.lora is not None)
     copies = [torch.empty(logits.shape, dtype=torch.float32, device=device) for _ in range(SAMPLING_COPIES)]
     del copies, logits
     torch.cuda.synchronize(device)

@@ -16,6 +16,7 @@ from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.kernels.transfer import to_device
 from quire.kernels.workspace import reset_shared_workspaces
+from quire.lora.state import LoRAState
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
@@ -63,8 +64,10 @@ class ModelRunner:
         processors: Sequence[LogitsProcessor] = (),
         proposer: Proposer | None = None,
         num_drafts: int = 0,
+        lora: LoRAState | None = None,
     ) -> None:
-        """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step."""
+        """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step. `lora`:
+        that of the model's layers, if rows may have adapters."""
         self.model = model
         self.backends = backends
         self.device = device
@@ -76,6 +79,7 @@ class ModelRunner:
         self.processors = processors
         self.proposer = proposer
         self.num_drafts = num_drafts
+        self.lora = lora
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
         self._pending: PendingStep | None = None
@@ -101,7 +105,8 @@ class ModelRunner:
                 layers[layer].bind(views, index, self.backends.by_group[index])
                 self._block_views[layer] = page_views(tensor, group.spec)[0]
         if self.backends.supports_replay:
-            self.recorded = RecordedSteps(self.model, self.backends, self.rows.block_tables, self.rows.block_sizes)
+            tables, sizes = self.rows.block_tables, self.rows.block_sizes
+            self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora)
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
         """After `initialize`: hand them the cache of each layer, by block."""
@@ -126,6 +131,7 @@ class ModelRunner:
                 self.device,
                 self.reset_workspaces,
                 self.num_drafts,
+                self.lora is not None,
             )
             self.graphs.capture_at_start(largest_only)
             if not largest_only:
@@ -221,19 +227,22 @@ class ModelRunner:
             source, target = to_device(self.device, copies[:, 0], copies[:, 1], dtype=np.int64)
             for tensor in self.kv_tensors:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
+        if self.lora is not None:
+            self.lora.update_rows(plan.finished_rows, plan.new_rows)  # last: it raises if an adapter is not there
 
     def _forward(self, pending: PendingStep) -> None:
         plan = pending.plan
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
+        adapters = self.lora is not None and self.lora.needed(plan.rows)
         if self.graphs is not None and self._layer_hooks is None and not self._needs_hidden(plan):
             replayed = None
             if decode_only:
-                replayed = self.graphs.run_decode(plan.rows, prefix_len)
+                replayed = self.graphs.run_decode(plan.rows, prefix_len, adapters=adapters)
             elif plan.num_drafts is None or not plan.num_drafts.any():
-                replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens)
+                replayed = self.graphs.run_mixed(plan.rows, plan.num_tokens, adapters)
             elif (plan.num_tokens == 1 + plan.num_drafts).all() and (plan.num_drafts == plan.num_drafts[0]).all():
-                replayed = self.graphs.run_decode(plan.rows, 0, int(plan.num_tokens[0]))
+                replayed = self.graphs.run_decode(plan.rows, 0, int(plan.num_tokens[0]), adapters)
             if replayed is not None:
                 pending.rows, pending.logits = replayed
                 return
@@ -258,6 +267,7 @@ class ModelRunner:
             self._query_blocks(blocks, rest),
             prefix if prefix_len else None,
             has_decode_rows=bool((plan.num_tokens == 1).any()),
+            adapters=adapters,
         )
         if not self.pooler.pools_all(plan):
             pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
@@ -276,12 +286,13 @@ class ModelRunner:
         buffers = StepBuffers(len(self.rows.num_tokens), 0, (), self.device)
         self._compiling = True
         with collecting() as jobs, self.model.one_layer_of_each_kind():
-            for num_tokens in (16, *self.model.kernel_row_counts):
-                if num_tokens <= max_tokens:
-                    self.run_padding(num_tokens)
-            for num_rows in COMPILED_ROWS:
-                if num_rows <= len(self.rows.num_tokens):
-                    logits = self._captured_step(GraphKey(num_rows, num_rows, decode_only=True), buffers)
+            for adapters in (False, True) if self.lora is not None else (False,):
+                for num_tokens in (16, *self.model.kernel_row_counts):
+                    if num_tokens <= max_tokens:
+                        self.run_padding(num_tokens, adapters)
+                for num_rows in COMPILED_ROWS:
+                    if num_rows <= len(self.rows.num_tokens):
+                        logits = self._captured_step(GraphKey(num_rows, num_rows, True, adapters=adapters), buffers)
             for num_rows in (MIN_SHARING_ROWS, len(self.rows.num_tokens)):
                 if num_rows <= len(self.rows.num_tokens) and len(self.rows.block_sizes) == 1:
                     self._captured_step(GraphKey(num_rows, num_rows, decode_only=True, shared_prefix=True), buffers)
@@ -294,7 +305,7 @@ class ModelRunner:
         compile_all(jobs)
 
     @torch.inference_mode()
-    def run_padding(self, num_tokens: int) -> torch.Tensor:
+    def run_padding(self, num_tokens: int, adapters: bool = False) -> torch.Tensor:
         """Logits of a step of padding: allocates the memory and compiles the kernels of a real step of that size."""
         rows = min(num_tokens, len(self.rows.num_tokens))
         query_start = np.minimum(np.arange(rows + 1), rows - 1)
@@ -302,7 +313,7 @@ class ModelRunner:
         arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
         rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
         no_blocks = [blocks.view(-1, 2)] * len(self.backends.distinct)
-        hidden = self._compute_hidden(rows_, query_start_, token_rows, no_blocks, None)
+        hidden = self._compute_hidden(rows_, query_start_, token_rows, no_blocks, None, adapters=adapters)
         return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
@@ -312,16 +323,18 @@ class ModelRunner:
             tokens = torch.arange(key.num_tokens, dtype=torch.int32, device=self.device)
             starts = torch.arange(key.num_rows + 1, dtype=torch.int32, device=self.device) * key.tokens_per_row
             token_rows = tokens // key.tokens_per_row
-            return self.model.compute_logits(
-                self._compute_hidden(rows, starts, token_rows, None, None, attend_as_rows=True)
+            hidden = self._compute_hidden(
+                rows, starts, token_rows, None, None, attend_as_rows=True, adapters=key.adapters
             )
+            return self.model.compute_logits(hidden)
         if key.decode_only:
             prefix = buffers.prefix_len if key.shared_prefix else None
-            return self.model.compute_logits(self._compute_hidden(rows, buffers.query_start, None, None, prefix))
+            hidden = self._compute_hidden(rows, buffers.query_start, None, None, prefix, adapters=key.adapters)
+            return self.model.compute_logits(hidden)
         token_rows = buffers.token_rows[: key.num_tokens]
         limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
         blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
-        hidden = self._compute_hidden(rows, buffers.query_start, token_rows, blocks, None)
+        hidden = self._compute_hidden(rows, buffers.query_start, token_rows, blocks, None, adapters=key.adapters)
         return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]])
 
     def _compute_hidden(
@@ -333,10 +346,13 @@ class ModelRunner:
         prefix_len: torch.Tensor | None,
         has_decode_rows: bool = True,
         attend_as_rows: bool = False,  # every token by itself
+        adapters: bool = False,  # some rows may have one
     ) -> torch.Tensor:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
+        if self.lora is not None:
+            self.lora.start_step(rows, token_rows, adapters)
         if self.recorded is not None and self._layer_hooks is None:
             hidden = self.recorded.run(rows, query_start, inputs, int(prefix_len) if prefix_len is not None else 0)
             if hidden is not None:
@@ -360,7 +376,7 @@ class ModelRunner:
             prefix_len=prefix_len,
         )
         metadata = self.backends.build(step, tables, sizes, query_blocks)
-        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks)
+        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks, adapters)
         return self.model(inputs.input_ids, inputs.positions, ctx)
 
     @staticmethod

@@ -10,6 +10,7 @@ from quire.attention.base import ForwardContext, StepInputs
 from quire.attention.group_backends import GroupBackends
 from quire.kernels.native.replay import NotReplayableError, Recording, Replay
 from quire.kernels.prepare_inputs import PreparedInputs
+from quire.lora.state import LoRAState
 from quire.models.base import LanguageModel
 
 logger = logging.getLogger("quire")
@@ -35,11 +36,19 @@ class RecordedStep:
 
 
 class RecordedSteps:
-    def __init__(self, model: LanguageModel, backends: GroupBackends, tables: Sequence[torch.Tensor], sizes: list[int]):
+    def __init__(
+        self,
+        model: LanguageModel,
+        backends: GroupBackends,
+        tables: Sequence[torch.Tensor],
+        sizes: list[int],
+        lora: LoRAState | None = None,
+    ) -> None:
         self.model, self.backends, self.tables, self.sizes = model, backends, tables, sizes
+        self.lora = lora
         self.replays = 0
-        self._recorded: RecordedStep | None = None
-        self._replayable = model.embed_tokens is not None
+        self._recorded: dict[bool, RecordedStep] = {}  # with and without the terms of adapters
+        self._replayable = {False, True} if model.embed_tokens is not None else set()
 
     def run(
         self, rows: torch.Tensor, query_start: torch.Tensor, inputs: PreparedInputs, shared: int
@@ -47,18 +56,19 @@ class RecordedSteps:
         """Hidden states of a step, valid until the next one; None if it cannot be replayed. `shared` as
         StepInputs.prefix_len."""
         tokens, count = len(inputs.input_ids), len(rows)
-        if not self._replayable or tokens > MAX_TOKENS:
+        adapted = self.lora is not None and self.lora.active
+        if adapted not in self._replayable or tokens > MAX_TOKENS:
             return None
         assert self.model.embed_tokens is not None
         embeds = self.model.embed_tokens(inputs.input_ids)
-        if self._recorded is None:
+        if adapted not in self._recorded:
             try:
-                self._recorded = self._record(embeds)
+                self._recorded[adapted] = self._record(embeds)
             except NotReplayableError as reason:
-                self._replayable = False
-                logger.debug("steps are not replayed: %s", reason)
+                self._replayable.discard(adapted)
+                logger.debug("steps %s adapters are not replayed: %s", "with" if adapted else "without", reason)
                 return None
-        step = self._recorded
+        step = self._recorded[adapted]
         step.embeds[:tokens].copy_(embeds)
         step.ids[:tokens].copy_(inputs.input_ids)
         step.positions[:tokens].copy_(inputs.positions)

@@ -14,8 +14,10 @@ from quire.config import EngineConfig
 from quire.distributed.kv_connector import make_connectors
 from quire.kernels import native
 from quire.layers.parallel import TensorParallel
+from quire.lora.adapters import Adapters, AdapterWeights
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.models.decoder import DecoderModel
 from quire.models.loading.loader import load_model
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
@@ -75,6 +77,7 @@ class Worker:
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
+        self.adapters = self._make_adapters()
         self.cache_dtype = cache_dtype(self.platform, self.dtype, config.cache.kv_cache_dtype)
         backends = self._choose_backends()
         self.runner = ModelRunner(
@@ -87,12 +90,34 @@ class Worker:
             processors=processors,
             proposer=make_proposer(config, self.platform.device),
             num_drafts=config.speculative.num_drafts,
+            lora=self.adapters.state if self.adapters is not None else None,
         )
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 
     def tensor_parallel(self) -> TensorParallel:
         """This worker's part in the layers. Until there are process groups, override it to add collectives."""
         return TensorParallel(self.rank, self.world)
+
+    def _make_adapters(self) -> Adapters | None:
+        config, max_tokens = self.config, self.config.scheduler.max_num_batched_tokens
+        if not config.lora.enable_lora:
+            return None
+        if not isinstance(self.model, DecoderModel):
+            raise ValueError(f"LoRA is not available yet for {type(self.model).__name__}; leave out enable_lora")
+        assert max_tokens is not None
+        most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
+        return Adapters(self.model, config.lora, self.max_num_seqs, most, self.dtype, self.platform.device)
+
+    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+        self._require_adapters().set(lora_id, weights)
+
+    def remove_adapter(self, lora_id: int) -> None:
+        self._require_adapters().remove(lora_id)
+
+    def _require_adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise ValueError("the engine was started without capacity for adapters (enable_lora)")
+        return self.adapters
 
     def _choose_backends(self) -> GroupBackends:
         layers = {layer.layer_index: layer for layer in self.model.cache_layers()}

@@ -11,6 +11,7 @@ import torch
 from quire.config import EngineConfig
 from quire.executor.uniproc import UniProcExecutor
 from quire.layers.parallel import TensorParallel
+from quire.lora.adapters import AdapterWeights
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
@@ -100,6 +101,14 @@ class ThreadsExecutor:
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> ResultOfAll:
         return ResultOfAll([rank.sample_tokens(grammar) for rank in self.ranks])
+
+    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+        for rank in self.ranks:
+            rank.set_adapter(lora_id, weights)
+
+    def remove_adapter(self, lora_id: int) -> None:
+        for rank in self.ranks:
+            rank.remove_adapter(lora_id)
 
     def describe(self) -> str:
         return self.ranks[0].describe()

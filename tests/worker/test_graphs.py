@@ -92,3 +92,22 @@ def test_a_failed_capture_reports_the_first_error(main_stream, caplog, monkeypat
     with caplog.at_level(logging.WARNING, "quire"):
         assert [graphs.run_decode(ROWS, PREFIX) for _ in range(3)] == [None] * 3
     assert "cannot be captured" in caplog.text
+
+
+def test_steps_with_adapters_have_graphs_of_their_own_if_there_may_be_any(main_stream):
+    def compute(key, buffers):
+        return torch.full((key.num_rows, 8), float(key.adapters))
+
+    def captured(adapters):
+        backends = GroupBackends([FakeBackend()])
+        graphs = StepGraphs(compute, backends, 4, 64, CPU, lambda: None, adapters=adapters)
+        graphs.capture_at_start()
+        return graphs, {key.adapters for key in graphs._captured}
+
+    assert captured(False)[1] == {False}
+    graphs, ways = captured(True)
+    assert ways == {False, True}
+    for adapters in (False, True):
+        _, logits = graphs.run_decode(ROWS, 0, adapters=adapters)
+        _, mixed = graphs.run_mixed(ROWS, ROWS + 1, adapters)
+        assert logits.unique().tolist() == mixed.unique().tolist() == [float(adapters)]

@@ -8,10 +8,10 @@ class NoGraphs:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def run_decode(self, rows, prefix_len):
+    def run_decode(self, rows, prefix_len, adapters):
         self.asked.append("decode")
 
-    def run_mixed(self, rows, num_tokens):
+    def run_mixed(self, rows, num_tokens, adapters):
         self.asked.append("mixed")
 
 

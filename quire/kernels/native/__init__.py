@@ -65,6 +65,7 @@ _SIGNATURES = {
     "quire_attention": "ppppppp lllllllll ff ppp l ii",
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
+    "quire_add_low_rank": "pppppp lllllll i",
     "quire_replay": "p lllll",
 }
 

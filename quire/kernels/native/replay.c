@@ -19,9 +19,24 @@ int quire_attention(const void *, void *, const void *, const int64_t *, const i
 int quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
 int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
+int quire_add_low_rank(const void *, const int32_t *, const void *, const void *, float *, void *, int64_t, int64_t,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, int);
 
 /* As replay.py writes them. */
-enum { RMS_NORM, ROPE_AND_WRITE, LINEAR, LINEAR_AMX, QUANTIZED_LINEAR, ATTENTION, ROUTE, MOE, LAYER_NORM, ADD, ACTIVATE };
+enum {
+    RMS_NORM,
+    ROPE_AND_WRITE,
+    LINEAR,
+    LINEAR_AMX,
+    QUANTIZED_LINEAR,
+    ATTENTION,
+    ROUTE,
+    MOE,
+    LAYER_NORM,
+    ADD,
+    ACTIVATE,
+    ADD_LOW_RANK
+};
 typedef union {
     int64_t i;
     double f;
@@ -49,6 +64,10 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
             break;
         case ADD: status = quire_add(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i); break;
         case ACTIVATE: status = quire_activate(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i, a[5].i, a[6].i); break;
+        case ADD_LOW_RANK:
+            status = quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, OF_TOKENS(a[6]), a[7].i, a[8].i,
+                                        a[9].i, a[10].i, a[11].i, a[12].i, a[13].i);
+            break;
         case ROPE_AND_WRITE:
             status = quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p,
                                           OF_TOKENS(a[9]), a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].i);

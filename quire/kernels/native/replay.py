@@ -25,6 +25,7 @@ KINDS = {
     "layer_norm": 5,
     "add": 4,
     "activate": 2,
+    "add_low_rank": 6,
 }
 ROWS_OF_ATTENTION = 9  # its argument that counts requests
 MAX_ARGUMENTS = 24

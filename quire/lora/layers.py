@@ -1,0 +1,172 @@
+"""Layers that add the terms of adapters: linears by a method around their own, experts by a hook."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank
+from quire.kernels.rms_norm import RMSNormParams
+from quire.layers.fused_moe import FusedMoE
+from quire.layers.linear import ParallelLinear
+from quire.layers.linear_experts import LinearExperts
+from quire.layers.load_slot import LoadSlot, ShardId
+from quire.lora.state import LoRAState
+from quire.quantization.base import LinearMethod, Partition, keep
+
+Factors = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scale included, of the whole layer
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a linear layer of the checkpoint has its factors, and the part of them that this worker holds."""
+
+    a: torch.Tensor  # [slots, max rank, in]
+    b: torch.Tensor  # [slots, out, max rank]
+    partition: Partition
+
+    def check(self, name: str, factors: Factors) -> None:
+        (out, in_), (a, b) = self.partition.full_shape, factors
+        rank, most = a.shape[0], self.a.shape[1]
+        if a.shape != (rank, in_) or b.shape != (out, rank):
+            raise ValueError(
+                f"{name}: A is {list(a.shape)} and B {list(b.shape)}; they must be [rank, {in_}] and [{out}, rank]"
+            )
+        if rank > most:
+            raise ValueError(f"{name}: its rank is {rank}; at most {most} is allowed (max_lora_rank)")
+
+    def write(self, slot: int, factors: Factors) -> None:
+        """Over zeros, to which smaller ranks are padded."""
+        (a, b), p = factors, self.partition
+        # The outputs' split leaves A whole; the inputs' leaves B whole, and the sum over workers is that of the terms.
+        if p.dim == 0:
+            b = b.narrow(0, p.start, self.b.shape[1])
+        else:
+            a = a.narrow(1, p.start, self.a.shape[2])
+        self.a[slot, : len(a)].copy_(a)
+        self.b[slot, :, : len(a)].copy_(b)
+
+
+Targets = Iterator[tuple[ShardId, Target]]
+
+
+def new_weights(
+    state: LoRAState,
+    num_inputs: int,
+    sizes: Sequence[int],
+    rank: int,
+    dtype: torch.dtype,
+    leading: tuple[int, ...] = (),
+) -> LowRank:
+    """Zeros of all slots, for a layer with outputs of these `sizes`."""
+    if len(sizes) > MAX_PARTS:
+        raise ValueError(f"a layer fused of {len(sizes)} takes no adapter; at most {MAX_PARTS} are allowed")
+    shape = (*leading, state.max_loras)
+    a = torch.zeros(*shape, len(sizes) * rank, num_inputs, dtype=dtype, device=state.device)
+    b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
+    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))))
+
+
+def targets_of(w: LowRank, partitions: Sequence[Partition]) -> Targets:
+    for i, p in enumerate(partitions):
+        yield p.shard, Target(w.a[:, i * w.rank : (i + 1) * w.rank], w.b[:, p.offset : p.offset + p.size], p)
+
+
+@dataclass(frozen=True)
+class LoRALinearMethod:
+    """A layer's own method and the terms, which are `layer.low_rank`. Workers each add theirs before outputs are
+    summed over them."""
+
+    base: LinearMethod
+    state: LoRAState
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = self.base.apply(layer, x, bias)
+        if self.state.active:
+            add_low_rank(out, x, self.state.slots, layer.low_rank)  # type: ignore[arg-type]
+        return out
+
+    def apply_fused(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNormParams | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        assert not self.state.active, "steps with adapters take the path that is not fused"
+        return self.base.apply_fused(layer, x, bias, norm, residual, silu)
+
+    def can_fuse(self, layer: nn.Module) -> bool:
+        return self.base.can_fuse(layer)
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        in_features: int,
+        out_partition_sizes: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.base.create_weights(layer, in_features, out_partition_sizes, dtype, device)
+
+    def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
+        return self.base.load_slots(layer, partitions)
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        self.base.process_after_loading(layer)
+
+
+def adapt_linear(layer: ParallelLinear, state: LoRAState, rank: int, dtype: torch.dtype) -> Targets:
+    w = new_weights(state, layer.in_features, layer.out_partition_sizes, rank, dtype)
+    keep(layer, "low_rank", w)
+    layer.method = LoRALinearMethod(layer.method, state)
+    return targets_of(w, layer.partitions())
+
+
+class ExpertTerms:
+    """Of all experts of a layer; see layers/expert_terms.py."""
+
+    def __init__(self, experts: FusedMoE | LinearExperts, state: LoRAState, rank: int, dtype: torch.dtype) -> None:
+        self.state = state
+        hidden, width, count = experts.hidden_size, experts.width, (experts.num_experts,)
+        self.gate_up = new_weights(state, hidden, [width, width], rank, dtype, count)
+        self.down = new_weights(state, width, [hidden], rank, dtype, count)
+
+    @property
+    def active(self) -> bool:
+        return self.state.active
+
+    def add_gate_up(self, out: torch.Tensor, x: torch.Tensor, expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+        return self._add(self.gate_up, out, x, expert, rows)
+
+    def add_down(self, out: torch.Tensor, x: torch.Tensor, expert: int, rows: torch.Tensor | None) -> torch.Tensor:
+        return self._add(self.down, out, x, expert, rows)
+
+    def _add(
+        self, w: LowRank, out: torch.Tensor, x: torch.Tensor, expert: int, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        slots = self.state.slots if rows is None else self.state.slots[rows]
+        add_low_rank(out, x, slots, expert_of(w, expert))
+        return out
+
+
+def expert_of(w: LowRank, expert: int) -> LowRank:
+    return LowRank(w.a[expert], w.b[expert], w.ends)
+
+
+def adapt_experts(
+    experts: FusedMoE | LinearExperts, state: LoRAState, rank: int, dtype: torch.dtype
+) -> Iterator[tuple[str, ShardId, Target]]:
+    """Targets are named as the parameters of single experts are."""
+    terms = experts.terms = ExpertTerms(experts, state, rank, dtype)
+    hidden, full, width = experts.hidden_size, experts.intermediate_size, experts.width
+    start = width * experts.tp.rank
+    halves = [Partition(i, i * width, width, (full, hidden), 0, start) for i in range(2)]
+    whole = [Partition(None, 0, hidden, (hidden, full), 1, start)]
+    for name, w, partitions in (("gate_up", terms.gate_up, halves), ("down", terms.down, whole)):
+        for e in range(experts.num_experts):
+            for shard, target in targets_of(expert_of(w, e), partitions):
+                yield f"{name}.{e}", shard, target

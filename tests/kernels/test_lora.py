@@ -1,0 +1,39 @@
+"""Low-rank terms in C, and the torch reference against merged weights."""
+
+import pytest
+import torch
+
+from quire.kernels import native
+from quire.kernels.lora import LowRank, add_low_rank_torch
+from tests.kernels import lora_cases
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", lora_cases.SLOTS)
+@pytest.mark.parametrize("layer", lora_cases.LAYERS)
+def test_low_rank_terms(layer, slots, dtype):
+    lora_cases.check(layer, slots, "cpu", dtype)
+
+
+@needs_compiler
+def test_an_infinite_weight_stays_with_its_rows():
+    lora_cases.check_an_infinite_weight_stays_with_its_rows("cpu", torch.float32)
+
+
+def test_slots_of_tokens():
+    lora_cases.check_slots_of_tokens("cpu")
+
+
+def test_the_reference_is_a_merged_weight():
+    a, b, x, _, of_rows = lora_cases.make("query, key, value", "mixed", "cpu", torch.float32)
+    weight = torch.randn(192, 130)
+    out = x @ weight.T
+    add_low_rank_torch(out, x, of_rows, LowRank(a, b, (128, 160, 192)))
+    for row, slot in enumerate(of_rows[: len(x)].tolist()):
+        merged = weight.clone()
+        for i, part in enumerate((slice(0, 128), slice(128, 160), slice(160, 192))):
+            merged[part] += b[slot, part] @ a[slot, 5 * i : 5 * i + 5] if slot >= 0 else 0
+        torch.testing.assert_close(out[row], merged @ x[row])
