@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.requests import FinishReason
+from quire.messages.structured import StructuredOutputsParams
 from tests.core.fake_engine import MOST_DRAFTS, PROPOSERS, FakeEngine, expected_tokens, spec, state_spec
 from tests.properties import SEARCH
 
@@ -39,6 +40,8 @@ def workloads(draw):
                 "arrives": draw(st.integers(0, 12)),
                 "aborts": draw(st.one_of(st.none(), st.none(), st.integers(1, 15))),
                 "stop": draw(st.sampled_from([(), (), tuple(range(0, 50, 7))])),
+                "grammar": draw(st.sampled_from([None, None, StructuredOutputsParams(regex="any")])),
+                "resumed": draw(st.sampled_from([0, 0, 0, 1, 3, 6])),
                 "salt": draw(st.sampled_from([None, None, "s"])),
             }
         )
@@ -64,6 +67,12 @@ def workloads(draw):
     return engine, requests
 
 
+def elsewhere(request):
+    """What another engine has generated of it already."""
+    tokens = expected_tokens(request["prompt"], request["max_tokens"], request["seed"], request["stop"], MAX_LEN)
+    return tokens[: request["resumed"]] if len(tokens) > request["resumed"] and not request["forks"] else []
+
+
 @settings(max_examples=400 * SEARCH, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads())
 def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
@@ -82,6 +91,7 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
                     engine.add(
                         name, r["prompt"], r["max_tokens"], r["seed"] + fork, r["priority"],
                         fork_of=f"{i}.0" if fork else None, salt=r["salt"], stop=r["stop"],
+                        structured_outputs=r["grammar"], output=elsewhere(r),
                     )  # fmt: skip
                 if r["aborts"] is not None and r["arrives"] + r["aborts"] == clock and fork == 0:
                     engine.abort(name)
@@ -91,6 +101,7 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
         assert clock < 3000, "a request starves"
     for name, (r, seed) in names.items():
         expected = expected_tokens(r["prompt"], r["max_tokens"], seed, r["stop"], MAX_LEN)
+        expected = expected[len(elsewhere(r)) :]
         if engine.finish[name] == FinishReason.ABORT:
             expected = expected[: len(engine.tokens[name])]
         assert engine.tokens[name] == expected

@@ -5,7 +5,7 @@ import torch
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
 
-KNOWN: list[list[int]] = []  # texts that half-right drafts come from: prompt and output of a run without drafts
+KNOWN: list[list[int]] = []  # texts that right drafts come from: prompt and output of a run without drafts
 
 
 class Fixed:
@@ -29,8 +29,8 @@ class Random(Fixed):
         return torch.randint_like(at, 5)
 
 
-class HalfRight(Fixed):
-    """The next tokens of a known text that begins as the row does, with every third one wrong. Reads the device."""
+class Right(Fixed):
+    """The next tokens of a known text that begins as the row does. Reads the device."""
 
     def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
         guesses = torch.full_like(at, 3)
@@ -39,5 +39,15 @@ class HalfRight(Fixed):
             for text in KNOWN:
                 if text[: len(known)] == known:
                     for j, token in enumerate(text[len(known) : len(known) + self.num_drafts]):
-                        guesses[i, j] = token if (len(known) + j) % 3 else 0
+                        guesses[i, j] = self.guess(token, len(known) + j)
         return guesses
+
+    def guess(self, token: int, position: int) -> int:
+        return token
+
+
+class HalfRight(Right):
+    """With every third one wrong."""
+
+    def guess(self, token: int, position: int) -> int:
+        return token if position % 3 else 0
