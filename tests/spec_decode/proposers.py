@@ -1,4 +1,5 @@
-"""Proposers for tests: what they guess is fixed, random, or partly right by a text that is known beforehand."""
+"""A worked example of proposers: what they guess is fixed, random, or right in part by a text that is known beforehand.
+One file, and a name: --speculative-config '{"method": "tests.spec_decode.proposers:Fixed", ...}'."""
 
 import torch
 
@@ -9,7 +10,7 @@ KNOWN: list[list[int]] = []  # texts that right drafts come from: prompt and out
 
 
 class Fixed:
-    """In one file and one registration: {"method": "tests.spec_decode.proposers:Fixed", ...}."""
+    """Writes its drafts behind the known tokens of rows, on the device."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
