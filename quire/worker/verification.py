@@ -77,15 +77,23 @@ def sample_and_verify(
     if batch is not None and verifies:
         batch.done = offset_ < num_sampled[place_.long()]
         sampler.keep_accepted(tokens, batch)
-    propose()
-    proposed = (drafts_of(rows, state, num_drafts),) if sampler.constrains(plan.rows.tolist()) else ()
     where = place[places] * width + offset[places]
 
-    def make(ids: np.ndarray, num_sampled: np.ndarray, *rest: np.ndarray) -> ModelRunnerOutput:
-        logprobs = Logprobs(where, *rest[: len(found)]) if found else None
-        return complete(ModelRunnerOutput(ids, num_sampled, logprobs, drafts=rest[-1] if proposed else None))
+    def make(ids: np.ndarray, num_sampled: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
+        return complete(ModelRunnerOutput(ids, num_sampled, Logprobs(where, *found) if found else None))
 
-    return Pending(make, out, num_sampled, *found, *proposed)
+    if not sampler.constrains(plan.rows.tolist()):
+        pending = Pending(make, out, num_sampled, *found)
+        propose()  # results do not wait for it
+        return pending
+    propose()
+
+    def make_with_drafts(drafts: np.ndarray, *arrays: np.ndarray) -> ModelRunnerOutput:
+        output = make(*arrays)
+        output.drafts = drafts
+        return output
+
+    return Pending(make_with_drafts, drafts_of(rows, state, num_drafts), out, num_sampled, *found)
 
 
 def drafts_of(rows: torch.Tensor, state: RowState, num_drafts: int) -> torch.Tensor:

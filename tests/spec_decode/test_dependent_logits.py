@@ -4,6 +4,7 @@ steps, through the real engine, with any drafts."""
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "long regex": {"structured_outputs": {"regex": "[a-f]*"}, "min_tokens": 9, "logit_bias": {END_ID: 50.0}},
     "choice": {"structured_outputs": {"choice": ["perhaps", "no"]}},
     "guidance": {"structured_outputs": {"regex": "[a-z ]{5,20}", "backend": "guidance"}, "bad_words": ["ab"]},
+    "outlines": {"structured_outputs": {"regex": "([0-9]{2}:){3,6}[a-z]+", "backend": "outlines"}},
+    "enforcer": {"structured_outputs": {"regex": "(ab|ba){2,9}!", "backend": "lm-format-enforcer"}},
     "reasoning": {
         "structured_outputs": FORM,
         "reasoning": ReasoningTokens(start=[1], end=[33, 34], open=True),
         "thinking_token_budget": 5,
     },
 }
+
+LIBRARIES = {"guidance": "llguidance", "outlines": "outlines_core", "enforcer": "lmformatenforcer"}
+KINDS = {kind: given for kind, given in KINDS.items() if kind not in LIBRARIES or find_spec(LIBRARIES[kind])}
 
 
 def params(kind: str, temperature: float) -> SamplingParams:
@@ -73,7 +79,7 @@ class Run:
 
 def generate(model: str, depth: int = 1, **options: Any) -> Run:
     asynchronous = {"async_depth": depth} if depth else {"async_scheduling": False}
-    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 32, "cpu_threads": 1} | asynchronous | options
+    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 64, "cpu_threads": 1} | asynchronous | options
     options = {"logits_processors": [NoRepeat]} | options
     with LLM(model, dtype="float32", max_model_len=128, use_tqdm_on_load=False, **options) as llm:
         found = llm.generate(PROMPTS, [params(*request) for request in REQUESTS], use_tqdm=False)
