@@ -19,6 +19,8 @@ RESULTS, CORE = "quire/core/results.py", "quire/core/engine_core.py"
 RATE, CONTEXT = "quire/entrypoints/http/rate_limit.py", "quire/entrypoints/http/context.py"
 INPUT = "quire/engine/input_processor.py"
 MASKS, WARPERS, THRESHOLD = "quire/sample/masks.py", "quire/sample/warpers.py", "quire/kernels/keep_threshold.py"
+PENALTIES, VERIFICATION = "quire/sample/penalties.py", "quire/worker/verification.py"
+GRAMMARS = "quire/structured_output/manager.py"
 META, SIMPLIFY = "quire/structured_output/schema/metaschema.py", "quire/structured_output/schema/simplify.py"
 
 REQUEST = "quire/core/request.py"
@@ -36,6 +38,7 @@ SAMPLING = ("tests/sample/test_sampler.py",)
 MASKING = ("tests/sample/test_processors.py",)
 SCHEMAS = ("tests/structured_output/test_schemas.py",)
 SIMPLER = ("tests/structured_output/test_simplify.py",)
+DRAFTS, PLANNED_DRAFTS = ("tests/spec_decode/test_dependent_logits.py",), ("tests/core/test_drafts.py",)
 
 MUTANTS = (
     # Once alive
@@ -156,4 +159,11 @@ MUTANTS = (
     Mutant(SIMPLIFY, 'max(least, schema.get("minItems", 0))', "least", SIMPLER),
     Mutant(SIMPLIFY, 'schema.get("maxItems", 2) in (0, 1)', 'schema.get("maxItems", 2) in (0, 1, 2)', SIMPLER),
     Mutant(SIMPLIFY, 'met = "then" if schema["if"] else "else"', 'met = "else" if schema["if"] else "then"', SIMPLER),
+    # Drafts of rows whose logits depend on tokens before
+    Mutant(PENALTIES, "drafts = _drafts_ahead(places, batch)", "drafts = None", DRAFTS),
+    Mutant(PENALTIES, "accumulate=True", "accumulate=False", DRAFTS),
+    Mutant(VERIFICATION, "batch.done = offset_ < num_sampled", "batch.done = offset_ <= num_sampled", DRAFTS),
+    Mutant(GRAMMARS, "constrained.num_tokens + ahead, row", "constrained.num_tokens, row", DRAFTS),
+    Mutant(RESULTS, "((counts > 0) & (run.num_frames[rows] > 1)).any()", "False", PLANNED_DRAFTS),
+    Mutant(RESULTS, "first[places].tolist(), index", "places.tolist(), index", PLANNED_DRAFTS),
 )

@@ -163,7 +163,7 @@ class EngineCore:
             rows = self.scheduler.constrained_rows(plan)
             if rows is None:
                 return
-            mask = self.grammars.fill(rows)
+            mask = self.grammars.fill(rows.rows, rows.drafts)
             self._finish_failed()
         self._unsampled = None
         self._in_flight[-1] = (plan, self.executor.sample_tokens(mask))

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,6 +35,13 @@ class Frame:
     samples: np.ndarray
     drafts: np.ndarray | None
     pooled: np.ndarray | None  # None: no row pools
+
+
+class ConstrainedRows(NamedTuple):
+    """Rows of a plan that get a token under a grammar."""
+
+    rows: list[tuple[int, int]]  # (first place in the logits, index of the request)
+    drafts: dict[int, list[int]]  # by index: those that the plan verifies
 
 
 @dataclass(slots=True)
@@ -74,9 +82,9 @@ class ResultReader:
             samples = samples & ~pooled
         self._frames.append(Frame(step, rows, run.generation[rows], requests, samples, drafts, pooled))
 
-    def constrained_rows(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
-        """Rows of the newest plan that get a token under a grammar, as (place, index of the request). None while a
-        token before that one is still in flight."""
+    def constrained_rows(self, plan: SchedulerOutput) -> ConstrainedRows | None:
+        """Rows of the newest plan that get a token under a grammar. None while a token before that one, or a draft that
+        the plan verifies, is still in flight."""
         run, frame = self._running, self._frames[-1]
         assert frame.step == plan.step, "only the newest plan can wait for its masks"
         live = frame.samples & (run.generation[frame.rows] == frame.generations)
@@ -84,11 +92,21 @@ class ResultReader:
         rows = frame.rows[places]
         if (run.num_pending[rows] > 1).any():
             return None
-        return list(zip(places.tolist(), run.index[rows].tolist(), strict=True))
+        index = run.index[rows].tolist()
+        if frame.drafts is None:
+            return ConstrainedRows(list(zip(places.tolist(), index, strict=True)), {})
+        counts = frame.drafts[places]
+        if ((counts > 0) & (run.num_frames[rows] > 1)).any():
+            return None
+        first = np.cumsum(1 + frame.drafts) - (1 + frame.drafts)
+        drafts = {i: run.drafts[row, :count].tolist() for i, row, count in zip(index, rows, counts, strict=True)}
+        return ConstrainedRows(list(zip(first[places].tolist(), index, strict=True)), drafts)
 
     def read(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> AppliedStep:
         run = self._running
         frame, live, stale = self._pop_frame(plan)
+        if output.drafts is not None:
+            run.drafts[frame.rows[live]] = output.drafts[live]
         sampled = np.flatnonzero(live & frame.samples)
         rows = frame.rows[sampled]
         if frame.drafts is None:

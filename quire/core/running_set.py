@@ -16,7 +16,7 @@ class RunningSet:
     both counts are of what is certain, as if none were accepted, and results correct them.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_drafts: int = 0) -> None:
         rows = self.num_rows = max_num_seqs
         self.token_ids = np.zeros((rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
@@ -25,11 +25,11 @@ class RunningSet:
         self.num_drafts_pending = np.zeros(rows, np.int64)  # in plans in flight
         self.num_frames = np.zeros(rows, np.int64)  # plans in flight
         self.num_prompt_tokens = np.zeros(rows, np.int64)
-        self.allows_drafts = np.zeros(rows, bool)
         self.token_limit = np.zeros(rows, np.int64)  # prompt + max_tokens, or max_model_len
         self.generation = np.zeros(rows, np.int64)
         self.index = np.zeros(rows, np.int64)  # the front end's number of the request
         self.constrained = np.zeros(rows, bool)  # by a grammar
+        self.drafts = np.zeros((rows, num_drafts), np.int32)  # of constrained rows, behind their confirmed tokens
         self.num_cached = np.zeros(rows, np.int32)
         self.pools = np.zeros(rows, bool)
         self.num_pooling = 0
@@ -73,7 +73,6 @@ class RunningSet:
         self.num_tokens[row] = count
         self.num_pending[row] = self.num_frames[row] = self.num_drafts_pending[row] = 0
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.allows_drafts[row] = request.core.sampling.allows_drafts
         self.num_computed[row] = num_computed
         self.token_limit[row] = token_limit
         self.index[row] = request.core.index
@@ -111,8 +110,7 @@ class RunningSet:
         """How many drafts, up to `num_drafts`, a plan may have of each row that decodes."""
         known = self.num_known(rows)
         decodes = (known - self.num_computed[rows] == 1) & (known > self.num_prompt_tokens[rows])
-        allowed = np.where(decodes & self.allows_drafts[rows], num_drafts, 0)
-        return np.clip(self.token_limit[rows] - known - 1, 0, allowed)
+        return np.clip(self.token_limit[rows] - known - 1, 0, np.where(decodes, num_drafts, 0))
 
     def most_computed(self, rows: np.ndarray) -> np.ndarray:
         """If all drafts of plans in flight are accepted."""

@@ -16,7 +16,7 @@ from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_transfers import Ended, KVTransfers
 from quire.core.request import Request, RequestState
-from quire.core.results import ResultReader
+from quire.core.results import ConstrainedRows, ResultReader
 from quire.core.row_blocks import RowBlocks
 from quire.core.running_set import RunningSet
 from quire.messages.plan import BlockAppends, ModelRunnerOutput, SchedulerOutput
@@ -53,7 +53,7 @@ class Scheduler:
         self.chunk_limit = threshold or max_num_batched_tokens
         self.requests: dict[str, Request] = {}
         self.queue = AdmissionQueue()
-        self.running = RunningSet(max_num_seqs, max_model_len)
+        self.running = RunningSet(max_num_seqs, max_model_len, num_drafts)
         self.blocks = RowBlocks(kv, self.running)
         self.forks = ForkTable()
         self.transfers = transfers or KVTransfers()
@@ -104,7 +104,7 @@ class Scheduler:
         if request is not None:
             self.queue.grammar_ready(request)
 
-    def constrained_rows(self, plan: SchedulerOutput) -> list[tuple[int, int]] | None:
+    def constrained_rows(self, plan: SchedulerOutput) -> ConstrainedRows | None:
         return self.results.constrained_rows(plan)
 
     def finish_requests(self, request_ids: list[str]) -> list[int]:

@@ -70,7 +70,7 @@ class SchedulerOutput:
 class GrammarMask:
     """Tokens that grammars allow, for some of a plan's rows."""
 
-    places: np.ndarray  # [m] int64: indices into the plan's rows
+    places: np.ndarray  # [m] int64: indices into the logits, of which a row has one, and one for each of its drafts
     bitmask: np.ndarray  # [m, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 allows token t
 
 
@@ -86,6 +86,7 @@ class ModelRunnerOutput:
     token_ids: np.ndarray  # [n, 1 + k] int32
     num_sampled: np.ndarray  # [n] int32
     logprobs: Logprobs | None = None
+    drafts: np.ndarray | None = None  # [n, k] int32: for the next step, if a row has a grammar
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float32, by plan row that pools and is done
     transfers: tuple[FinishedTransfers, ...] = ()  # by KV connector

@@ -224,21 +224,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag=True)
             raise ValueError("stop strings are matched in the text: they need detokenize=True")
 
     @property
-    def allows_drafts(self) -> bool:
-        """Whether several tokens may be verified in a step: nothing that changes logits depends on tokens before."""
-        return not (
-            self.structured_outputs is not None
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.bad_words_token_ids
-            or self.min_tokens
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.thinking_token_budget is not None
-        )
-
-    @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
 

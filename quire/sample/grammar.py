@@ -17,10 +17,14 @@ class Grammar:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.mask: GrammarMask | None = None  # of the step that is being sampled
+        self.rows: set[int] = set()  # with a grammar
 
-    def add_row(self, new: NewRow) -> None: ...
+    def add_row(self, new: NewRow) -> None:
+        if new.params.structured_outputs is not None:
+            self.rows.add(new.row)
 
-    def remove_row(self, row: int) -> None: ...
+    def remove_row(self, row: int) -> None:
+        self.rows.discard(row)
 
     @property
     def active(self) -> bool:

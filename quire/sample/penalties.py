@@ -70,13 +70,19 @@ class Penalties:
         places, slots = self._batch_slots(batch)
         if not len(places):
             return logits
-        apply_penalties(logits, places, slots, self._in_prompt, self._counts, self._strength)
+        drafts = _drafts_ahead(places, batch)
+        apply_penalties(logits, places, slots, self._in_prompt, self._counts, self._strength, drafts)
         return logits
 
     def sampled(self, token_ids: torch.Tensor, batch: SampleBatch) -> None:
         places, slots = self._batch_slots(batch)
-        if len(places):
-            self._counts[slots, token_ids[places]] += batch.done[places].int()
+        if not len(places):
+            return
+        kept = batch.done[places].int()
+        if batch.num_ahead is None:
+            self._counts[slots, token_ids[places]] += kept
+        else:  # a row may keep a token twice
+            self._counts.index_put_((slots, token_ids[places]), kept, accumulate=True)
 
     def _batch_slots(self, batch: SampleBatch) -> tuple[torch.Tensor, torch.Tensor]:
         places = [i for i, row in enumerate(batch.row_list) if row in self.slots]
@@ -94,6 +100,15 @@ class Penalties:
             table[:have] = old
         self._in_prompt, self._counts, self._strength = grown
         self._free += range(have, have + more)
+
+
+def _drafts_ahead(places: torch.Tensor, batch: SampleBatch) -> torch.Tensor | None:
+    """[len(places), most drafts] int32: those before each place's token, then -1."""
+    if batch.num_ahead is None:
+        return None
+    count, offset = batch.num_ahead[places].unsqueeze(1), torch.arange(batch.max_ahead, device=places.device)
+    at = batch.positions[places].unsqueeze(1) - count + offset
+    return torch.where(offset < count, batch.token_ids[batch.rows[places].unsqueeze(1), at], -1)
 
 
 def _has_penalties(params: SamplingParams) -> bool:

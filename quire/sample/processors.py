@@ -21,7 +21,9 @@ class SampleBatch:
     row_list: list[int]
     positions: "torch.Tensor"  # [n] int64: index in its request of the token to be drawn
     done: "torch.Tensor"  # [n] bool: rows that keep the sampled token; the others are in the middle of their prompt
-    token_ids: "torch.Tensor"  # [rows, max_model_len] int32: the tokens of every row so far
+    token_ids: "torch.Tensor"  # [rows, max_model_len] int32: the tokens of every row so far, and drafts behind them
+    num_ahead: "torch.Tensor | None" = None  # [n] int64: drafts among the tokens before; None: no row verifies any
+    max_ahead: int = 0  # at least the largest of them
 
 
 class LogitsProcessor(Protocol):
@@ -43,7 +45,7 @@ class LogitsProcessor(Protocol):
         ...
 
     def sampled(self, token_ids: "torch.Tensor", batch: SampleBatch) -> None:
-        """[n] sampled tokens; only those of `batch.done` rows are kept."""
+        """[n] sampled tokens; only those of `batch.done` rows are kept. A row that verified drafts may keep several."""
         ...
 
 

@@ -123,24 +123,40 @@ class Sampler:
         sample_and_append(logits, rows, state, self.parameters.device, draw, out)
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch, grammar: GrammarMask | None = None) -> Sampled:
-        """logits: [n, vocab], any float dtype; not changed."""
+        """logits: [n, vocab], any float dtype; not changed. If rows verify drafts, keep_accepted() must follow."""
         self.parameters.upload()
         self._grammar.mask = grammar
         draw = self._draw_of(batch.row_list)
-        used = [p for p in self.processors if p.active and (draw >= Draw.RANDOM or p.changes_argmax)]
+        used = self._used(draw)
         places = [i for i, row in enumerate(batch.row_list) if row in self._num_logprobs] if self._num_logprobs else []
         if use_triton(logits):
             processed, tokens = self._choose_fused(logits, batch, draw, used, bool(places))
         else:
             processed, tokens = self._choose(logits, batch, draw, used)
         known = tokens.clamp(min=0)  # a valid index even for NO_TOKEN
-        for processor in used:
-            processor.sampled(known, batch)
+        if batch.num_ahead is None:
+            self._keep(known, batch, used)
         return Sampled(tokens, places, self._logprobs(logits if self.raw_logprobs else processed, known, places, batch))
 
-    def launch_optional_kernels(self, logits: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    def keep_accepted(self, tokens: torch.Tensor, batch: SampleBatch) -> None:
+        """After verification, with batch.done for those of the sampled tokens [n] that were accepted."""
+        self._keep(tokens.clamp(min=0), batch, self._used(self._draw_of(batch.row_list)))
+
+    def constrains(self, row_list: list[int]) -> bool:
+        """Whether any of these rows has a grammar."""
+        return _any(self._grammar.rows, row_list)
+
+    def _used(self, draw: Draw) -> list[LogitsProcessor]:
+        return [p for p in self.processors if p.active and (draw >= Draw.RANDOM or p.changes_argmax)]
+
+    @staticmethod
+    def _keep(tokens: torch.Tensor, batch: SampleBatch, used: list[LogitsProcessor]) -> None:
+        for processor in used:
+            processor.sampled(tokens, batch)
+
+    def launch_optional_kernels(self, logits: torch.Tensor, num_tokens: torch.Tensor, num_drafts: int) -> None:
         """On a GPU: launch each kernel that only some requests need, with dummy arguments, so that it can be compiled
-        ahead. num_tokens: of the rows."""
+        ahead. num_tokens: of the rows. num_drafts: the most that a row verifies."""
         n, vocab = logits.shape
         rows = torch.zeros(n, dtype=torch.int64, device=logits.device)
         for given in (logits, edited := logits.float()):
@@ -149,7 +165,9 @@ class Sampler:
             token_logprobs(given, rows, 1)
         apply_bitmask(edited, rows.new_zeros(n, -(-vocab // 32), dtype=torch.int32), rows)
         in_prompt, counts = (rows.new_zeros(1, vocab, dtype=dtype) for dtype in (torch.bool, torch.int32))
-        apply_penalties(edited, rows, rows, in_prompt, counts, edited.new_zeros(1, 3))
+        drafts = [rows.new_zeros(n, num_drafts, dtype=torch.int32)] if num_drafts else []
+        for ahead in (None, *drafts):
+            apply_penalties(edited, rows, rows, in_prompt, counts, edited.new_zeros(1, 3), ahead)
 
     def _choose(
         self, logits: torch.Tensor, batch: SampleBatch, draw: Draw, used: list[LogitsProcessor]

@@ -29,8 +29,11 @@ class RowProcessor(ByRow):
     """Base of most processors: `add_row` stores parameters in `self.rows[new.row]` for requests that use it, `apply`
     changes `logits[place]` for each of `self.places(batch)`.
 
+    `supports_drafts = True` says that it is right for rows that verify drafts, too (docs/sampling.md).
     `validate_params(params)`, a classmethod, may raise a ValueError for wrong `params.extra_args`.
     """
+
+    supports_drafts = False
 
     def __init__(self, config: EngineConfig, device: "torch.device") -> None:
         super().__init__(device)
@@ -69,6 +72,13 @@ def validators(classes: Sequence[type]) -> list[Callable[[SamplingParams], None]
 
 
 def make_processors(classes: Sequence[type], config: EngineConfig, device: "torch.device") -> list[LogitsProcessor]:
+    if config.speculative.num_drafts:
+        for one in classes:
+            if not getattr(one, "supports_drafts", False):
+                raise ValueError(
+                    f"speculative_config: the logits processor {_name(one)} does not say supports_drafts = True, so it "
+                    f"needs steps of one token; leave one of the two out, or {WHERE}"
+                )
     return [Guarded(one, config, device) for one in classes]
 
 

@@ -163,14 +163,19 @@ class ModelRunner:
             return Pending(lambda: self._complete(step, _nothing_sampled()))
         assert step.rows is not None
         if step.plan.num_drafts is None:
-            pending = self._sample(step, step.logits, grammar)
-        else:
-            rows = step.rows[: len(step.plan.rows)]
-            complete = functools.partial(self._complete, step)
-            pending = sample_and_verify(step.plan, step.logits, rows, self.rows, self.sampler, grammar, complete)
-        if self.proposer is not None:
-            self.proposer.propose(step.rows, self.rows)
-        return pending
+            return self._sample(step, step.logits, grammar)
+        assert self.proposer is not None, "a plan with drafts, which no one proposes"
+        return sample_and_verify(
+            step.plan,
+            step.logits,
+            step.rows[: len(step.plan.rows)],
+            self.rows,
+            self.sampler,
+            grammar,
+            self.num_drafts,
+            functools.partial(self.proposer.propose, step.rows, self.rows),
+            functools.partial(self._complete, step),
+        )
 
     def _sample(
         self, step: PendingStep, logits: torch.Tensor, grammar: GrammarMask | None
@@ -299,7 +304,7 @@ class ModelRunner:
             for draw in Draw:
                 self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
-            self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens)
+            self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens, self.num_drafts)
         self._compiling = False
         self._deferred_jobs = later
         compile_all(jobs)

@@ -33,10 +33,12 @@ def sample_and_verify(
     state: RowState,
     sampler: Sampler,
     grammar: GrammarMask | None,
+    num_drafts: int,
+    propose: Callable[[], None],
     complete: Callable[[ModelRunnerOutput], ModelRunnerOutput],
 ) -> Pending[ModelRunnerOutput]:
-    """Draw a token at every position as if the drafts before it were right; rows keep those up to the first surprise.
-    Rows with a grammar, and others whose logits depend on tokens before, have no drafts."""
+    """Draw a token at every position as if the drafts before it were right; rows keep those up to the first surprise,
+    and get new drafts of up to `num_drafts`. The host gets these too if it has to make masks for them."""
     assert plan.num_drafts is not None
     counts = 1 + plan.num_drafts
     width = int(counts.max())
@@ -44,14 +46,16 @@ def sample_and_verify(
     offset = offsets_within(counts)
     first = np.concatenate(([0], np.cumsum(counts)))
     row_list = plan.rows[place].tolist()
+    verifies = width > 1
     logits = logits[: len(place)]
-    arrays = (first, plan.rows[place], offset, plan.num_drafts[place])
-    first_, position_rows, offset_, drafts = to_device(logits.device, *arrays)
+    arrays = (first, plan.rows[place], offset, plan.num_drafts[place], place)
+    first_, position_rows, offset_, drafts, place_ = to_device(logits.device, *arrays)
     position_rows = position_rows.long()
     known = state.num_tokens[position_rows]
     draw = sampler.choose_draw(row_list, grammar) if supports_triton(logits.device) else None
     places: list[int] = []
     found: tuple[torch.Tensor, ...] = ()
+    batch = None
     if draw is not None:
         tokens = sample_tokens(logits, position_rows, known + offset_, sampler.parameters.device, draw)
     else:
@@ -61,18 +65,39 @@ def sample_and_verify(
             positions=known + offset_,
             done=state.num_computed[position_rows] == known + drafts,
             token_ids=state.token_ids,
+            num_ahead=offset_.long() if verifies else None,
+            max_ahead=num_drafts,
         )
-        if grammar is not None:
-            grammar = GrammarMask(first[grammar.places], grammar.bitmask)
         sampled = sampler.sample(logits, batch, grammar)
         tokens, places, top = sampled.token_ids, sampled.places, sampled.logprobs
         found = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
     out = torch.empty(len(counts), width, dtype=torch.int32, device=logits.device)
     num_sampled = torch.empty(len(counts), dtype=torch.int32, device=logits.device)
     accept_drafts(tokens, first_, rows, state, out, num_sampled)
+    if batch is not None and verifies:
+        batch.done = offset_ < num_sampled[place_.long()]
+        sampler.keep_accepted(tokens, batch)
     where = place[places] * width + offset[places]
 
     def make(ids: np.ndarray, num_sampled: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
         return complete(ModelRunnerOutput(ids, num_sampled, Logprobs(where, *found) if found else None))
 
-    return Pending(make, out, num_sampled, *found)
+    if not sampler.constrains(plan.rows.tolist()):
+        pending = Pending(make, out, num_sampled, *found)
+        propose()  # results do not wait for it
+        return pending
+    propose()
+
+    def make_with_drafts(drafts: np.ndarray, *arrays: np.ndarray) -> ModelRunnerOutput:
+        output = make(*arrays)
+        output.drafts = drafts
+        return output
+
+    return Pending(make_with_drafts, drafts_of(rows, state, num_drafts), out, num_sampled, *found)
+
+
+def drafts_of(rows: torch.Tensor, state: RowState, num_drafts: int) -> torch.Tensor:
+    """[n, num_drafts] int32: what lies behind the known tokens of rows [n]."""
+    rows = rows.long()
+    at = state.num_tokens[rows].unsqueeze(1) + torch.arange(num_drafts, device=rows.device)
+    return state.token_ids[rows.unsqueeze(1), at]

@@ -107,7 +107,8 @@ class FakeWorker:
         self.rows: dict[int, dict] = {}
         self.max_tokens_seen = 0
         self.num_accepted = 0  # drafts
-        self.has_drafts = False
+        self.num_drafts = 0
+        self.verified: dict[int, list[int]] = {}  # by row: the drafts of the newest plan
         self.propose = PROPOSERS["fixed"]
         self.shared: set[int] = set()  # blocks with several owners when the plan was made
 
@@ -158,10 +159,11 @@ class FakeWorker:
                 self._pool(row, int(n), i, pooled)
                 continue
             held = row["drafts"][: drafts[i]]
+            self.verified[int(r)] = held
             if row["computed"] == len(row["tokens"]):
                 for j in range(drafts[i] + 1):
                     if len(row["tokens"]) == row["limit"]:
-                        assert self.has_drafts, "planned past the request's limit"
+                        assert self.num_drafts, "planned past the request's limit"
                         break
                     self._check_context(row)
                     tokens[i, j] = next_token(np.asarray(row["tokens"]), row["seed"])
@@ -173,7 +175,9 @@ class FakeWorker:
                     self.num_accepted += 1
                 row["computed"] = len(row["tokens"]) - 1
                 row["drafts"] = self.propose(np.asarray(row["tokens"]), row["seed"], MOST_DRAFTS)
-        return ModelRunnerOutput(tokens, num_sampled, pooled=pooled)
+        proposed = [self.rows[int(r)]["drafts"] for r in plan.rows]
+        most = np.asarray(proposed, np.int32).reshape(len(proposed), MOST_DRAFTS)[:, : self.num_drafts]
+        return ModelRunnerOutput(tokens, num_sampled, drafts=most if self.num_drafts else None, pooled=pooled)
 
     def _pool(self, row: dict, count: int, place: int, pooled: dict[int, np.ndarray]) -> None:
         """Accumulates chunks; a vector if the prompt is complete."""
@@ -266,7 +270,8 @@ class FakeEngine:
         self.scheduler = Scheduler(self.kv, max_model_len=max_model_len, transfers=transfers, **kwargs)
         self.worker = FakeWorker(config, self.kv, max_model_len)
         self.worker.propose = PROPOSERS[proposer]
-        self.worker.has_drafts = self.scheduler.num_drafts > 0
+        self.worker.num_drafts = self.scheduler.num_drafts
+        self.unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need what is in flight
         self.depth = depth
         self.in_flight: deque = deque()
         self.tokens: dict[str, list[int]] = {}
@@ -288,8 +293,10 @@ class FakeEngine:
         stop=(),
         eos=(),
         pooling: PoolingParams | None = None,
+        output=(),
         **params,
     ) -> None:
+        """`output`: tokens generated elsewhere, after which it goes on."""
         index = len(self.names)
         self.names[index] = name
         self.tokens[name] = []
@@ -306,6 +313,7 @@ class FakeEngine:
                 priority=priority,
                 fork_of=fork_of,
                 cache_salt=salt,
+                output_token_ids=np.asarray(output, np.int32) if output else None,
             )
         )
 
@@ -318,12 +326,29 @@ class FakeEngine:
         self.worker.shared = {block.id for block in self.kv.pool.blocks if block.ref > 1}
         plan = self.scheduler.schedule()
         if plan is not None:
+            self.worker.verified = {}
             self.in_flight.append((plan, self.worker.run(plan)))
+            self.unsampled = plan
+            self._make_masks()
         return plan
+
+    def _make_masks(self) -> None:
+        """As soon as the host can, it must know the drafts that the worker verifies under grammars."""
+        plan = self.unsampled
+        found = self.scheduler.constrained_rows(plan) if plan is not None else None
+        if plan is None or found is None:
+            return
+        self.unsampled = None
+        first = np.cumsum([0, *(1 + count for count in self.worker._num_drafts(plan))])
+        row_at = dict(zip(first.tolist(), plan.rows.tolist(), strict=False))
+        for place, index in found.rows:
+            assert self.scheduler.running.index[row_at[place]] == index
+            assert found.drafts.get(index, []) == self.worker.verified[row_at[place]], "the host has other drafts"
 
     def land(self) -> None:
         """Apply the oldest results."""
         plan, output = self.in_flight.popleft()
+        assert plan is not self.unsampled, "masks that wait for nothing"
         outputs = self.scheduler.update_from_output(plan, output)
         for i, index in enumerate(outputs.index):
             name = self.names[int(index)]
@@ -333,10 +358,11 @@ class FakeEngine:
             if outputs.finish[i]:
                 self.finish[name] = FinishReason(outputs.finish[i])
                 self.order.append(name)
+        self._make_masks()
 
     def step(self) -> None:
         self.steps += 1
-        while len(self.in_flight) <= self.depth and self.plan() is not None:
+        while len(self.in_flight) <= self.depth and self.unsampled is None and self.plan() is not None:
             pass
         if self.in_flight:
             self.land()

@@ -7,6 +7,7 @@ from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import FinishReason
+from quire.messages.structured import StructuredOutputsParams
 from tests.core.fake_engine import (
     MOST_DRAFTS,
     PROPOSERS,
@@ -52,6 +53,8 @@ def workloads(draw):
                 "arrives": draw(st.integers(0, 12)),
                 "aborts": draw(st.one_of(st.none(), st.none(), st.integers(1, 15))),
                 "stop": draw(st.sampled_from([(), (), tuple(range(0, 50, 7))])),
+                "grammar": draw(st.sampled_from([None, None, StructuredOutputsParams(regex="any")])),
+                "resumed": draw(st.sampled_from([0, 0, 0, 1, 3, 6])),
                 "salt": draw(st.sampled_from([None, None, "s"])),
             }
         )
@@ -77,6 +80,14 @@ def workloads(draw):
     return engine, requests
 
 
+def elsewhere(request):
+    """What another engine has generated of it already."""
+    tokens = expected_tokens(request["prompt"], request["max_tokens"], request["seed"], request["stop"], MAX_LEN)
+    if request["forks"] or request["pools"] or len(tokens) <= request["resumed"]:
+        return []
+    return tokens[: request["resumed"]]
+
+
 @settings(max_examples=400 * SEARCH, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads())
 def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
@@ -95,6 +106,7 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
                     engine.add(
                         name, r["prompt"], r["max_tokens"], r["seed"] + fork, r["priority"],
                         fork_of=f"{i}.0" if fork else None, salt=r["salt"], stop=r["stop"],
+                        structured_outputs=r["grammar"], output=elsewhere(r),
                         pooling=PoolingParams(skip_reading_prefix_cache=r["pools"] == "the whole prompt")
                         if r["pools"] else None,
                     )  # fmt: skip
@@ -112,6 +124,7 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
                 assert engine.pooled[name] == expected_pooled(r["prompt"], r["pools"] == "the whole prompt")
             continue
         expected = expected_tokens(r["prompt"], r["max_tokens"], seed, r["stop"], MAX_LEN)
+        expected = expected[len(elsewhere(r)) :]
         if engine.finish[name] == FinishReason.ABORT:
             expected = expected[: len(engine.tokens[name])]
         assert engine.tokens[name] == expected

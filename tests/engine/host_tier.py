@@ -1,4 +1,5 @@
-"""A KV connector in one file: blocks that the cache evicts are kept in host memory, and loaded for prompts that match.
+"""A worked example of a KV connector: blocks that the cache evicts are kept in host memory, and loaded for prompts that
+match. One file and one registration.
 
 It works on whole steps and in the order of plans: start_load_kv copies evicted blocks before the plan overwrites them.
 """

@@ -1,4 +1,5 @@
-"""An executor of two ranks: each a thread of this process, with collectives that meet at a barrier."""
+"""A worked example of an executor: two ranks, each a thread of this process, with collectives that meet at a barrier.
+One file, and its name: --distributed-executor-backend tests.executor.threads:ThreadsExecutor."""
 
 import threading
 from collections.abc import Callable

@@ -1,9 +1,12 @@
 """Steps that verify drafts on a GPU: the same text as without, through graphs and without."""
 
+from pathlib import Path
+
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.spec_decode import proposers
+from tests.spec_decode import proposers, test_dependent_logits
+from tests.structured_output.model import save_model
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -45,3 +48,16 @@ def test_the_text_is_that_of_one_token_a_step(tiny, method, eager):
     proposers.KNOWN[:] = [[*prompt, *text] for prompt, text in zip(PROMPTS, wanted, strict=True)]
     config = {"method": f"tests.spec_decode.proposers:{method}", "num_speculative_tokens": 3}
     assert texts(tiny, speculative_config=config, enforce_eager=eager) == wanted
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_logits_that_depend_on_tokens_before(tmp_path, eager):
+    """Penalties, grammars and the rest: a row of each kind, greedy and sampled."""
+    model = save_model(Path(tmp_path), test_dependent_logits.FAR_APART)
+    single = test_dependent_logits.generate(model)
+    prompts = [prompt["prompt_token_ids"] for prompt in test_dependent_logits.PROMPTS]
+    proposers.KNOWN[:] = [[*ids, *one.token_ids] for ids, one in zip(prompts, single.outputs, strict=True)]
+    for method, count in (("HalfRight", 3), ("Right", 4), ("Fixed", 2)):
+        config = test_dependent_logits.drafting(method, count)
+        run = test_dependent_logits.generate(model, speculative_config=config, enforce_eager=eager)
+        test_dependent_logits.check(run, single)

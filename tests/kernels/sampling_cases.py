@@ -167,9 +167,18 @@ def check_penalties(device: str, vocab: int) -> None:
     expected = random_logits(5, vocab, device)
     expected[3, ::5] = -INF
     got = expected.clone()
+    plain = expected.clone()
     apply_penalties_torch(expected, places, slots, in_prompt, counts, strength)
     apply_penalties(got, places, slots, in_prompt, counts, strength)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    drafts = torch.tensor([[5, -1, -1], [-1, -1, -1], [vocab - 1, 3, 3]], dtype=torch.int32, device=device)
+    counted = counts.clone()
+    for slot, token, count in ((2, 5, 1), (1, vocab - 1, 1), (1, 3, 2)):
+        counted[slot, token] += count
+    ahead, got = plain.clone(), plain.clone()
+    apply_penalties(ahead, places, slots, in_prompt, counts, strength, drafts)
+    apply_penalties(got, places, slots, in_prompt, counted, strength)
+    assert torch.equal(got, ahead) and not torch.equal(got, expected)
 
 
 def check_bitmask(device: str, vocab: int, dtype: torch.dtype) -> None:

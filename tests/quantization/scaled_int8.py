@@ -1,4 +1,5 @@
-"""A quantization method in one file and one registration: int8 codes with a scale per output, or per tensor.
+"""A worked example of a quantization method: int8 codes with a scale per output, or per tensor. One file and one
+registration.
 
 The checkpoint names its tensors `qweight` and `qscale`; its quantization_config says which layers have which scheme.
 """

@@ -37,6 +37,8 @@ class OnlyToken(RowProcessor):
 class NoRepeat(RowProcessor):
     """Requests with `no_repeat` never repeat a token of the prompt or the output, the last step's included."""
 
+    supports_drafts = True  # all it reads is in the batch
+
     def add_row(self, new: NewRow) -> None:
         if (new.params.extra_args or {}).get("no_repeat"):
             self.rows[new.row] = True

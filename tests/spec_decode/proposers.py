@@ -1,15 +1,16 @@
-"""Proposers for tests: what they guess is fixed, random, or partly right by a text that is known beforehand."""
+"""A worked example of proposers: what they guess is fixed, random, or right in part by a text that is known beforehand.
+One file, and a name: --speculative-config '{"method": "tests.spec_decode.proposers:Fixed", ...}'."""
 
 import torch
 
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
 
-KNOWN: list[list[int]] = []  # texts that half-right drafts come from: prompt and output of a run without drafts
+KNOWN: list[list[int]] = []  # texts that right drafts come from: prompt and output of a run without drafts
 
 
 class Fixed:
-    """In one file and one registration: {"method": "tests.spec_decode.proposers:Fixed", ...}."""
+    """Writes its drafts behind the known tokens of rows, on the device."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
@@ -29,8 +30,8 @@ class Random(Fixed):
         return torch.randint_like(at, 5)
 
 
-class HalfRight(Fixed):
-    """The next tokens of a known text that begins as the row does, with every third one wrong. Reads the device."""
+class Right(Fixed):
+    """The next tokens of a known text that begins as the row does. Reads the device."""
 
     def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
         guesses = torch.full_like(at, 3)
@@ -39,5 +40,15 @@ class HalfRight(Fixed):
             for text in KNOWN:
                 if text[: len(known)] == known:
                     for j, token in enumerate(text[len(known) : len(known) + self.num_drafts]):
-                        guesses[i, j] = token if (len(known) + j) % 3 else 0
+                        guesses[i, j] = self.guess(token, len(known) + j)
         return guesses
+
+    def guess(self, token: int, position: int) -> int:
+        return token
+
+
+class HalfRight(Right):
+    """With every third one wrong."""
+
+    def guess(self, token: int, position: int) -> int:
+        return token if position % 3 else 0
