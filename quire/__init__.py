@@ -3,17 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "ModelRegistry", "__version__"]
+__all__ = ["LLM", "SamplingParams", "Feature", "RequestOutput", "CompletionOutput", "ModelRegistry", "__version__"]
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
     from quire.entrypoints.llm import LLM
+    from quire.messages.features import Feature
     from quire.messages.sampling_params import SamplingParams
     from quire.models.registry import ModelRegistry
 
 _HOMES = {
     "LLM": "quire.entrypoints.llm",
     "SamplingParams": "quire.messages.sampling_params",
+    "Feature": "quire.messages.features",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
     "ModelRegistry": "quire.models.registry",

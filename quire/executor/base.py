@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
@@ -32,6 +33,10 @@ class Executor(Protocol):
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
         """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
+        ...
+
+    def feature_support(self) -> FeatureSupport | None:
+        """What prompts may hold beside token ids; None: nothing."""
         ...
 
     def describe(self) -> str:

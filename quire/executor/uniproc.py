@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
@@ -64,6 +65,10 @@ class UniProcExecutor:
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(_failure(error))
             return failed
+
+    def feature_support(self) -> FeatureSupport | None:
+        support: FeatureSupport | None = self.worker.feature_support()
+        return support
 
     def describe(self) -> str:
         return self._submit(lambda: self.worker.describe()).result()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.messages.features import Feature, FeaturePlan
 from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.messages.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ class NewRow:
     num_prompt_tokens: int
     stop_ids: list[int]  # tokens that finish it
     token_limit: int  # the most tokens it may have: prompt and max_tokens, or max_model_len
+    features: tuple[Feature, ...] = ()  # of its prompt
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class SchedulerOutput:
     common_prefix_blocks: tuple[int, ...]  # per group, leading blocks of the same content in all rows
     connector_meta: tuple[ConnectorMetadata | None, ...] = ()  # by KV connector; None: it starts nothing
     num_drafts: np.ndarray | None = None  # [n] int32: how many of num_tokens are drafts to verify; None: no row has any
+    features: FeaturePlan | None = None  # None: no token of the step depends on one
 
     @property
     def total_tokens(self) -> int:

@@ -25,7 +25,7 @@ from quire.messages.kv_cache import (
     StateSpec,
 )
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
-from quire.messages.requests import EngineCoreRequest, FinishReason
+from quire.messages.requests import ContentKey, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -254,7 +254,18 @@ class FakeEngine:
         self.steps = 0
 
     def add(
-        self, name, prompt, max_tokens=8, seed=0, priority=0, fork_of=None, salt=None, stop=(), eos=(), **params
+        self,
+        name,
+        prompt,
+        max_tokens=8,
+        seed=0,
+        priority=0,
+        fork_of=None,
+        salt=None,
+        stop=(),
+        eos=(),
+        features=(),
+        **params,
     ) -> None:
         index = len(self.names)
         self.names[index] = name
@@ -271,6 +282,8 @@ class FakeEngine:
                 priority=priority,
                 fork_of=fork_of,
                 cache_salt=salt,
+                features=features,
+                content_keys=tuple(ContentKey(f.start, f.stop, f.content_hash) for f in features),
             )
         )
 

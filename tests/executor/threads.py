@@ -11,6 +11,7 @@ import torch
 from quire.config import EngineConfig
 from quire.executor.uniproc import UniProcExecutor
 from quire.layers.parallel import TensorParallel
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
@@ -100,6 +101,9 @@ class ThreadsExecutor:
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> ResultOfAll:
         return ResultOfAll([rank.sample_tokens(grammar) for rank in self.ranks])
+
+    def feature_support(self) -> FeatureSupport | None:
+        return self.ranks[0].feature_support()
 
     def describe(self) -> str:
         return self.ranks[0].describe()
