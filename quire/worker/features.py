@@ -17,6 +17,11 @@ class RowFeatures:
     positions: np.ndarray | None  # [3, prompt]; None: those of text
     position_delta: int  # from a generated token's index to its position
 
+    @property
+    def end(self) -> int:
+        """Later tokens need nothing of it."""
+        return self.features[-1].stop if self.positions is None else self.positions.shape[1]
+
 
 def feature_support(model: LanguageModel) -> FeatureSupport | None:
     """Of a loaded model; None: its prompts are token ids only."""
@@ -87,6 +92,8 @@ class FeatureStore:
             if row.positions is not None:
                 part = self._to_device(row.positions[:, chunk.start : chunk.stop])
                 positions[:, at : at + part.shape[1]] = part  # tokens after the prompt keep what `shifted` gave them
+            if chunk.stop >= row.end:
+                del self.rows[chunk.row]  # its data may be large
         return embeds, positions
 
     def _part(self, feature: Feature, first: int, stop: int) -> torch.Tensor:
