@@ -107,7 +107,8 @@ class RotaryEmbedding(nn.Module):
         assert self.axes is not None
         of_pairs = positions[self.axes].T.long()  # [N, pairs]
         cos, sin = (half.gather(0, of_pairs) for half in self.cache.chunk(2, dim=-1))
-        return Angles(torch.cat((cos, sin), dim=-1), torch.arange(positions.shape[1], device=positions.device))
+        rows = torch.arange(positions.shape[1], dtype=positions.dtype, device=positions.device)
+        return Angles(torch.cat((cos, sin), dim=-1), rows)
 
 
 def _sections(given: Any, rotary_dim: int) -> tuple[int, ...]:

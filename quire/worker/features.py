@@ -41,7 +41,7 @@ class FeatureStore:
         # Of a model whose positions have three axes: added to the index of a token after the prompt.
         self.position_delta: torch.Tensor | None = None
         if self.model is not None and self.model.position_axes > 1:
-            self.position_delta = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            self.position_delta = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Rows come and go; outputs that no request needs any more are freed."""
@@ -55,7 +55,7 @@ class FeatureStore:
             rows = [new.row for new in plan.new_rows]
             deltas = [self.rows[row].position_delta if row in self.rows else 0 for row in rows]
             rows_, deltas_ = to_device(self.device, np.array(rows), np.array(deltas))
-            self.position_delta[rows_.long()] = deltas_.long()
+            self.position_delta[rows_.long()] = deltas_
         if plan.features is not None:
             for key in plan.features.free:
                 self.encoded.pop(key, None)
