@@ -177,7 +177,7 @@ class InputProcessor:
     def _check_features(self, prompt: ParsedPrompt, params: SamplingParams) -> tuple[Feature, ...]:
         if params.truncate_prompt_tokens is not None:
             raise ValueError("truncate_prompt_tokens would move the features of a prompt; leave one of them out")
-        features = self._features.check(prompt.features, len(prompt.token_ids))
+        features = self._features.check(prompt.features, len(prompt.token_ids), params.max_tokens)
         if params.prompt_logprobs is not None and any(feature.kind == EMBEDS for feature in features):
             raise ValueError("prompt_logprobs are of token ids, which a prompt with embeddings does not have")
         return features

@@ -40,8 +40,9 @@ class FeatureChecker:
         self.max_model_len = max_model_len
         self.max_positions = max_positions
 
-    def check(self, given: Sequence[Any], num_tokens: int) -> tuple[Feature, ...]:
-        """The features of a prompt of `num_tokens`, in order, with hashes and contiguous data."""
+    def check(self, given: Sequence[Any], num_tokens: int, max_tokens: int | None) -> tuple[Feature, ...]:
+        """The features of a prompt of `num_tokens`, in order, with hashes and contiguous data. At most `max_tokens` are
+        generated after it."""
         for place, feature in enumerate(given):
             if not isinstance(feature, Feature):
                 raise ValueError(f"features[{place}] is a {type(feature).__name__}; it must be a Feature")
@@ -55,7 +56,8 @@ class FeatureChecker:
                 )
         if (size := sum(feature.data.nbytes for feature in features)) > MAX_BYTES:
             raise ValueError(f"the prompt's features have {size} bytes; at most {MAX_BYTES} are allowed")
-        self._check_reach(features, num_tokens)
+        longest = self.max_model_len if max_tokens is None else min(self.max_model_len, num_tokens + max_tokens)
+        self._check_reach(features, num_tokens, longest)
         return tuple(_named(feature) for feature in features)
 
     def _check(self, name: str, feature: Feature, num_tokens: int) -> None:
@@ -101,15 +103,14 @@ class FeatureChecker:
         if feature.data.dtype.kind != "f":
             raise ValueError(f"{name} has embeddings of {feature.data.dtype}; they must be floating-point numbers")
 
-    def _check_reach(self, features: Sequence[Feature], num_tokens: int) -> None:
+    def _check_reach(self, features: Sequence[Feature], num_tokens: int, longest: int) -> None:
         if all(feature.positions is None for feature in features):
             return
-        last = int(prompt_positions(features, num_tokens).max())
-        reached = last + self.max_model_len - num_tokens  # by the last token that could be generated
-        if max(last, reached) >= self.max_positions:
+        last = int(prompt_positions(features, num_tokens).max()) + longest - num_tokens
+        if last >= self.max_positions:
             raise ValueError(
-                f"the prompt's positions reach {last}, so that a request of {self.max_model_len} tokens would reach "
-                f"{reached}; the model has positions up to {self.max_positions - 1}"
+                f"with the positions of its features, a request of {longest} tokens reaches position {last}; the model "
+                f"has positions up to {self.max_positions - 1}"
             )
 
 

@@ -119,7 +119,9 @@ class FeatureStore:
                         f"the encoder for {kind} made {list(output.shape)} of a feature in place of {feature.length} "
                         f"tokens; it must make {list(expected)}"
                     )
-                self.encoded[feature.content_hash] = output
+                # A part of a larger tensor would keep all of it alive.
+                is_part = output.untyped_storage().nbytes() > output.nbytes
+                self.encoded[feature.content_hash] = output.clone() if is_part else output
 
     def _to_device(self, data: np.ndarray) -> torch.Tensor:
         """A copy, since received arrays are read-only; from pinned memory, so that nothing waits for the device."""

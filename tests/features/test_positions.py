@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from quire import LLM, Feature, SamplingParams
+from quire.layers.rotary import RopeParameters, RotaryEmbedding
 from quire.messages.features import prompt_positions
 from tests.features.test_embeddings import FEW_BLOCKS, random_embeds
 from tests.tiny_models import prompts, save_tiny
@@ -19,6 +20,10 @@ SETTINGS = {
     "depth 2, chunks, preempted": {"async_depth": 2, "max_num_batched_tokens": 13, **FEW_BLOCKS},
     "drafts": {"speculative_config": {"method": "tests.spec_decode.proposers:Fixed", "num_speculative_tokens": 2}},
 }
+
+
+QWEN2_VL = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+QWEN3_VL = {"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True}
 
 
 def grid(time, height, width):
@@ -128,13 +133,32 @@ def test_a_row_s_next_request_has_positions_of_its_own(model):
         assert_equal(model, outputs[1], ids, [])
 
 
+@pytest.mark.parametrize("rope", [QWEN2_VL, QWEN3_VL])
+def test_which_axis_turns_which_pair(rope):
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    positions = torch.randint(0, 100, (3, 12), generator=torch.Generator().manual_seed(0))
+    parameters = RopeParameters.from_hf({"rope_parameters": rope | {"rope_theta": 100.0}}, head_dim=16)
+    cos, sin = RotaryEmbedding(parameters, torch.float32, torch.device("cpu"))(positions).cos_sin
+    if rope is QWEN3_VL:
+        config = Qwen3VLTextConfig(head_dim=16, rope_parameters=rope | {"rope_theta": 100.0})
+        wanted = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
+        assert torch.allclose(cos[:, 0], wanted[0][0], atol=1e-6)
+        assert torch.allclose(sin[:, 0, 8:], wanted[1][0][:, 8:], atol=1e-6)
+    else:
+        frequencies = 100.0 ** (-torch.arange(8) / 8)
+        axes = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
+        assert torch.allclose(cos[:, 0, :8], (positions[axes].T * frequencies).cos(), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
         (np.zeros((2, 4), np.int64), r"must be \[3, 4\]"),
         (np.full((3, 4), -1), "from 0 on"),
         (np.zeros((3, 4)), "whole numbers"),
-        (np.full((3, 4), 300), "the model has positions up to 511"),
+        (np.full((3, 4), 500), "the model has positions up to 511"),
     ],
 )
 def test_wrong_positions_are_refused(model, positions, message):

@@ -2,6 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from quire.messages.features import Feature
 from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine, Unreadable
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RepetitionDetection, SamplingParams
@@ -29,6 +30,20 @@ def test_requests_survive_the_way(num_tokens):
     (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
     assert np.array_equal(got.prompt_token_ids, sent.prompt_token_ids) and got.prompt_token_ids.dtype == np.int32
     assert got.params == sent.params and got.seed == sent.seed and got.eos_token_ids == (2, 3)
+
+
+def test_features_travel_beside_the_message():
+    sent = request(40)
+    embeds = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
+    grid = np.arange(60).reshape(3, 20)
+    sent.features = (Feature("embeds", 3, 20, embeds, b"\x00hash", grid), Feature("image", 30, 2, embeds[:2]))
+    frames = Codec().encode(AddRequests([sent]))
+    assert len(frames) == 2 and len(frames[0]) < 2000  # only the large array is a frame of its own
+    (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
+    first, second = got.features
+    assert (first.kind, first.start, first.stop, first.content_hash) == ("embeds", 3, 23, b"\x00hash")
+    assert np.array_equal(first.data, embeds) and np.array_equal(first.positions, grid)
+    assert np.array_equal(second.data, embeds[:2]) and second.positions is None
 
 
 def test_a_request_for_many_completions_is_sent_once_and_shared():
