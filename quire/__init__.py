@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "SamplingParams",
+    "Feature",
     "RequestOutput",
     "CompletionOutput",
     "PoolingParams",
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
     from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
     from quire.entrypoints.llm import LLM
+    from quire.messages.features import Feature
     from quire.messages.pooling_params import PoolingParams
     from quire.messages.sampling_params import SamplingParams
     from quire.models.registry import ModelRegistry
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "quire.entrypoints.llm",
     "SamplingParams": "quire.messages.sampling_params",
+    "Feature": "quire.messages.features",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
     "PoolingParams": "quire.messages.pooling_params",

@@ -58,6 +58,7 @@ class ModelConfig:
     )
     logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class")
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
+    enable_prompt_embeds: bool = option(False, "accept prompts that are embeddings instead of token ids")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)
 
     hf_config: dict[str, Any] = internal({})  # the model's config.json, or its equivalent from a GGUF

@@ -20,9 +20,17 @@ class SchedulerConfig:
     )
     async_scheduling: bool = option(True, "plan the next step while the device runs this one")
     async_depth: int = option(1, "steps planned ahead with async scheduling", minimum=1, maximum=8)
+    encoder_cache_size: int | None = option(
+        None, "most tokens that outputs of a model's encoders hold; default: as many as a step has, and 8192", minimum=1
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Of the encoder cache, once the platform's defaults are known."""
+        return self.encoder_cache_size or max(self.max_num_batched_tokens or 0, 8192)
 
     @property
     def depth(self) -> int:

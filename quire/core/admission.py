@@ -7,6 +7,7 @@ from quire.core.admission_queue import AdmissionQueue
 from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import Hit, KVCacheManager
 from quire.core.kv_transfers import NO_MATCH, KVTransfers, Match
+from quire.core.prompt_features import PromptFeatures
 from quire.core.request import Request, RequestState
 from quire.core.row_blocks import RowBlocks
 from quire.core.running_set import RunningSet
@@ -42,6 +43,7 @@ class Admission:
         queue: AdmissionQueue,
         forks: ForkTable,
         transfers: KVTransfers,
+        features: PromptFeatures,
         *,
         max_model_len: int,
         chunk_limit: int,
@@ -53,6 +55,7 @@ class Admission:
         self._queue = queue
         self._forks = forks
         self._transfers = transfers
+        self._features = features
         self._max_model_len = max_model_len
         self._chunk_limit = chunk_limit
         self._chunked_prefill = chunked_prefill
@@ -75,12 +78,20 @@ class Admission:
         start = self._find_start(request)
         computed = start.num_computed
         count = min(known - computed, self._chunk_limit, budget)
-        if not self._chunked_prefill and count < known - computed:
-            return None
-        if not self._allocate(request, start, computed if start.external.loads_async else computed + count, admitted):
+        if request.core.features and not start.external.loads_async:
+            count = self._features.limit(request, computed, count)
+        if (
+            not count
+            or (not self._chunked_prefill and count < known - computed)
+            or not self._allocate(
+                request, start, computed if start.external.loads_async else computed + count, admitted
+            )
+        ):
+            self._features.leave(request)
             return None
         self._queue.pop()
         if start.hit is not None and not self._transfers.start(request, start.external):
+            self._features.leave(request)
             return 0  # the scheduler ends it
         self._note_first_admission(request, start)
         if start.external.loads_async:
@@ -88,6 +99,8 @@ class Admission:
             self._queue.block(request, RequestState.WAITING_REMOTE_KV)
             return 0
         admitted.rows.append(self._enter_row(request, computed))
+        if request.core.features:
+            self._features.enter(request, computed)
         admitted.num_tokens.append(count)
         # At once, so that the next request of this very plan finds the blocks: layers write keys before they attend.
         self._blocks.register(request, computed + count, admitting=True)
@@ -145,6 +158,7 @@ class Admission:
             token_limit=limit,
             pooling=pooling,
             lora_id=request.core.lora_id,
+            features=request.core.features,
         )
 
     def _make_room_for(self, request: Request) -> bool:

@@ -4,6 +4,8 @@ import logging
 from collections import deque
 from concurrent.futures import Future
 
+import msgspec
+
 from quire.config import EngineConfig, ModelConfig
 from quire.core.hashing import cache_root
 from quire.core.kv_cache_manager import KVCacheManager
@@ -47,6 +49,14 @@ class EngineCore:
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens is {step_tokens}, "
                 f"max_model_len {self.max_model_len}; raise the first (--max-num-batched-tokens) or lower the second"
             )
+        support = executor.feature_support()
+        cache_tokens = config.scheduler.encoder_tokens
+        if not chunked_prefill and support is not None and support.kinds and cache_tokens < self.max_model_len:
+            raise ValueError(
+                f"encoder_cache_size is {cache_tokens}; where a prompt is computed at once, its features must fit: at "
+                f"least max_model_len, {self.max_model_len} (--encoder-cache-size)"
+            )
+        self.features = support and msgspec.structs.replace(support, max_length=cache_tokens)
         self.num_blocks = layout.num_blocks
         transfers = KVTransfers(make_connectors(config.transfer, layout, "scheduler"))
         executor.initialize_kv_cache(layout, self.max_model_len, transfers.notify)
@@ -73,6 +83,7 @@ class EngineCore:
             chunked_prefill=chunked_prefill,
             transfers=transfers,
             num_drafts=num_drafts,
+            encoder_cache_tokens=cache_tokens,
         )
         self.grammars = StructuredOutputManager.of_engine(config)
         self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned

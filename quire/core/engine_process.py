@@ -87,9 +87,8 @@ class EngineProcess:
         """The exit code."""
         try:
             self.core = self._make_core()
-            self._ready = Ready(
-                self.core.max_model_len, self.core.summary, self.core.num_blocks, self.core.max_num_seqs
-            )
+            core = self.core
+            self._ready = Ready(core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs, core.features)
             while not self._stopping:
                 self._handle_messages(block=not self.core.has_unfinished())
                 began = self._step_began = time.monotonic()

@@ -15,6 +15,7 @@ from quire.core.admission_queue import AdmissionQueue
 from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_transfers import Ended, KVTransfers
+from quire.core.prompt_features import PromptFeatures
 from quire.core.request import Request, RequestState
 from quire.core.results import ConstrainedRows, ResultReader
 from quire.core.row_blocks import RowBlocks
@@ -43,8 +44,10 @@ class Scheduler:
         chunked_prefill: bool = True,
         transfers: KVTransfers | None = None,
         num_drafts: int = 0,
+        encoder_cache_tokens: int | None = None,
     ) -> None:
-        """`num_drafts`: the most drafts that a decoding row verifies in a step."""
+        """`num_drafts`: the most drafts that a decoding row verifies in a step. `encoder_cache_tokens`: the most that
+        encoder outputs hold, by default as many as a step computes."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_drafts = num_drafts
@@ -59,6 +62,7 @@ class Scheduler:
         self.transfers = transfers or KVTransfers()
         if self.transfers.connectors:
             kv.pool.on_evict = self.transfers.evict
+        self.features = PromptFeatures(encoder_cache_tokens or max_num_batched_tokens, max_num_batched_tokens)
         self.results = ResultReader(self.running)
         self.admission = Admission(
             kv,
@@ -67,6 +71,7 @@ class Scheduler:
             self.queue,
             self.forks,
             self.transfers,
+            self.features,
             max_model_len=max_model_len,
             chunk_limit=self.chunk_limit,
             chunked_prefill=chunked_prefill,
@@ -119,6 +124,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         self.kv.reset_prefix_cache()
+        self.features.cache.drop_unused()
         self.transfers.reset_cache()
 
     def stats(self) -> SchedulerStats:
@@ -178,6 +184,7 @@ class Scheduler:
             block_copies=admitted.block_copies,
             common_prefix_blocks=self._common_prefix,
             num_drafts=drafts.astype(np.int32) if drafts is not None else None,
+            features=self.features.plan(rows, counts, computed) if self.features.active else None,
         )
         self.transfers.add_meta(plan)
         self._released_rows = []
@@ -199,6 +206,8 @@ class Scheduler:
             computed = run.most_computed(rows)
         ahead = np.cumsum(wanted) - wanted
         counts = np.maximum(np.minimum(self.max_num_batched_tokens - ahead, wanted), 0)
+        if self.features.active:
+            self.features.limit_rows(rows, computed, counts)
         end = self._end_of_step(rows, computed + counts)
         short = self.blocks.extend(rows, end, appended)
         if self.num_drafts and len(short):
@@ -314,4 +323,6 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         self._released_rows.append(request.row)
         self.running.remove(request)
+        if request.core.features:
+            self.features.leave(request)
         self._common_prefix = None

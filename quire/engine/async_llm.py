@@ -49,7 +49,7 @@ class AsyncLLM:
         self.max_num_seqs = ready.max_num_seqs
         self._num_blocks = ready.num_blocks
         client = self._connection.client or 0
-        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client)
+        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client, ready.features)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream[Any]] = {}

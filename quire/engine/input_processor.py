@@ -13,10 +13,12 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.config.shown import shown
 from quire.engine.pooling_inputs import complete_pooling, hidden_size
+from quire.engine.prompt_features import PLACEHOLDER, FeatureChecker, content_keys, read_embeds
 from quire.messages.checks import MAX_INT, check_int, check_text
+from quire.messages.features import EMBEDS, Feature, FeatureSupport
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import CLIENT_SHIFT
-from quire.messages.requests import ContentKey, EngineCoreRequest
+from quire.messages.requests import NO_SAMPLING, ContentKey, EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 from quire.sample.user_processors import processor_classes, validators
 from quire.tokenizer.tokenizer import Tokenizer
@@ -27,6 +29,8 @@ class PromptDict(TypedDict, total=False):
     prompt_token_ids: list[int]
     cache_salt: str
     output_token_ids: list[int]  # generated elsewhere: the request goes on after them
+    features: list[Feature]  # what some of the tokens stand for
+    prompt_embeds: Any  # a tensor or an array [tokens, hidden]: the prompt itself
 
 
 MAX_PRIORITY = 2**31
@@ -44,11 +48,20 @@ class ParsedPrompt:
     cache_salt: str | None = None
     output_token_ids: list[int] = field(default_factory=list)
     content_keys: tuple[ContentKey, ...] = ()
+    features: Sequence[Any] = ()  # to be checked
 
 
 class InputProcessor:
-    def __init__(self, config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None, client: int = 0) -> None:
-        """`client` is this front end's number, which keeps its indices, core ids and seeds distinct."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        tokenizer: Tokenizer | None,
+        client: int = 0,
+        features: FeatureSupport | None = None,
+    ) -> None:
+        """`client` is this front end's number, which keeps its indices, core ids and seeds distinct. `features`: what
+        the engine's prompts may hold beside token ids."""
         model = config.model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -60,6 +73,8 @@ class InputProcessor:
         classes = processor_classes(model.logits_processors)
         self._allows_extra_args = bool(classes)
         self._validators = validators(classes)
+        embeds, positions = model.enable_prompt_embeds, model.derived_max_model_len
+        self._features = FeatureChecker(features, embeds, max_model_len, positions)
         self._seeds = random.Random(f"{model.seed} {client}" if client else model.seed)
         self._count = client << CLIENT_SHIFT
         self._prefix = f"{client}\0" if client else ""
@@ -94,6 +109,7 @@ class InputProcessor:
                 params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ids = self._array("the prompt", parsed.token_ids)
+        features = self._check_features(parsed, params) if parsed.features else ()
         request = EngineCoreRequest(
             request_id=self._prefix + request_id,
             index=self._count + 1,
@@ -105,7 +121,8 @@ class InputProcessor:
             priority=priority,
             cache_salt=parsed.cache_salt,
             output_token_ids=resumed,
-            content_keys=parsed.content_keys,
+            content_keys=(*parsed.content_keys, *content_keys(features)) if features else parsed.content_keys,
+            features=features,
         )
         self._count += request.sampling.n
         return parsed, request
@@ -181,6 +198,15 @@ class InputProcessor:
                 f"{longest}{why}"
             )
 
+    def _check_features(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams) -> tuple[Feature, ...]:
+        if params.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens would move the features of a prompt; leave one of them out")
+        sampling = params if isinstance(params, SamplingParams) else NO_SAMPLING
+        features = self._features.check(prompt.features, len(prompt.token_ids), sampling.max_tokens)
+        if sampling.prompt_logprobs is not None and any(feature.kind == EMBEDS for feature in features):
+            raise ValueError("prompt_logprobs are of token ids, which a prompt with embeddings does not have")
+        return features
+
     def _resumed(self, prompt: ParsedPrompt, params: SamplingParams) -> np.ndarray:
         """The ids after which a request goes on, which must leave it a token to generate."""
         count, length = len(prompt.output_token_ids), len(prompt.token_ids)
@@ -237,16 +263,27 @@ def _parse(prompt: Any) -> ParsedPrompt:
         return ParsedPrompt(prompt, [])
     if isinstance(prompt, dict):
         unknown = prompt.keys() - _KEYS
-        if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
+        if unknown or not prompt.keys() & {"prompt", "prompt_token_ids", "prompt_embeds"}:
             wrong = f"has unknown keys {sorted(unknown)}" if unknown else "lacks prompt and prompt_token_ids"
             raise ValueError(f"the prompt {wrong}; allowed: {', '.join(sorted(_KEYS))}")
+        features = prompt.get("features") or ()
+        if not isinstance(features, list | tuple):
+            raise ValueError(f"features is {shown(features)}; it must be a list of Feature")
+        if "prompt_embeds" in prompt:
+            if prompt.keys() & {"prompt", "prompt_token_ids", "features"}:
+                raise ValueError("prompt_embeds is a whole prompt; leave prompt, prompt_token_ids and features out")
+            embeds = read_embeds(prompt["prompt_embeds"])
+            features = [Feature(EMBEDS, 0, len(embeds), embeds)]
+            prompt = prompt | {"prompt_token_ids": [PLACEHOLDER] * len(embeds)}
         ids = _parse(prompt["prompt_token_ids"]).token_ids if "prompt_token_ids" in prompt else []
         outputs = _parse(prompt["output_token_ids"]).token_ids if prompt.get("output_token_ids") else []
         text, salt = prompt.get("prompt"), prompt.get("cache_salt")
         for key, value in (("prompt", text), ("cache_salt", salt)):
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{key} is {shown(value)}; it must be a string")
-        return ParsedPrompt(text, ids, salt, outputs)
+        if features and not ids:
+            raise ValueError("features are at tokens of prompt_token_ids, which the prompt lacks")
+        return ParsedPrompt(text, ids, salt, outputs, features=features)
     token_ids = _token_ids(prompt)
     if token_ids is not None:
         return ParsedPrompt(None, token_ids)

@@ -39,7 +39,7 @@ class LLMEngine:
         self.client, ready = self._start_process() if multiprocess else self._start_in_process(times)
         times.append(time.perf_counter())
         self.max_model_len = ready.max_model_len
-        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer)
+        self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, features=ready.features)
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._num_blocks = ready.num_blocks
@@ -55,7 +55,9 @@ class LLMEngine:
         except BaseException:
             executor.shutdown()
             raise
-        return InprocClient(core), Ready(core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs)
+        return InprocClient(core), Ready(
+            core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs, core.features
+        )
 
     def _start_process(self) -> tuple[SyncMPClient, Ready]:
         client = SyncMPClient(self.config)

@@ -118,8 +118,11 @@ class BeamSearch:
 
     def prompts(self) -> list[ParsedPrompt]:
         """One per running beam."""
-        before, salt = self.prompt.token_ids, self.prompt.cache_salt
-        return [ParsedPrompt(None, before + beam.token_ids, salt) for beam in self.running]
+        before = self.prompt
+        return [
+            ParsedPrompt(None, before.token_ids + beam.token_ids, before.cache_salt, features=before.features)
+            for beam in self.running
+        ]
 
     def process_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Process the engine's outputs for `prompts`, in their order."""

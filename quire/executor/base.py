@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.lora.adapters import AdapterWeights
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 
@@ -40,6 +41,10 @@ class Executor(Protocol):
         ...
 
     def remove_adapter(self, lora_id: int) -> None: ...
+
+    def feature_support(self) -> FeatureSupport | None:
+        """What prompts may hold beside token ids; None: nothing."""
+        ...
 
     def describe(self) -> str:
         """Platform and kernels, for the start-up log."""

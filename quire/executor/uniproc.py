@@ -10,6 +10,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput
 from quire.lora.adapters import AdapterWeights
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
@@ -71,6 +72,10 @@ class UniProcExecutor:
 
     def remove_adapter(self, lora_id: int) -> None:
         self._submit(lambda: self.worker.remove_adapter(lora_id)).result()
+
+    def feature_support(self) -> FeatureSupport | None:
+        support: FeatureSupport | None = self.worker.feature_support()
+        return support
 
     def describe(self) -> str:
         return self._submit(lambda: self.worker.describe()).result()

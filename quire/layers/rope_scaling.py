@@ -269,7 +269,8 @@ ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
     "llama3": Llama3,
     "longrope": LongRope,
 }
-ALIASES = {"su": "longrope"}  # the name in Phi-3's first configs
+# Names in Phi-3's first configs, and in Qwen2-VL's, whose sections (rotary.py) leave frequencies as they are.
+ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 def read_scaling(rope_type: str, source: RopeSource) -> RopeScaling:

@@ -26,6 +26,8 @@ class RopeParameters:
     rotary_dim: int
     max_positions: int  # of the table
     scaling: RopeScaling
+    sections: tuple[int, ...] = ()  # pairs turned by each of three axes of positions; (): there is one axis
+    interleaved: bool = False  # pairs of the axes alternate
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], head_dim: int, layer_type: str = "full_attention") -> "RopeParameters":
@@ -51,7 +53,9 @@ class RopeParameters:
             scaling.table_length(max_positions),
             maximum=MAX_POSITIONS,
         )
-        return cls(finite_number("rope_theta", theta, above=1.0, maximum=MAX_THETA), rotary_dim, length, scaling)
+        theta = finite_number("rope_theta", theta, above=1.0, maximum=MAX_THETA)
+        sections = _sections(given.get("mrope_section"), rotary_dim)
+        return cls(theta, rotary_dim, length, scaling, sections, bool(given.get("mrope_interleaved", False)))
 
     def limited_to(self, max_model_len: int) -> "RopeParameters":
         """The same for sequences of at most `max_model_len` tokens, by which longrope chooses its factors."""
@@ -64,6 +68,15 @@ class RopeParameters:
         """An odd number of dimensions is rounded up to pairs, as in transformers."""
         return self.rotary_dim + self.rotary_dim % 2
 
+    def axes(self) -> torch.Tensor:
+        """[pairs]: the axis of positions that turns each."""
+        if not self.interleaved:
+            return torch.repeat_interleave(torch.arange(len(self.sections)), torch.tensor(self.sections))
+        axes = torch.zeros(sum(self.sections), dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return axes
+
     def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """positions float32 [N] -> float32 [N, rotary_dim]: the cosines of all pairs, then the sines."""
         frequencies = self.scaling.frequencies(self.theta, self.rotary_dim, positions).to(positions.device)
@@ -75,6 +88,7 @@ class RotaryEmbedding(nn.Module):
     """The table of cosines and sines, [max_positions, rotary_dim], in the compute dtype."""
 
     cache: torch.Tensor
+    axes: torch.Tensor | None
 
     def __init__(self, parameters: RopeParameters, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -83,6 +97,26 @@ class RotaryEmbedding(nn.Module):
         for rows, part in zip(cache.split(TABLE_STEP), positions.split(TABLE_STEP), strict=True):
             rows.copy_(parameters.cos_sin(part))
         self.register_buffer("cache", cache, persistent=False)
+        self.register_buffer("axes", parameters.axes().to(device) if parameters.sections else None, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Angles:
-        return Angles(self.cache, positions)
+        return Angles(self.cache, positions) if positions.dim() == 1 else self._by_axes(positions)
+
+    def _by_axes(self, positions: torch.Tensor) -> Angles:
+        """positions [3, N]: a table of the step's own, with a row for each token."""
+        assert self.axes is not None
+        of_pairs = positions[self.axes].T.long()  # [N, pairs]
+        cos, sin = (half.gather(0, of_pairs) for half in self.cache.chunk(2, dim=-1))
+        rows = torch.arange(positions.shape[1], dtype=positions.dtype, device=positions.device)
+        return Angles(torch.cat((cos, sin), dim=-1), rows)
+
+
+def _sections(given: Any, rotary_dim: int) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple) or len(given) != 3:
+        raise ValueError(f"mrope_section of the rope parameters is {shown(given)}; it must be a list of three numbers")
+    sections = tuple(whole_number("mrope_section of the rope parameters", each, 0, rotary_dim) for each in given)
+    if 2 * sum(sections) != rotary_dim:
+        raise ValueError(f"mrope_section is {shown(given)}, which must add up to half of {rotary_dim} dimensions")
+    return sections

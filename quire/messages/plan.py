@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.messages.features import Feature, FeaturePlan
 from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import Logprobs, PromptLogprobs
@@ -30,6 +31,7 @@ class NewRow:
     token_limit: int  # the most tokens it may have: prompt and max_tokens, or max_model_len; its prompt if it pools
     pooling: PoolingParams | None = None  # the row pools: nothing is drawn for it
     lora_id: int = 0  # of its adapter; 0: none
+    features: tuple[Feature, ...] = ()  # of its prompt
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class SchedulerOutput:
     common_prefix_blocks: tuple[int, ...]  # per group, leading blocks of the same content in all rows
     connector_meta: tuple[ConnectorMetadata | None, ...] = ()  # by KV connector; None: it starts nothing
     num_drafts: np.ndarray | None = None  # [n] int32: how many of num_tokens are drafts to verify; None: no row has any
+    features: FeaturePlan | None = None  # None: no token of the step depends on one
 
     @property
     def total_tokens(self) -> int:

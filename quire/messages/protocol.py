@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.messages.features import FeatureSupport
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from quire.messages.sampling_params import MAX_N
 
@@ -75,6 +76,7 @@ class Ready(msgspec.Struct, tag=True):
     summary: EngineSummary
     num_blocks: int = 0  # of the KV cache
     max_num_seqs: int = 0  # that can run at a time
+    features: FeatureSupport | None = None  # None: prompts are token ids only
 
 
 class Heartbeat(msgspec.Struct, tag=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from quire.messages.features import Feature
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 
@@ -97,6 +98,7 @@ class EngineCoreRequest(msgspec.Struct):
     lora_id: int = 0
     output_token_ids: np.ndarray | None = None  # int32: generated elsewhere, by a request that goes on here
     content_keys: tuple[ContentKey, ...] = ()
+    features: tuple[Feature, ...] = ()  # in the order of their tokens
     fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,7 +35,7 @@ class LanguageModel(Protocol):
     def __call__(
         self,
         input_ids: torch.Tensor,  # [N]
-        positions: torch.Tensor,  # [N]
+        positions: torch.Tensor,  # [N]; [3, N] if it SupportsFeatures with three axes and a prompt has such positions
         ctx: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids
     ) -> torch.Tensor:
@@ -55,3 +55,31 @@ class LanguageModel(Protocol):
         ...
 
     def eval(self) -> Any: ...
+
+
+@runtime_checkable
+class SupportsFeatures(Protocol):
+    """A model whose prompts may be more than token ids: embeddings, and what its encoders make embeddings of."""
+
+    feature_kinds: tuple[str, ...]  # that `encode` accepts
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def position_axes(self) -> int:
+        """1, or 3: time, height and width."""
+        ...
+
+    @property
+    def embeds_scale(self) -> float:
+        """Of embeddings that a prompt brings, where the model multiplies these too."""
+        ...
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, hidden], a new tensor: features are written over it."""
+        ...
+
+    def encode(self, kind: str, data: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Features of one kind, each as its prompt has it -> [its length, hidden] each."""
+        ...

@@ -1,6 +1,6 @@
 """The decoder shared by Llama-like models. A family is this plus the differences it declares."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -68,6 +68,7 @@ class DecoderModel(nn.Module):
     mapped_bytes = 0  # of weights mapped from the packed cache (models/loading/packed_cache.py)
     max_fused_rows = 0
     kernel_row_counts: tuple[int, ...] = ()
+    feature_kinds: tuple[str, ...] = ()
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
@@ -128,7 +129,7 @@ class DecoderModel(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,  # [N]
-        positions: torch.Tensor,  # [N]
+        positions: torch.Tensor,  # [N], or [3, N]
         ctx: ForwardContext,
         inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids
     ) -> torch.Tensor:  # [N, hidden]
@@ -149,6 +150,26 @@ class DecoderModel(nn.Module):
         for layer, rotary in zip(self._layers(), self.rotary_of_layer, strict=True):
             stream = layer.forward_fused(stream, None if rotary is None else angles[rotary], ctx)
         return self.norm(stream)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def position_axes(self) -> int:
+        return 3 if any(rope is not None and rope.sections for rope in self.config.ropes) else 1
+
+    @property
+    def embeds_scale(self) -> float:
+        return self.embed_tokens.scale if self.config.scales_given_embeds else 1.0
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, hidden]."""
+        return self.embed_tokens(input_ids)
+
+    def encode(self, kind: str, data: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Override where the family has encoders, for its `feature_kinds`."""
+        raise NotImplementedError(f"{type(self).__name__} has no encoder for {kind}")
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab] in the compute dtype."""

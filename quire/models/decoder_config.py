@@ -40,6 +40,7 @@ class DecoderConfig:
 
     # Embedding and head
     embed_scale: float = 1.0
+    scales_given_embeds: bool = False  # embeddings that a prompt brings are scaled too
     num_positions: int = 0  # learned position embeddings; 0: none
     position_offset: int = 0  # row of position 0
     logit_scale: float = 1.0

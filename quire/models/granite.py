@@ -18,6 +18,7 @@ class GraniteForCausalLM(DecoderModel):
             o_bias=bias,
             mlp_bias=bool(hf.get("mlp_bias", False)),
             embed_scale=hf.get("embedding_multiplier", 1.0),
+            scales_given_embeds=True,
             attention_scale=hf.get("attention_multiplier", 1.0),
             residual_scale=hf.get("residual_multiplier", 1.0),
             logit_scale=1.0 / hf.get("logits_scaling", 1.0),

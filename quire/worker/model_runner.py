@@ -26,6 +26,7 @@ from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.spec_decode.proposer import Proposer
 from quire.worker.cache_pages import new_pages, page_views
+from quire.worker.features import FeatureStore
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
@@ -39,6 +40,9 @@ MIN_SHARED_PREFIX = 512
 MIN_SHARING_ROWS = 9
 # Larger steps use the same kernels as the largest of these.
 COMPILED_ROWS = [rows for rows in DECODE_ROWS if rows <= 96]
+
+# Token ids and positions of a step -> embeddings and positions, with features in their places.
+Overlay = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -90,6 +94,7 @@ class ModelRunner:
         """Allocate rows and cache; hand every layer its part."""
         pages = self.backends.pages_per_block(config.groups)
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages)
+        self.features = FeatureStore(self.model, max_num_seqs, self.device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
         self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
@@ -226,6 +231,7 @@ class ModelRunner:
             self.sampler.add_row(new)
             self.prompt_logprobs.add_row(new)
             self.pooler.add_row(new)
+        self.features.apply(plan)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
             copies = np.array(plan.block_copies)
@@ -240,7 +246,8 @@ class ModelRunner:
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
         adapters = self.lora is not None and self.lora.needed(plan.rows)
-        if self.graphs is not None and self._layer_hooks is None and not self._needs_hidden(plan):
+        capturable = self._layer_hooks is None and plan.features is None
+        if self.graphs is not None and capturable and not self._needs_hidden(plan):
             replayed = None
             if decode_only:
                 replayed = self.graphs.run_decode(plan.rows, prefix_len, adapters=adapters)
@@ -273,6 +280,9 @@ class ModelRunner:
             prefix if prefix_len else None,
             has_decode_rows=bool((plan.num_tokens == 1).any()),
             adapters=adapters,
+            overlay=None
+            if plan.features is None
+            else functools.partial(self.features.overlay, plan.features, query_start),
         )
         if not self.pooler.pools_all(plan):
             pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
@@ -352,13 +362,17 @@ class ModelRunner:
         has_decode_rows: bool = True,
         attend_as_rows: bool = False,  # every token by itself
         adapters: bool = False,  # some rows may have one
+        overlay: Overlay | None = None,
     ) -> torch.Tensor:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
+        indices = inputs.positions
+        if self.features.position_delta is not None:
+            inputs.positions = self.features.shifted(indices, rows, token_rows)
         if self.lora is not None:
             self.lora.start_step(rows, token_rows, adapters)
-        if self.recorded is not None and self._layer_hooks is None:
+        if self.recorded is not None and self._layer_hooks is None and overlay is None:
             hidden = self.recorded.run(rows, query_start, inputs, int(prefix_len) if prefix_len is not None else 0)
             if hidden is not None:
                 return hidden
@@ -370,7 +384,7 @@ class ModelRunner:
         if attend_as_rows:
             assert token_rows is not None
             rows, decode_only = rows[token_rows.long()], True
-            seq_lens = torch.where(rows >= 0, inputs.positions.int() + 1, 0)
+            seq_lens = torch.where(rows >= 0, indices.int() + 1, 0)
         step = StepInputs(
             rows=rows,
             num_tokens=len(inputs.input_ids),
@@ -382,7 +396,10 @@ class ModelRunner:
         )
         metadata = self.backends.build(step, tables, sizes, query_blocks)
         ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks, adapters)
-        return self.model(inputs.input_ids, inputs.positions, ctx)
+        if overlay is None:
+            return self.model(inputs.input_ids, inputs.positions, ctx)
+        embeds, positions = overlay(inputs.input_ids, inputs.positions)
+        return self.model(inputs.input_ids, positions, ctx, inputs_embeds=embeds)
 
     @staticmethod
     def _query_blocks(planned: list[np.ndarray | None], copied: list[torch.Tensor]) -> list[torch.Tensor | None] | None:

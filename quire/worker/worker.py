@@ -15,6 +15,7 @@ from quire.distributed.kv_connector import make_connectors
 from quire.kernels import native
 from quire.layers.parallel import TensorParallel
 from quire.lora.adapters import Adapters, AdapterWeights
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.decoder import DecoderModel
@@ -23,6 +24,7 @@ from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.spec_decode.proposer import make_proposer
+from quire.worker.features import feature_support
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
@@ -149,6 +151,9 @@ class Worker:
                 f"use at most that (--max-model-len {max_positions})"
             )
 
+    def feature_support(self) -> FeatureSupport | None:
+        return feature_support(self.model)
+
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size
         layers = self.model.cache_layers()
@@ -170,7 +175,14 @@ class Worker:
         model = self.config.model
         longest = model.max_model_len or model.derived_max_model_len
         pages = self.runner.backends.pages_per_block(make_groups(specs))
+        budget -= self._encoder_cache_bytes()
         return budget - state_memory(specs, self.max_num_seqs, longest, model.vocab_size, budget, pages)
+
+    def _encoder_cache_bytes(self) -> int:
+        support = self.feature_support()
+        if support is None or not support.kinds:
+            return 0
+        return self.config.scheduler.encoder_tokens * support.hidden_size * self.dtype.itemsize
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
         self.runner.initialize(config, self.max_num_seqs, max_model_len)

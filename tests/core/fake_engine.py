@@ -26,7 +26,7 @@ from quire.messages.kv_cache import (
 )
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.pooling_params import PoolingParams
-from quire.messages.requests import EngineCoreRequest, FinishReason
+from quire.messages.requests import ContentKey, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -294,6 +294,7 @@ class FakeEngine:
         eos=(),
         pooling: PoolingParams | None = None,
         output=(),
+        features=(),
         **params,
     ) -> None:
         """`output`: tokens generated elsewhere, after which it goes on."""
@@ -314,6 +315,8 @@ class FakeEngine:
                 fork_of=fork_of,
                 cache_salt=salt,
                 output_token_ids=np.asarray(output, np.int32) if output else None,
+                features=features,
+                content_keys=tuple(ContentKey(f.start, f.stop, f.content_hash) for f in features),
             )
         )
 

@@ -40,6 +40,7 @@ class Core:
     """Has work from the first request on; a step lasts until it is let go."""
 
     max_model_len, num_blocks, max_num_seqs = 16, 1, 4
+    features = None
 
     def __init__(self) -> None:
         self.summary = EngineSummary("device", "cache")

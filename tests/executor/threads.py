@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.executor.uniproc import UniProcExecutor
 from quire.layers.parallel import TensorParallel
 from quire.lora.adapters import AdapterWeights
+from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
@@ -110,6 +111,9 @@ class ThreadsExecutor:
     def remove_adapter(self, lora_id: int) -> None:
         for rank in self.ranks:
             rank.remove_adapter(lora_id)
+
+    def feature_support(self) -> FeatureSupport | None:
+        return self.ranks[0].feature_support()
 
     def describe(self) -> str:
         return self.ranks[0].describe()

@@ -2,6 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from quire.messages.features import Feature
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Codec, FromEngine, Outputs, ToEngine, Unreadable
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
@@ -43,6 +44,20 @@ def test_a_request_that_pools_is_told_apart_on_arrival():
     message["requests"][0]["params"]["dimensions"] = 0
     with pytest.raises(ValueError, match="dimensions is 0"):
         Codec(ToEngine).decode([msgspec.msgpack.encode(message)])
+
+
+def test_features_travel_beside_the_message():
+    sent = request(40)
+    embeds = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
+    grid = np.arange(60).reshape(3, 20)
+    sent.features = (Feature("embeds", 3, 20, embeds, b"\x00hash", grid), Feature("image", 30, 2, embeds[:2]))
+    frames = Codec().encode(AddRequests([sent]))
+    assert len(frames) == 2 and len(frames[0]) < 2000  # only the large array is a frame of its own
+    (got,) = Codec(ToEngine).decode([bytes(f) for f in frames]).requests
+    first, second = got.features
+    assert (first.kind, first.start, first.stop, first.content_hash) == ("embeds", 3, 23, b"\x00hash")
+    assert np.array_equal(first.data, embeds) and np.array_equal(first.positions, grid)
+    assert np.array_equal(second.data, embeds[:2]) and second.positions is None
 
 
 def test_a_request_for_many_completions_is_sent_once_and_shared():

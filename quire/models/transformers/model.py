@@ -1,7 +1,7 @@
 """A causal language model of transformers that runs with our paged attention."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +91,9 @@ class TransformersModel(nn.Module):
     capturable = True
 
     kernel_row_counts: tuple[int, ...] = ()
+    feature_kinds: tuple[str, ...] = ()
+    position_axes = 1
+    embeds_scale = 1.0  # its own code scales what is given
 
     def __init__(self, model: Any, vocab_size: int) -> None:
         """`model`: with weights."""
@@ -145,6 +148,18 @@ class TransformersModel(nn.Module):
             return hidden_states(self.parts[0], input_ids if inputs_embeds is None else None, positions, inputs_embeds)
         finally:
             self.step.ctx = None
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, hidden]."""
+        found: torch.Tensor = self.model.get_input_embeddings()(input_ids)
+        return found
+
+    def encode(self, kind: str, data: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        raise NotImplementedError(f"encoders of a model that runs through transformers are not served: {kind}")
 
     @property
     def max_positions(self) -> int | None:
