@@ -99,7 +99,7 @@ class Admission:
         parent = self._forks.parent(request)
         if parent is not None and self._kv.can_fork(parent, request):
             return Start(len(request.token_ids) - 1, parent)
-        if request.core.params.prompt_logprobs is not None:  # they need the whole prompt computed here
+        if not request.core.params.reads_prefix_cache:
             return Start(0, hit=self._kv.no_hit())
         hit = self._kv.find_hit(request)
         external = self._transfers.match(request, hit.num_tokens)

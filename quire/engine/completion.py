@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from quire.engine.outputs import CompletionOutput, Logprob
+from quire.engine.logprobs import FlatLogprobs, SampleLogprobs
+from quire.engine.outputs import CompletionOutput
 from quire.engine.stops import StopStrings, has_repetition
 from quire.messages.requests import FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -18,7 +19,7 @@ class Completion:
     stops: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: SampleLogprobs | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -32,8 +33,8 @@ class Completion:
     def __post_init__(self) -> None:
         if self.params.stop:
             self.stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
-        if self.params.logprobs is not None:
-            self.logprobs, self.cumulative_logprob = [], 0.0
+        if self.params.num_logprobs is not None:
+            self.logprobs, self.cumulative_logprob = FlatLogprobs() if self.params.flat_logprobs else [], 0.0
 
     @property
     def num_generated(self) -> int:
@@ -61,6 +62,13 @@ class Completion:
             self.finish_reason, self.stop_reason = reason, stop_reason
             by_token = reason == str(FinishReason.STOP) and not self.params.include_stop_str_in_output
             self.num_hidden = int(by_token)
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether its output is due later: the request wants `stream_interval` tokens in one."""
+        if self.params.stream_interval is None or self.finish_reason is not None:
+            return False  # the last one is never late
+        return self.num_resumed < self.tokens_sent > len(self.token_ids) - self.params.stream_interval
 
     def output(self) -> CompletionOutput:
         """The new part, or everything so far, depending on output_kind."""

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from quire.engine.logprobs import joined
 from quire.engine.outputs import CompletionOutput, RequestOutput
 
 
@@ -42,6 +43,6 @@ class OutputStream:
                 part.text = before.text + part.text
                 part.token_ids = before.token_ids + part.token_ids
                 if part.logprobs is not None:
-                    part.logprobs = (before.logprobs or []) + part.logprobs
+                    part.logprobs = joined(before.logprobs, part.logprobs)
             merged[part.index] = part
         return list(merged.values())
