@@ -6,4 +6,6 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 
-__all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "ModelConfig", "SchedulerConfig"]
+VllmConfig = EngineConfig  # vLLM's name
+
+__all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "ModelConfig", "SchedulerConfig", "VllmConfig"]

@@ -1,10 +1,12 @@
 """The interface through which the core runs the model."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+
+WorkerMethod = str | Callable[..., Any]  # its name, or a function that is called with the worker
 
 
 class PendingOutput(Protocol):
@@ -32,6 +34,10 @@ class Executor(Protocol):
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
         """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
+        ...
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call a method of every worker, or a function with the worker as its first argument: a result for each."""
         ...
 
     def describe(self) -> str:

@@ -1,14 +1,15 @@
 """One worker in this process."""
 
+import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.executor.base import PendingOutput
+from quire.executor.base import PendingOutput, WorkerMethod
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
@@ -64,6 +65,11 @@ class UniProcExecutor:
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(_failure(error))
             return failed
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        worker = self.worker
+        call = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)
+        return [self._submit(lambda: call(*args, **kwargs)).result()]
 
     def describe(self) -> str:
         return self._submit(lambda: self.worker.describe()).result()
