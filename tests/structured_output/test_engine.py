@@ -160,6 +160,14 @@ def test_an_invalid_schema_fails_only_its_request(llm: LLM) -> None:
     assert outputs["right"].error is None and outputs["free"].error is None
 
 
+def test_a_plain_install_serves_structured_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.structured_output.backends.registry.installed", lambda name: name == "guidance")
+    wanted = [params(1, json=SCHEMAS["enum"]), params(2, regex="plain[a-c]{3}"), params(3, choice=["left", "right"])]
+    one, two, three = (output.outputs[0].text for output in run(llm, wanted))
+    assert json.loads(one) in SCHEMAS["enum"]["enum"]
+    assert re.fullmatch("plain[a-c]{3}", two) and three in ("left", "right")
+
+
 class Gate:
     """Holds the compilers back until it is opened."""
 
