@@ -14,6 +14,9 @@ POOLING, LORA, MULTIMODAL = "pooling models", "LoRA", "prompts with images, audi
 # path -> home: names. `A=B` is our B under vLLM's name A; `*=f` asks the function f for any name.
 MODULES: dict[str, dict[str, str]] = {
     "beam_search": {"entrypoints.beam_search": "BeamSearchOutput BeamSearchSequence"},
+    "distributed.parallel_state": {
+        "distributed": "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
+    },
     "engine.arg_utils": {"config.engine_args": "AsyncEngineArgs EngineArgs"},
     "engine.async_llm_engine": {
         "engine.async_llm": "AsyncLLMEngine=AsyncLLM",

@@ -15,13 +15,14 @@ SWITCHES = {  # our option of the profiler -> its default
     "torch_profiler_use_gzip": True,
 }
 OPTIONS = ("profiler", "torch_profiler_dir", *SWITCHES)
+NEUTRAL = ("delay_iterations", "max_iterations", "ignore_frontend")  # vLLM's, accepted where they ask for nothing
 
 
 class TorchProfiler:
     """`config` is the engine's profiler_config; without it nothing can be recorded."""
 
     def __init__(self, config: dict[str, Any] | None, rank: int) -> None:
-        given = config or {}
+        given = {name: value for name, value in (config or {}).items() if value or name not in NEUTRAL}
         unknown = given.keys() - set(OPTIONS)
         if unknown or given.get("profiler", "torch") != "torch":
             wrong = sorted(unknown) if unknown else f"profiler {given['profiler']!r}"
