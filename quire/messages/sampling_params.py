@@ -181,7 +181,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         except ValueError:
             raise ValueError(f"output_kind is {shown(self.output_kind)}; it must be a RequestOutputKind") from None
         for name in SWITCHES:
-            check_bool(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not False and value is not True:
+                check_bool(name, value)
         if self.skip_reading_prefix_cache is not None:
             check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         self._merge_structured()
@@ -202,9 +204,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
-        for name, (neutral, feature) in UNAVAILABLE.items():
-            if getattr(self, name) not in neutral:
-                raise ValueError(f"{name} is not available yet: {feature}; leave it out")
+        later = (self.watermarking, self.routed_experts_prompt_start, self.trace_decode_token_ids)
+        if later != (None, 0, None):
+            for name, (neutral, feature) in UNAVAILABLE.items():
+                if getattr(self, name) not in neutral:
+                    raise ValueError(f"{name} is not available yet: {feature}; leave it out")
+        self.routed_experts_prompt_start = 0  # it may have been False
 
     def _merge_structured(self) -> None:
         if self.guided_decoding is not None:
