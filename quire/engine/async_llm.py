@@ -15,24 +15,23 @@ from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
-from quire.engine.model_view import ModelView
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.resolve_config import resolve_config
-from quire.engine.unavailable import UnavailableMethods, named, with_tokenization
+from quire.engine.unavailable import named, with_tokenization
+from quire.engine.vllm_interface import VllmInterface, refuse_loggers
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.tokenizer.load import load_tokenizer
-from quire.tokenizer.user_tokenizer import UserTokenizer
 
 logger = logging.getLogger("quire")
 
 PROFILE_SECONDS = 600.0  # to write a trace
 
 
-class AsyncLLM(UnavailableMethods):
+class AsyncLLM(VllmInterface):
     """The constructor returns once the model is loaded. This process does not import torch."""
 
     def __init__(self, config: EngineConfig, channel: EngineChannel | None = None) -> None:
@@ -78,24 +77,18 @@ class AsyncLLM(UnavailableMethods):
         return cls.from_vllm_config(engine_args.create_engine_config(), stat_loggers=stat_loggers)
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: EngineConfig, *, stat_loggers: Any = None, **_: Any) -> "AsyncLLM":
-        if stat_loggers:
-            raise ValueError("stat_loggers is not available yet: loggers of the user's own; read get_metrics()")
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        enable_log_requests: bool = False,
+        disable_log_stats: bool = False,
+    ) -> "AsyncLLM":
+        refuse_loggers(stat_loggers)
         set_up_logging()
         return cls(vllm_config)
-
-    @property
-    def vllm_config(self) -> EngineConfig:
-        return self.config
-
-    @property
-    def model_config(self) -> ModelView:
-        return ModelView(self.config.model, self.model_name, self.max_model_len)
-
-    def get_tokenizer(self) -> UserTokenizer:
-        if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: the engine was created with skip_tokenizer_init")
-        return UserTokenizer(self.tokenizer, self.model_name, self.max_model_len)
 
     async def generate(
         self,
@@ -107,9 +100,13 @@ class AsyncLLM(UnavailableMethods):
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
-        **_: Any,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Other arguments of vLLM's, such as `session_id` and `trace_headers`, have no meaning here."""
+        """Arguments from `trace_headers` on are vLLM's and have no meaning here."""
         if lora_request is not None or tokenization_kwargs:
             sampling_params = with_tokenization(sampling_params, tokenization_kwargs, lora_request)
         stream = self._add(prompt, sampling_params, request_id, priority)

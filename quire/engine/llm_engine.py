@@ -13,26 +13,22 @@ from quire.core.engine_core import EngineCore
 from quire.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
-from quire.engine.model_view import ModelView
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.engine.resolve_config import resolve_config
-from quire.engine.unavailable import UnavailableMethods, with_tokenization
+from quire.engine.unavailable import with_tokenization
+from quire.engine.vllm_interface import VllmInterface, refuse_loggers
 from quire.executor.factory import make_executor
 from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.platforms.defaults import with_platform_defaults
 from quire.tokenizer.load import load_tokenizer
-from quire.tokenizer.user_tokenizer import UserTokenizer
 
 logger = logging.getLogger("quire")
 
 
-NO_TOKENIZER = "there is no tokenizer: the engine was created with skip_tokenizer_init"
-
-
-class LLMEngine(UnavailableMethods):
+class LLMEngine(VllmInterface):
     def __init__(
         self, config: EngineConfig, import_seconds: float | None = None, *, multiprocess: bool = False
     ) -> None:
@@ -74,27 +70,13 @@ class LLMEngine(UnavailableMethods):
         stat_loggers: Any = None,
         multiprocess: bool = False,
     ) -> "LLMEngine":
-        if stat_loggers:
-            raise ValueError("stat_loggers is not available yet: loggers of the user's own; read get_metrics()")
+        refuse_loggers(stat_loggers)
         set_up_logging()
         return cls(vllm_config, multiprocess=multiprocess)
 
     @property
     def engine_core(self) -> EngineCoreClient:
         return self.client
-
-    @property
-    def vllm_config(self) -> EngineConfig:
-        return self.config
-
-    @property
-    def model_config(self) -> ModelView:
-        return ModelView(self.config.model, self.model_name, self.max_model_len)
-
-    def get_tokenizer(self) -> UserTokenizer:
-        if self.tokenizer is None:
-            raise ValueError(NO_TOKENIZER)
-        return UserTokenizer(self.tokenizer, self.model_name, self.max_model_len)
 
     def _start_in_process(self, times: list[float]) -> tuple[InprocClient, Ready]:
         self.config = with_platform_defaults(self.config)

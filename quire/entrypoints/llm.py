@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
 from quire.engine.input_processor import ParsedPrompt, Prompt
-from quire.engine.llm_engine import NO_TOKENIZER, LLMEngine
+from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
-from quire.engine.model_view import ModelView
 from quire.engine.outputs import RequestOutput
 from quire.engine.unavailable import UnavailableMethods, refuse_unavailable
+from quire.engine.vllm_interface import NO_TOKENIZER, ModelView
 from quire.entrypoints.interruption import interruption
 from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, truncating, with_content_as
 from quire.messages.requests import ErrorKind

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.tokenizer.chat_template import render_chat
 from quire.tokenizer.tokenizer import Tokenizer
 
 NO_LIMIT = 10**30  # transformers' own value for a length that is not limited
@@ -147,6 +146,8 @@ class UserTokenizer:
         **template_kwargs: Any,
     ) -> Any:
         """The rendered text, or its token ids: a list for each conversation, an Encoding with `return_dict`."""
+        from quire.tokenizer.chat_template import render_chat  # Jinja is not needed to generate
+
         template = chat_template or self.inner.chat_template
         if template is None:
             raise ValueError("the model has no chat template (a base model?); pass chat_template")

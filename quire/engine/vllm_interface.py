@@ -1,9 +1,14 @@
-"""What programs read of an engine's `model_config`: the model's options as resolved, under vLLM's names."""
+"""What both engines have beside their own methods, for programs written for vLLM."""
 
 from typing import Any
 
-from quire.config import ModelConfig
+from quire.config import EngineConfig, ModelConfig
 from quire.engine.resolve_config import text_part
+from quire.engine.unavailable import UnavailableMethods
+from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.user_tokenizer import UserTokenizer
+
+NO_TOKENIZER = "there is no tokenizer: the engine was created with skip_tokenizer_init"
 
 
 class HFConfig(dict[str, Any]):
@@ -20,7 +25,7 @@ class HFConfig(dict[str, Any]):
 
 
 class ModelView:
-    """Attributes that are not named here are those of `ModelConfig`."""
+    """An engine's `model_config`, as resolved. Attributes that are not named here are those of `ModelConfig`."""
 
     def __init__(self, config: ModelConfig, name: str, max_model_len: int) -> None:
         self._config = config
@@ -42,3 +47,29 @@ class ModelView:
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """The sampling defaults that the model brings."""
         return dict(self._config.default_sampling)
+
+
+class VllmInterface(UnavailableMethods):
+    config: EngineConfig
+    model_name: str
+    max_model_len: int
+    tokenizer: Tokenizer | None
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return self.config
+
+    @property
+    def model_config(self) -> ModelView:
+        return ModelView(self.config.model, self.model_name, self.max_model_len)
+
+    def get_tokenizer(self) -> UserTokenizer:
+        """The model's tokenizer with the methods of transformers' that programs use."""
+        if self.tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return UserTokenizer(self.tokenizer, self.model_name, self.max_model_len)
+
+
+def refuse_loggers(stat_loggers: Any) -> None:
+    if stat_loggers:
+        raise ValueError("stat_loggers is not available yet: loggers of the user's own; read get_metrics()")
