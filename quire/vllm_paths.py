@@ -40,10 +40,10 @@ MODULES: dict[str, dict[str, str]] = {
     "transformers_utils.tokenizer": {"tokenizer.user_tokenizer": "AnyTokenizer=UserTokenizer get_tokenizer"},
     "usage.usage_lib": {"entrypoints.vllm_utils": "UsageContext"},
     "utils": {
-        "config.flags": "FlexibleArgumentParser=FlagParser",
+        "config.engine_args": "FlexibleArgumentParser",
         "entrypoints.vllm_utils": "Counter cdiv get_open_port random_uuid",
     },
-    "utils.argparse_utils": {"config.flags": "FlexibleArgumentParser=FlagParser"},
+    "utils.argparse_utils": {"config.engine_args": "FlexibleArgumentParser"},
     "utils.counter": {"entrypoints.vllm_utils": "Counter"},
     "utils.math_utils": {"entrypoints.vllm_utils": "cdiv"},
     "utils.network_utils": {"entrypoints.vllm_utils": "get_open_port"},

@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import sys
 import typing
 from dataclasses import make_dataclass
 from typing import Any
 
 from quire.config.engine import UNAVAILABLE, EngineConfig
 from quire.config.fields import options
-from quire.config.flags import add_engine_flags
+from quire.config.flags import FlagParser, add_engine_flags
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
@@ -37,8 +38,8 @@ class _Methods:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
-        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in plain(args).items() if name in names})
 
     @staticmethod
     def add_cli_args(parser: Any, async_args_only: bool = False) -> Any:
@@ -46,6 +47,23 @@ class _Methods:
         if not async_args_only:
             add_engine_flags(parser)
         return parser
+
+
+def plain(args: argparse.Namespace) -> dict[str, Any]:
+    """Parsed arguments by name; those without an option here are parsed under a prefix."""
+    return {name.removeprefix("vllm."): value for name, value in vars(args).items()}
+
+
+class FlexibleArgumentParser(FlagParser):
+    """vLLM's name. `parse_args` accepts what the command line does."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**({"usage": None} | kwargs))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if namespace is not None or self._subparsers is not None:
+            return super().parse_args(args, namespace)
+        return argparse.Namespace(**plain(self.parse(sys.argv[1:] if args is None else args)))
 
 
 # Made of the config classes, so that an option is written once. Known to type checkers as Any.
