@@ -40,6 +40,11 @@ class Completion:
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_resumed
 
+    def is_due(self, interval: int) -> bool:
+        """Whether a stream that gets `interval` tokens at a time should get those that it has not got."""
+        new = len(self.token_ids) - self.tokens_sent
+        return new >= interval or self.tokens_sent == self.num_resumed or self.finish_reason is not None
+
     def resume(self, token_ids: list[int]) -> None:
         """Go on after these: their text was sent by whoever generated them, and they have no logprobs."""
         self.token_ids += token_ids
@@ -62,13 +67,6 @@ class Completion:
             self.finish_reason, self.stop_reason = reason, stop_reason
             by_token = reason == str(FinishReason.STOP) and not self.params.include_stop_str_in_output
             self.num_hidden = int(by_token)
-
-    @property
-    def holds_output(self) -> bool:
-        """Whether its output is due later: the request wants `stream_interval` tokens in one."""
-        if self.params.stream_interval is None or self.finish_reason is not None:
-            return False  # the last one is never late
-        return self.num_resumed < self.tokens_sent > len(self.token_ids) - self.params.stream_interval
 
     def output(self) -> CompletionOutput:
         """The new part, or everything so far, depending on output_kind."""

@@ -167,7 +167,8 @@ class OutputProcessor:
                 if completion.finish_reason is not None:
                     self._end(index, request, completion, now)
                 if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
-                    if request.params.stream_interval is None or not completion.holds_output:
+                    interval = request.params.stream_interval
+                    if interval is None or completion.is_due(interval):
                         ready.append(_output(request, [completion.output()]))
                 elif request.num_running == 0:
                     ready.append(_output(request, [one.output() for one in self._all_completions(request)]))
