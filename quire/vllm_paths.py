@@ -137,8 +137,14 @@ class Loader:
         command = COMMANDS.get(name.removeprefix("quire."))
         if command is None:
             raise ImportError(f"{name} is an import path of vLLM's and no command; see quire --help")
-        run = f"sys.exit(main([{command!r}, *sys.argv[1:]]))"
-        return compile(f"import sys\nfrom quire.entrypoints.cli.main import main\n{run}", name, "exec")
+        # The engine's process runs the main module's code too, under another name.
+        lines = (
+            "import sys",
+            "if __name__ == '__main__':",
+            "    from quire.entrypoints.cli.main import main",
+            f"    sys.exit(main([{command!r}, *sys.argv[1:]]))",
+        )
+        return compile("\n".join(lines), name, "exec")
 
 
 def spec_of(module: str) -> ModuleSpec | None:

@@ -1,6 +1,7 @@
 """vLLM's import paths under `quire`."""
 
 import importlib
+import runpy
 import subprocess
 import sys
 
@@ -69,6 +70,7 @@ def test_the_server_as_a_module():
     command = [sys.executable, "-m", "quire.entrypoints.openai.api_server", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "--served-model-name" in shown
+    runpy.run_module("quire.entrypoints.openai.api_server", run_name="__mp_main__")  # as the engine's process does
     wrong = subprocess.run([sys.executable, "-m", "quire.outputs"], capture_output=True, text=True, timeout=120)
     assert wrong.returncode != 0 and "no command" in wrong.stderr
 
