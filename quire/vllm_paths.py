@@ -152,4 +152,5 @@ def spec_of(module: str) -> ModuleSpec | None:
     path = module.removeprefix("quire.")
     if path not in PATHS and path not in PARENTS:
         return None
-    return ModuleSpec(module, Loader(), is_package=path in PARENTS)  # type: ignore[arg-type]
+    # The origin is what `python -m` puts into sys.argv[0].
+    return ModuleSpec(module, Loader(), origin=__file__, is_package=path in PARENTS)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """vLLM's import paths under `quire`."""
 
 import importlib
+import importlib.util
 import runpy
 import subprocess
 import sys
@@ -66,10 +67,12 @@ def test_what_is_in_neither_place_is_missing():
         assert importlib.import_module("quire").Nothing
 
 
-def test_the_server_as_a_module():
+def test_the_server_as_a_module(monkeypatch):
     command = [sys.executable, "-m", "quire.entrypoints.openai.api_server", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert "--served-model-name" in shown
+    assert importlib.util.find_spec("quire.entrypoints.openai.api_server").origin  # libraries read sys.argv[0]
+    monkeypatch.delitem(sys.modules, "quire.entrypoints.openai.api_server", raising=False)
     runpy.run_module("quire.entrypoints.openai.api_server", run_name="__mp_main__")  # as the engine's process does
     wrong = subprocess.run([sys.executable, "-m", "quire.outputs"], capture_output=True, text=True, timeout=120)
     assert wrong.returncode != 0 and "no command" in wrong.stderr
