@@ -54,7 +54,8 @@ class InputProcessor:
         self.allows_priorities = config.scheduler.scheduling_policy == "priority"
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.max_logprobs = model.max_logprobs
+        # A limit that covers the vocabulary is none.
+        self.max_logprobs = ALL_LOGPROBS if model.max_logprobs >= model.vocab_size else model.max_logprobs
         classes = processor_classes(model.logits_processors)
         self._allows_extra_args = bool(classes)
         self._validators = validators(classes)
