@@ -6,4 +6,24 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 
-__all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "ModelConfig", "SchedulerConfig"]
+VllmConfig = EngineConfig  # vLLM's name
+
+# vLLM's classes for arguments that are mappings here.
+MAPPINGS = (
+    "AttentionConfig",
+    "CompilationConfig",
+    "KVTransferConfig",
+    "PoolerConfig",
+    "ProfilerConfig",
+    "SpeculativeConfig",
+    "StructuredOutputsConfig",
+)
+
+
+def __getattr__(name: str) -> type[dict[str, object]]:
+    if name in MAPPINGS:
+        return dict
+    raise AttributeError(f"module 'quire.config' has no attribute {name!r}")
+
+
+__all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "ModelConfig", "SchedulerConfig", "VllmConfig"]

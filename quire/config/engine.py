@@ -35,6 +35,13 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
+    def __getattr__(self, name: str) -> Any:
+        """vLLM's names of the parts: `model_config` is `model`."""
+        part = name.removesuffix("_config")
+        if part == name or part not in self.parts():
+            raise AttributeError(f"EngineConfig has no {name!r}; it has {', '.join(self.parts())}")
+        return getattr(self, part)
+
     @staticmethod
     def parts() -> dict[str, type]:
         """Those whose fields are users' arguments and flags."""

@@ -1,8 +1,9 @@
 """Options of logging, and of watching over the engine process."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from quire.config.fields import option, validate
+from quire.config.fields import option, require_object, validate
 
 
 @dataclass
@@ -11,6 +12,9 @@ class ObservabilityConfig:
 
     disable_log_stats: bool = option(False, "no log line about load and throughput every 10 s of a server's work")
 
+    profiler_config: dict[str, Any] | None = option(
+        None, 'what start_profile records, as JSON: {"profiler": "torch", "torch_profiler_dir": "FOLDER"}'
+    )
     engine_heartbeat_timeout: float = option(
         30.0, "seconds without a heartbeat after which an engine process counts as stopped; 0: never", minimum=0
     )
@@ -22,4 +26,5 @@ class ObservabilityConfig:
     )
 
     def __post_init__(self) -> None:
+        require_object("profiler_config", self.profiler_config)
         validate(self)

@@ -2,7 +2,9 @@
 
 import logging
 from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -13,7 +15,7 @@ from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest
 from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
 from quire.distributed.kv_connector import make_connectors
-from quire.executor.base import Executor, PendingOutput
+from quire.executor.base import Executor, PendingOutput, WorkerMethod
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.kv_transfer import ConnectorError
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
@@ -128,6 +130,15 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        return self.executor.collective_rpc(method, args, kwargs)
+
+    def compile_grammars(self, request_ids: Collection[str]) -> None:
+        """Until the grammars of these requests are compiled, or the next step reports why they cannot be."""
+        while self.grammars.waits_for(request_ids):
+            self.grammars.compiler.wait(GRAMMAR_WAIT)
+            self._poll_grammars()
 
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""

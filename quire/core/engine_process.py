@@ -138,8 +138,8 @@ class EngineProcess:
                     self._add(request)
             case FinishRequests(request_ids):
                 self.core.finish_requests(request_ids)
-            case Call(number, name):
-                self._out.put((self._addresses[sender], self._handle_call(number, name)))
+            case Call():
+                self._out.put((self._addresses[sender], self._handle_call(message)))
             case Unreadable():
                 self._reject(sender, message)
             case Hello(address, client):
@@ -172,8 +172,12 @@ class EngineProcess:
     def _end(self, indices: list[int], error: RequestError) -> None:
         self._send_outputs(EngineCoreOutputs.ended(indices, FinishReason.ERROR, error))
 
-    def _handle_call(self, number: int, name: str) -> Result:
+    def _handle_call(self, call: Call) -> Result:
+        number, name = call.number, call.name
         try:
+            if name == "collective_rpc":
+                method, *args = call.args
+                return Result(number, values=self.core.collective_rpc(str(method), args, call.kwargs))
             if name == "reset_prefix_cache":
                 self.core.reset_prefix_cache()
                 return Result(number)

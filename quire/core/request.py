@@ -75,7 +75,7 @@ class Request:
         pooling = self.core.pooling
         if pooling is not None:
             return bool(pooling.skip_reading_prefix_cache)
-        return self.core.sampling.prompt_logprobs is not None
+        return not self.core.sampling.reads_prefix_cache
 
     @property
     def has_blocks(self) -> bool:

@@ -5,10 +5,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.config.logs import set_up_logging
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
@@ -19,6 +20,8 @@ from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
+from quire.engine.unavailable import named, with_tokenization
+from quire.engine.vllm_interface import VllmInterface, refuse_loggers
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
@@ -27,8 +30,10 @@ from quire.tokenizer.load import load_tokenizer
 
 logger = logging.getLogger("quire")
 
+PROFILE_SECONDS = 600.0  # to write a trace
 
-class AsyncLLM:
+
+class AsyncLLM(VllmInterface):
     """The constructor returns once the model is loaded. This process does not import torch."""
 
     def __init__(self, config: EngineConfig, channel: EngineChannel | None = None) -> None:
@@ -53,7 +58,7 @@ class AsyncLLM:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream[Any]] = {}
-        self._calls: dict[int, asyncio.Future[dict[str, int]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         options = self.config.observability
         self._call_timeout = options.engine_call_timeout
@@ -66,6 +71,27 @@ class AsyncLLM:
             for line in (*ready.summary.lines(self.model_name), f"ready in {time.perf_counter() - began:.1f} s"):
                 logger.info(line)
 
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: Any, start_engine_loop: bool = True, usage_context: Any = None, stat_loggers: Any = None
+    ) -> "AsyncLLM":
+        """From `AsyncEngineArgs`. `start_engine_loop` and `usage_context` have no meaning here."""
+        return cls.from_vllm_config(engine_args.create_engine_config(), stat_loggers=stat_loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        enable_log_requests: bool = False,
+        disable_log_stats: bool = False,
+    ) -> "AsyncLLM":
+        refuse_loggers(stat_loggers)
+        set_up_logging()
+        return cls(vllm_config)
+
     async def generate(
         self,
         prompt: Prompt | ParsedPrompt,
@@ -73,9 +99,20 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
+        """Arguments from `trace_headers` on are vLLM's and have no meaning here."""
         if not isinstance(sampling_params, SamplingParams):
             raise ValueError(f"generate() takes SamplingParams, got {type(sampling_params).__name__}; encode() pools")
+        if lora_request is not None or tokenization_kwargs:
+            sampling_params = with_tokenization(sampling_params, tokenization_kwargs, lora_request)
         stream = self._add(prompt, sampling_params, request_id, priority)
         finished = False
         try:
@@ -110,15 +147,53 @@ class AsyncLLM:
             if not finished:
                 self._abort([request_id])
 
-    async def abort(self, request_ids: list[str]) -> None:
+    async def abort(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """Their streams end with a final output of finish_reason "abort"."""
+        request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         for request_id in request_ids:
             stream = self._streams.get(request_id)
             if stream is not None and request_id in self.output_processor:
                 stream.put(self.output_processor.aborted(request_id))
         self._abort(request_ids)
 
-    async def reset_prefix_cache(self) -> bool:
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker; a result per worker."""
+        results: list[Any] = await self._call("collective_rpc", [named(method), *args], dict(kwargs or {}), timeout)
+        return results
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        await self.collective_rpc("start_profile", args=(profile_prefix,))
+
+    async def stop_profile(self) -> None:
+        for path in await self.collective_rpc("stop_profile", timeout=PROFILE_SECONDS):
+            logger.info("profile written to %s", path)
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """The engine process logs them by itself."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._dead is None
+
+    is_stopped = errored = property(lambda self: self._dead is not None)
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        return self._dead or EngineDeadError("the engine is alive")
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         await self._call("reset_prefix_cache")
         return True
 
@@ -127,17 +202,23 @@ class AsyncLLM:
         own = {"requests": len(self.output_processor), "streams": len(self._streams), "calls": len(self._calls)}
         return {"front_end": own, "core": await self._call("state")}
 
-    async def _call(self, name: str) -> dict[str, int]:
+    async def _call(
+        self,
+        name: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         self._check_dead()
         self._ensure_listening()
         self._num_calls += 1
         number = self._num_calls
         done = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._connection.send(Call(number, name))
-            return await asyncio.wait_for(done, self._call_timeout)
+            self._connection.send(Call(number, name, list(args), dict(kwargs or {})))
+            return await asyncio.wait_for(done, timeout or self._call_timeout)
         except TimeoutError:
-            limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
+            limit = f"{timeout or self._call_timeout:g} seconds (--engine-call-timeout)"
             raise EngineStalledError(f"the engine has not replied to {name} within {limit}") from None
         finally:
             del self._calls[number]

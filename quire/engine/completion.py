@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from quire.engine.outputs import CompletionOutput, Logprob
+from quire.engine.logprobs import FlatLogprobs, SampleLogprobs
+from quire.engine.outputs import CompletionOutput
 from quire.engine.stops import StopStrings, has_repetition
 from quire.messages.requests import FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -18,7 +19,7 @@ class Completion:
     stops: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: SampleLogprobs | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -32,12 +33,17 @@ class Completion:
     def __post_init__(self) -> None:
         if self.params.stop:
             self.stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
-        if self.params.logprobs is not None:
-            self.logprobs, self.cumulative_logprob = [], 0.0
+        if self.params.num_logprobs is not None:
+            self.logprobs, self.cumulative_logprob = FlatLogprobs() if self.params.flat_logprobs else [], 0.0
 
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_resumed
+
+    def is_due(self, interval: int) -> bool:
+        """Whether a stream that gets `interval` tokens at a time should get those that it has not got."""
+        new = len(self.token_ids) - self.tokens_sent
+        return new >= interval or self.tokens_sent == self.num_resumed or self.finish_reason is not None
 
     def resume(self, token_ids: list[int]) -> None:
         """Go on after these: their text was sent by whoever generated them, and they have no logprobs."""
@@ -72,13 +78,14 @@ class Completion:
         first_token, first_char = (self.tokens_sent, self.text_sent) if delta else (0, 0)
         self.tokens_sent, self.text_sent = len(self.token_ids), max(visible, self.text_sent)
         return CompletionOutput(
-            index=self.index,
-            text=self.text[first_char:visible],
-            token_ids=self.token_ids[first_token:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs[max(0, first_token - self.num_resumed) :] if self.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index,
+            self.text[first_char:visible],
+            self.token_ids[first_token:],
+            self.cumulative_logprob,
+            self.logprobs[max(0, first_token - self.num_resumed) :] if self.logprobs is not None else None,
+            None,
+            self.finish_reason,
+            self.stop_reason,
         )
 
     def _should_stop(self) -> bool:

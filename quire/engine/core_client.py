@@ -2,12 +2,15 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineConnection
+from quire.engine.unavailable import named
+from quire.executor.base import WorkerMethod
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
@@ -22,6 +25,14 @@ class EngineCoreClient(Protocol):
     def get_output(self) -> EngineCoreOutputs | None: ...
 
     def reset_prefix_cache(self) -> None: ...
+
+    def compile_grammars(self, request_ids: list[str]) -> None:
+        """Until they are compiled or have failed, where the core does not step by itself."""
+        ...
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Of every worker."""
+        ...
 
     def shutdown(self) -> None: ...
 
@@ -43,6 +54,12 @@ class InprocClient:
 
     def reset_prefix_cache(self) -> None:
         self.core.reset_prefix_cache()
+
+    def compile_grammars(self, request_ids: list[str]) -> None:
+        self.core.compile_grammars(request_ids)
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        return self.core.collective_rpc(method, args, kwargs)
 
     def shutdown(self) -> None:
         self.core.shutdown()
@@ -76,9 +93,16 @@ class SyncMPClient:
     def reset_prefix_cache(self) -> None:
         self._call("reset_prefix_cache")
 
-    def _call(self, name: str) -> dict[str, int]:
+    def compile_grammars(self, request_ids: list[str]) -> None:
+        pass
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        results: list[Any] = self._call("collective_rpc", [named(method), *args], dict(kwargs))
+        return results
+
+    def _call(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         self._num_calls += 1
-        self._send(Call(self._num_calls, name))
+        self._send(Call(self._num_calls, name, list(args), dict(kwargs or {})))
         until = time.monotonic() + self._call_timeout
         while time.monotonic() < until:
             message = self._receive()

@@ -1,6 +1,7 @@
 """Turns prompts in any accepted form into validated, tokenized requests."""
 
 import dataclasses
+import functools
 import random
 import time
 from array import array
@@ -19,7 +20,7 @@ from quire.messages.features import EMBEDS, Feature, FeatureSupport
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import NO_SAMPLING, ContentKey, EngineCoreRequest
-from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
+from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams, bad_word_tokens
 from quire.sample.user_processors import processor_classes, validators
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -68,7 +69,8 @@ class InputProcessor:
         self.allows_priorities = config.scheduler.scheduling_policy == "priority"
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.max_logprobs = model.max_logprobs
+        # A limit that covers the vocabulary is none.
+        self.max_logprobs = ALL_LOGPROBS if model.max_logprobs >= model.vocab_size else model.max_logprobs
         self.hidden_size = hidden_size(model.hf_config)
         classes = processor_classes(model.logits_processors)
         self._allows_extra_args = bool(classes)
@@ -130,14 +132,14 @@ class InputProcessor:
     def parse(self, prompt: Prompt) -> ParsedPrompt:
         return self.parse_many([prompt])[0]
 
-    def parse_many(self, prompts: Sequence[Prompt]) -> list[ParsedPrompt]:
+    def parse_many(self, prompts: Sequence[Prompt], add_special_tokens: bool = True) -> list[ParsedPrompt]:
         """Tokenizes all texts in one batch, for which the tokenizer uses all cores."""
         parsed = [_parse(prompt) for prompt in prompts]
         texts = [p for p in parsed if p.text is not None and not p.token_ids]
         if texts:
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer: pass prompt_token_ids, or drop skip_tokenizer_init")
-            encoded = self.tokenizer.encode_batch([p.text or "" for p in texts])
+            encoded = self.tokenizer.encode_batch([p.text or "" for p in texts], add_special_tokens)
             for p, ids in zip(texts, encoded, strict=True):
                 p.token_ids = ids
         return parsed
@@ -165,16 +167,30 @@ class InputProcessor:
         named = {
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids,
+            "logprob_token_ids": params.logprob_token_ids,
             "logit_bias": params.logit_bias,
         }
         for name, ids in named.items():
             if ids:
                 self._array(name, list(ids))
-        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            everything = self.max_logprobs == ALL_LOGPROBS
-            if count is not None and not everything and (count == ALL_LOGPROBS or count > self.max_logprobs):
-                requested = "all logprobs are requested" if count == ALL_LOGPROBS else f"{name} is {count}"
-                raise ValueError(f"{requested}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")
+        params.check_logprobs(self.max_logprobs)
+        if params.prompt_logprob_token_ids is not None:
+            self._check_candidates(params.prompt_logprob_token_ids, len(token_ids), params.prompt_logprob_start or 0)
+
+    def _check_candidates(self, rows: list[list[int]], num_tokens: int, start: int) -> None:
+        """Tokens of a prompt to score: a row for each position from `start` on that predicts a prompt token."""
+        name = "prompt_logprob_token_ids"
+        if len(rows) != num_tokens - 1 - start or not rows:
+            raise ValueError(
+                f"{name} has {len(rows)} rows; a prompt of {num_tokens} tokens has {max(0, num_tokens - 1 - start)} "
+                f"from prompt_logprob_start {start} on, the last token left out"
+            )
+        longest = max(map(len, rows))
+        if self.max_logprobs != ALL_LOGPROBS and longest > self.max_logprobs:
+            raise ValueError(f"{name} has a row of {longest} ids; at most {self.max_logprobs} (--max-logprobs)")
+        if longest == 0:
+            raise ValueError(f"{name} has no token ids; at least one row must have one")
+        self._array(name, [max(0, token) for row in rows for token in row])
 
     def _check_pooling(self, prompt: ParsedPrompt, params: PoolingParams) -> PoolingParams:
         """The parameters, with defaults filled in."""
@@ -245,24 +261,16 @@ class InputProcessor:
         return token_ids[-(longest if keep == -1 else keep) :]
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Token sequences of each word, at the start of a text and after a space."""
         if self.tokenizer is None:
             raise ValueError("bad_words needs a tokenizer: drop skip_tokenizer_init")
-        sequences = []
-        for word in words:
-            plain, spaced = word.lstrip(), " " + word.lstrip()
-            for text in (plain, spaced) if plain else (word,):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in sequences:
-                    sequences.append(ids)
-        return sequences
+        return bad_word_tokens(words, functools.partial(self.tokenizer.encode, add_special_tokens=False))
 
 
 def _parse(prompt: Any) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, [])
     if isinstance(prompt, dict):
-        unknown = prompt.keys() - _KEYS
+        unknown = {key for key in prompt.keys() - _KEYS if prompt[key] is not None}
         if unknown or not prompt.keys() & {"prompt", "prompt_token_ids", "prompt_embeds"}:
             wrong = f"has unknown keys {sorted(unknown)}" if unknown else "lacks prompt and prompt_token_ids"
             raise ValueError(f"the prompt {wrong}; allowed: {', '.join(sorted(_KEYS))}")

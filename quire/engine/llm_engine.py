@@ -4,15 +4,19 @@ import contextlib
 import itertools
 import logging
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
 from quire.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.resolve_config import resolve_config
+from quire.engine.unavailable import with_tokenization
+from quire.engine.vllm_interface import VllmInterface, refuse_loggers
 from quire.executor.factory import make_executor
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import Ready
@@ -24,7 +28,7 @@ from quire.tokenizer.load import load_tokenizer
 logger = logging.getLogger("quire")
 
 
-class LLMEngine:
+class LLMEngine(VllmInterface):
     def __init__(
         self, config: EngineConfig, import_seconds: float | None = None, *, multiprocess: bool = False
     ) -> None:
@@ -45,6 +49,34 @@ class LLMEngine:
         self._num_blocks = ready.num_blocks
         for line in (*ready.summary.lines(checkpoint.name), _time_line(times, import_seconds)):
             logger.info(line)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: Any,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        enable_multiprocessing: bool = False,
+    ) -> "LLMEngine":
+        """From `EngineArgs`. `usage_context` has no meaning here."""
+        config = engine_args.create_engine_config()
+        return cls.from_vllm_config(config, usage_context, stat_loggers, enable_multiprocessing)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        multiprocess: bool = False,
+    ) -> "LLMEngine":
+        refuse_loggers(stat_loggers)
+        set_up_logging()
+        return cls(vllm_config, multiprocess=multiprocess)
+
+    @property
+    def engine_core(self) -> EngineCoreClient:
+        return self.client
 
     def _start_in_process(self, times: list[float]) -> tuple[InprocClient, Ready]:
         self.config = with_platform_defaults(self.config)
@@ -73,18 +105,27 @@ class LLMEngine:
         prompt: Prompt | ParsedPrompt,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-    ) -> None:
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+    ) -> str:
+        """`session_id` and `trace_headers` have no meaning here."""
+        if lora_request is not None or tokenization_kwargs:
+            params = with_tokenization(params, tokenization_kwargs, lora_request)
         parsed, request = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
-        self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
+        self.output_processor.add(request_id, prompt_text or parsed.text, parsed.token_ids, request)
         try:
             self.client.add_request(request)
         except BaseException:
             with contextlib.suppress(Exception):  # it may never have been sent
                 self.abort_request(request_id)
             raise
+        return request_id
 
-    def abort_request(self, request_ids: list[str] | str) -> None:
+    def abort_request(self, request_ids: list[str] | str, internal: bool = False) -> None:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         self.client.finish_requests(self.output_processor.drop(ids))
 
@@ -110,9 +151,42 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Blocks of running requests stay theirs; nothing is found in them any more."""
         self.client.reset_prefix_cache()
         return True
+
+    def compile_grammars(self, request_ids: list[str]) -> None:
+        """Until the grammars of these requests are compiled, or the next step reports why they cannot be."""
+        self.client.compile_grammars(request_ids)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker, or a function with the worker as its first argument; a result per worker. It
+        is not interrupted after `timeout`."""
+        return self.client.collective_rpc(method, args, kwargs or {})
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        return self.collective_rpc(lambda worker: func(worker.get_model()))
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        self.collective_rpc("start_profile", args=(profile_prefix,))
+
+    def stop_profile(self) -> None:
+        for path in self.collective_rpc("stop_profile"):
+            logger.info("profile written to %s", path)
+
+    def is_sleeping(self) -> bool:
+        return False
+
+    def do_log_stats(self) -> None:
+        load = f"{self.stats.num_running} requests running, {self.stats.num_waiting} waiting"
+        logger.info("%s, %.1f %% of the KV cache in use", load, 100 * self.stats.kv_cache_usage)
 
     def shutdown(self) -> None:
         self.client.shutdown()

@@ -42,6 +42,13 @@ class Counter(Metric):
 
 
 @dataclass(frozen=True)
+class Vector(Metric):
+    """Several counters: of drafts accepted by position."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True)
 class Gauge(Metric):
     value: float
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.completion import Completion
+from quire.engine.logprobs import FlatLogprobs, Logprob
+from quire.engine.logprobs import PromptLogprobs as UserPromptLogprobs
 from quire.engine.metrics import EngineMetrics
-from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.requests import (
     EngineCoreOutputs,
@@ -46,7 +48,8 @@ class UserRequest:
     resumed_token_ids: list[int]  # generated elsewhere
     completions: list[Completion | None]  # None: no output yet
     num_cached: int | None = None
-    prompt_logprobs: list[Entry | None] | None = None
+    prompt_logprobs: UserPromptLogprobs | None = None
+    prompt_scores: np.ndarray | None = None  # [positions, k] of prompt_logprob_token_ids
     error: RequestError | None = None
     pools: bool = False
     pooled: np.ndarray | None = None
@@ -96,9 +99,14 @@ class OutputProcessor:
             num_running=params.n,
             resumed_token_ids=[] if request.output_token_ids is None else request.output_token_ids.tolist(),
             completions=[None] * params.n,
-            prompt_logprobs=[None] if params.prompt_logprobs is not None else None,
             pools=request.pooling is not None,
         )
+        if params.prompt_logprobs is not None:
+            user.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
+            user.prompt_logprobs.append(None)  # of the first token
+        if params.prompt_logprob_token_ids is not None:
+            rows = params.prompt_logprob_token_ids
+            user.prompt_scores = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
         self._running.update(dict.fromkeys(user.indices, user))
         self._requests[request_id] = user
 
@@ -166,7 +174,9 @@ class OutputProcessor:
                 if completion.finish_reason is not None:
                     self._end(index, request, completion, now)
                 if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
-                    ready.append(_output(request, [completion.output()]))
+                    interval = request.params.stream_interval
+                    if interval is None or completion.is_due(interval):
+                        ready.append(_output(request, [completion.output()]))
                 elif request.num_running == 0:
                     ready.append(self._final_output(request))
             except (KeyboardInterrupt, SystemExit):
@@ -267,7 +277,9 @@ class OutputProcessor:
         if completion.logprobs is None or completion.cumulative_logprob is None:
             raise ValueError("the engine sent logprobs for a request without them")
         if len(completion.logprobs) < completion.num_generated:
-            completion.logprobs.append(self._entry(ids, values, rank, completion.params.logprobs))
+            params = completion.params
+            entry = self._entry(ids, values, rank, params.num_logprobs, ranked=not params.logprob_token_ids)
+            completion.logprobs.append(entry)
             completion.cumulative_logprob += float(values[0])
 
     def prompt_entries(self, outputs: EngineCoreOutputs) -> list[list[Entry] | None]:
@@ -276,7 +288,8 @@ class OutputProcessor:
         for part in outputs.prompt_logprobs:
             request = self._running.get(part.owner)
             try:
-                found.append(None if request is None else self._prompt_entries(request, part))
+                entries = request is not None and not part.candidates
+                found.append(self._prompt_entries(request, part) if request is not None and entries else None)
             except Exception:
                 found.append(None)  # `process` fails in the same way and handles it
         return found
@@ -295,7 +308,10 @@ class OutputProcessor:
         if request is None:
             return
         try:
-            self._extend_prompt_logprobs(request, part, entries)
+            if part.candidates:
+                self._set_prompt_scores(request, part)
+            else:
+                self._extend_prompt_logprobs(request, part, entries)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
@@ -308,13 +324,20 @@ class OutputProcessor:
         # After a preemption the prompt is recomputed: do not append known entries twice.
         logprobs += (entries or self._prompt_entries(request, part))[len(logprobs) - part.start :]
 
-    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, num_top: int | None) -> Entry:
-        """The token itself first, then the most likely, which may include it."""
+    @staticmethod
+    def _set_prompt_scores(request: UserRequest, part: PromptLogprobs) -> None:
+        if request.prompt_scores is None:
+            raise ValueError("the engine sent scores of a prompt for a request without them")
+        first = part.start - 1 - (request.params.prompt_logprob_start or 0)
+        request.prompt_scores[first : first + len(part.logprobs)] = part.logprobs
+
+    def _entry(self, ids: np.ndarray, values: np.ndarray, rank: int, num_top: int | None, ranked: bool = True) -> Entry:
+        """The token itself first, then the most likely, which may include it, or the ones that the request named."""
         stop = None if num_top in (None, ALL_LOGPROBS) else 1 + (num_top or 0)
         entry: Entry = {}
         for number, (token, value) in enumerate(zip(ids[:stop].tolist(), values[:stop].tolist(), strict=True)):
             if token not in entry:
-                entry[token] = Logprob(value, number or rank, self._token_text(token))
+                entry[token] = Logprob(value, (number if ranked else None) if number else rank, self._token_text(token))
         return entry
 
     def _token_text(self, token: int) -> str | None:
@@ -322,19 +345,25 @@ class OutputProcessor:
 
 
 def _output(request: UserRequest, outputs: list[CompletionOutput]) -> RequestOutput:
-    error = request.error
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=outputs,
-        finished=request.num_running == 0,
-        num_cached_tokens=request.num_cached,
-        prompt_logprobs=request.prompt_logprobs,
-        metrics=request.metrics,
-        error=None if error is None else error.message,
-        error_kind=None if error is None else error.kind,
+    # By position: made for every token that is streamed, and twice as fast as by name.
+    output = RequestOutput(
+        request.request_id,
+        request.prompt,
+        request.prompt_token_ids,
+        request.prompt_logprobs,
+        outputs,
+        request.num_running == 0,
+        request.metrics,
+        None,
+        None,
+        None,
+        request.num_cached,
+        None,
+        request.prompt_scores,
     )
+    if request.error is not None:
+        output.error, output.error_kind = request.error.message, request.error.kind
+    return output
 
 
 def _pooling_output(request: UserRequest, finish_reason: str | None) -> PoolingRequestOutput[PoolingOutput]:

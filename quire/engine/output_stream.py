@@ -3,6 +3,7 @@
 import asyncio
 from typing import Generic, TypeVar
 
+from quire.engine.logprobs import joined
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
@@ -47,6 +48,6 @@ class OutputStream(Generic[Output]):
                 part.text = before.text + part.text
                 part.token_ids = before.token_ids + part.token_ids
                 if part.logprobs is not None:
-                    part.logprobs = (before.logprobs or []) + part.logprobs
+                    part.logprobs = joined(before.logprobs, part.logprobs)
             merged[part.index] = part
         return list(merged.values())

@@ -1,8 +1,8 @@
 """Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`, `encode`, `embed`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
@@ -11,21 +11,23 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
+from quire.engine.unavailable import UnavailableMethods, refuse_unavailable
+from quire.engine.vllm_interface import NO_TOKENIZER, ModelView
 from quire.entrypoints.interruption import interruption
+from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating, with_content_as
 from quire.messages.pooling_params import PoolingParams
+from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.entrypoints.chat_renderer import ChatRenderer
+    from quire.tokenizer.user_tokenizer import UserTokenizer
 
-Params = TypeVar("Params", SamplingParams, PoolingParams)
-# What takes the other kind of parameters.
-OTHER_METHODS = {SamplingParams: "encode and embed take PoolingParams", PoolingParams: "generate takes SamplingParams"}
+REFUSED = (ErrorKind.INVALID, ErrorKind.BUSY)  # a request that was never started
 
 
-class LLM:
+class LLM(UnavailableMethods):
     """A model and its engine in this process. Arguments are vLLM's engine arguments; without `model` the embedded
     SmolLM2 is used.
 
@@ -41,55 +43,122 @@ class LLM:
         set_up_logging()
         self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args), multiprocess=multiprocess)
         self._counter = 0
+        self._enqueued: list[str] = []
+        self._early: dict[str, RequestOutput] = {}  # of enqueued requests that ended while others were waited for
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> "LLM":
+        """From `EngineArgs`."""
+        return cls(**engine_args.given())
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (a string, token ids, or a dict with either); outputs are in the order of the prompts.
 
-        All prompts are checked before any runs: after an error the engine is unchanged.
+        All prompts are checked before any runs: after an error the engine is unchanged. `use_tqdm` may be a class to
+        use in place of tqdm's.
         """
-        many = _as_prompts(prompts)
-        params = self._sampling_params(sampling_params, len(many))
-        priorities = list(priority) if priority is not None else [0] * len(many)
-        if len(priorities) != len(many):
-            raise ValueError(f"{len(many)} prompts but {len(priorities)} priorities; give one for each")
-        ids = self._add_all(self.llm_engine.input_processor.parse_many(many), params, priorities)
+        refuse_unavailable(lora_request, mm_processor_kwargs)
+        ids = self._add_prompts(prompts, sampling_params, priority, tokenization_kwargs)
         return self._run(ids, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Add prompts without running them: `wait_for_completion` does, for all that were enqueued before."""
+        refuse_unavailable(lora_request, mm_processor_kwargs)
+        return self._enqueued_as(self._add_prompts(prompts, sampling_params, priority, tokenization_kwargs))
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Add conversations as `enqueue` adds prompts."""
+        refuse_unavailable(lora_request, mm_processor_kwargs)
+        ids = self._add_conversations(
+            messages,
+            sampling_params,
+            priority,
+            tokenization_kwargs,
+            chat_template_content_format,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        return self._enqueued_as(ids)
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """The outputs of all enqueued requests, in their order; `output_type` is what they must be."""
+        ids, self._enqueued = self._enqueued, []
+        outputs = self._run(ids, use_tqdm)
+        if output_type is not None and not all(isinstance(output, output_type) for output in outputs):
+            raise TypeError(f"the outputs are RequestOutput; output_type is {output_type!r}")
+        return outputs
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists).
 
         `chat_template` is Jinja text or a file, used instead of the model's own.
         """
-        from quire.entrypoints.chat_renderer import read_template
-
-        conversations = [messages] if _is_conversation(messages) else list(messages)
-        params = self._sampling_params(sampling_params, len(conversations))
-        prompts = self._chat_renderer.prompts(
-            conversations,
-            chat_template=None if chat_template is None else read_template(chat_template),
-            tools=tools,
+        refuse_unavailable(lora_request, mm_processor_kwargs)
+        ids = self._add_conversations(
+            messages,
+            sampling_params,
+            None,
+            tokenization_kwargs,
+            chat_template_content_format,
+            chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
             template_kwargs=chat_template_kwargs,
         )
-        return self._run(self._add_all(prompts, params, [0] * len(prompts)), use_tqdm)
+        return self._run(ids, use_tqdm)
 
     def beam_search(
         self,
@@ -103,14 +172,13 @@ class LLM:
         them. At most `concurrency_limit` prompts are searched at a time; default: all."""
         from quire.entrypoints.beam_search import BeamSearch, check_engine, run_searches
 
-        if lora_request is not None:
-            raise ValueError("lora_request: LoRA is not available yet; leave it out")
+        refuse_unavailable(lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise ValueError(f"concurrency_limit is {concurrency_limit}; it must be 1 or more, or None")
         engine = self.llm_engine
         model = engine.config.model
         check_engine(model.logprobs_mode)
-        parsed = engine.input_processor.parse_many(_as_prompts(prompts))
+        parsed = engine.input_processor.parse_many(as_prompts(prompts))
         searches = [
             BeamSearch(prompt, params, engine.max_model_len, model.eos_token_ids, model.vocab_size) for prompt in parsed
         ]
@@ -146,17 +214,17 @@ class LLM:
 
         `truncate_prompt_tokens` and `pooling_task` are for requests whose parameters do not have them.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens)
         params = [
             one.replace_unchecked(
                 task=one.task or given.task,
                 truncate_prompt_tokens=one.truncate_prompt_tokens or given.truncate_prompt_tokens,
             )
-            for one in _per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
+            for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
         ]
         parsed = self.llm_engine.input_processor.parse_many(many)
-        return self._run(self._add_all(parsed, params, [0] * len(many)), use_tqdm, "Pooling")
+        return self._run(self._add_all(parsed, params), use_tqdm, "Pooling")
 
     def embed(
         self,
@@ -180,19 +248,53 @@ class LLM:
     def _chat_renderer(self) -> "ChatRenderer":
         from quire.entrypoints.chat_renderer import ChatRenderer
 
-        return ChatRenderer(self.get_tokenizer(), self.llm_engine.config.model.chat_template)
+        engine = self.llm_engine
+        if engine.tokenizer is None:
+            raise ValueError(NO_TOKENIZER)
+        return ChatRenderer(engine.tokenizer, engine.config.model.chat_template)
 
-    def get_tokenizer(self) -> Tokenizer:
-        if self.llm_engine.tokenizer is None:
-            raise ValueError("there is no tokenizer: the engine was created with skip_tokenizer_init")
-        return self.llm_engine.tokenizer
+    def get_tokenizer(self) -> "UserTokenizer":
+        """The model's tokenizer with the methods of transformers' that programs use."""
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults of `generate` and `chat`: the model's own, from its generation_config.json."""
         return SamplingParams(**self.llm_engine.config.model.default_sampling)
 
-    def reset_prefix_cache(self) -> bool:
-        return self.llm_engine.reset_prefix_cache()
+    @property
+    def model_config(self) -> ModelView:
+        return self.llm_engine.model_config
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many workers the model is distributed over."""
+        return self.llm_engine.config.parallel.tensor_parallel_size
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of each worker, or a function with the worker as its first argument; a result per worker."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with each worker's model (a torch.nn.Module)."""
+        return self.llm_engine.apply_model(func)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record with torch's profiler until `stop_profile`, to the folder of `profiler_config`."""
+        self.llm_engine.start_profile(profile_prefix)
+
+    def stop_profile(self) -> None:
+        self.llm_engine.stop_profile()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """There is none as long as prompts are text."""
 
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms so far, named like vLLM's with the prefix `quire:`."""
@@ -213,40 +315,84 @@ class LLM:
         given = self.get_default_sampling_params() if params is None else params
         return [
             one.replace_unchecked(output_kind=RequestOutputKind.FINAL_ONLY)
-            for one in _per_prompt(given, SamplingParams, count)
+            for one in per_prompt(given, SamplingParams, count)
         ]
+
+    def _add_prompts(
+        self, prompts: Any, sampling_params: Any, priority: Sequence[int] | None, tokenization: Mapping[str, Any] | None
+    ) -> list[str]:
+        many = as_prompts(prompts)
+        params = truncating(self._sampling_params(sampling_params, len(many)), tokenization)
+        special = (tokenization or {}).get("add_special_tokens", True)
+        return self._add_all(self.llm_engine.input_processor.parse_many(many, special), params, priority)
+
+    def _add_conversations(
+        self,
+        messages: Any,
+        sampling_params: Any,
+        priority: Sequence[int] | None,
+        tokenization: Mapping[str, Any] | None,
+        content_format: str,
+        *,
+        chat_template: str | None,
+        **options: Any,
+    ) -> list[str]:
+        from quire.entrypoints.chat_renderer import read_template
+
+        conversations = [messages] if is_conversation(messages) else list(messages)
+        params = truncating(self._sampling_params(sampling_params, len(conversations)), tokenization)
+        prompts = self._chat_renderer.prompts(
+            [with_content_as(content_format, one) for one in conversations],
+            chat_template=None if chat_template is None else read_template(chat_template),
+            **options,
+        )
+        return self._add_all(prompts, params, priority)
 
     def _add_all(
         self,
         prompts: list[ParsedPrompt],
         params: Sequence[SamplingParams | PoolingParams],
-        priorities: list[int],
+        priority: Sequence[int] | None = None,
     ) -> list[str]:
+        priorities = list(priority) if priority is not None else [0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(priorities)} priorities; give one for each")
         ids: list[str] = []
         try:
-            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+            for prompt, one, rank in zip(prompts, params, priorities, strict=True):
                 self._counter += 1
-                self.llm_engine.add_request(str(self._counter), prompt, one, priority=priority)
+                self.llm_engine.add_request(str(self._counter), prompt, one, priority=rank)
                 ids.append(str(self._counter))
+            if any(isinstance(one, SamplingParams) and one.structured_outputs is not None for one in params):
+                self.llm_engine.compile_grammars(ids)  # so that one that cannot be enforced raises before any runs
         except BaseException:
             self.llm_engine.abort_request(ids)
             raise
+        return ids
+
+    def _enqueued_as(self, ids: list[str]) -> list[str]:
+        self._enqueued += ids
         return ids
 
     def _new_id(self) -> str:
         self._counter += 1
         return str(self._counter)
 
-    def _run(self, ids: list[str], use_tqdm: bool, doing: str = "Generating") -> list[Any]:
-        done: dict[str, Any] = {}
+    def _run(self, ids: list[str], use_tqdm: bool | Callable[..., Any], doing: str = "Generating") -> list[Any]:
+        done: dict[str, Any] = {i: self._early.pop(i) for i in ids if i in self._early}
         wanted = set(ids)
-        progress = Progress(len(ids), doing) if use_tqdm else None
+        progress = Progress(len(ids), doing, use_tqdm if callable(use_tqdm) else None) if use_tqdm else None
         try:
             with interruption() as interrupted:
                 while len(done) < len(ids):
                     for output in self.llm_engine.step():
                         if output.request_id not in wanted:
-                            continue  # the user added it to the engine
+                            if output.request_id in self._enqueued:
+                                self._early[output.request_id] = output
+                            continue  # else the user added it to the engine
+                        started = output.metrics is not None and output.metrics.first_token_time is not None
+                        if output.error_kind in REFUSED and not started:
+                            raise ValueError(f"prompt {ids.index(output.request_id)}: {output.error}")
                         done[output.request_id] = output
                         if progress is not None:
                             progress.update(output)
@@ -259,49 +405,3 @@ class LLM:
             if progress is not None:
                 progress.close()
         return [done[i] for i in ids]
-
-
-class Progress:
-    def __init__(self, total: int, doing: str = "Generating") -> None:
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=total, desc=doing, unit="prompt", dynamic_ncols=True)
-        self.tokens = 0
-
-    def update(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
-        if isinstance(output, RequestOutput):
-            self.tokens += sum(len(c.token_ids) for c in output.outputs)
-        else:
-            self.tokens += len(output.prompt_token_ids)
-        rate = self.tokens / max(1e-9, self.bar.format_dict["elapsed"])
-        self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-        self.bar.update()
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-def _per_prompt(params: Params | Sequence[Params], kind: type[Params], count: int) -> list[Params]:
-    if isinstance(params, kind):
-        return [params] * count
-    given = [params] if isinstance(params, (SamplingParams, PoolingParams)) else list(params)
-    wrong = next((one for one in given if not isinstance(one, kind)), None)
-    if wrong is not None:
-        raise ValueError(f"this takes {kind.__name__}, got {type(wrong).__name__}; {OTHER_METHODS[kind]}")
-    if len(given) != count:
-        name = "sampling_params" if kind is SamplingParams else "pooling_params"
-        raise ValueError(f"{count} prompts but {len(given)} {name}; give one for all, or one for each")
-    return given
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts; a string, a dict or a list of token ids is one prompt."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _is_conversation(messages: Any) -> bool:
-    """Whether this is one conversation; several are a list of lists."""
-    return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))

@@ -1,12 +1,14 @@
 """The interface through which the core runs the model."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from quire.lora.adapters import AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+
+WorkerMethod = str | Callable[..., Any]  # its name, or a function that is called with the worker
 
 
 class PendingOutput(Protocol):
@@ -44,6 +46,10 @@ class Executor(Protocol):
 
     def feature_support(self) -> FeatureSupport | None:
         """What prompts may hold beside token ids; None: nothing."""
+        ...
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call a method of every worker, or a function with the worker as its first argument: a result for each."""
         ...
 
     def describe(self) -> str:

@@ -1,14 +1,15 @@
 """One worker in this process."""
 
+import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.executor.base import PendingOutput
+from quire.executor.base import PendingOutput, WorkerMethod
 from quire.lora.adapters import AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
@@ -76,6 +77,11 @@ class UniProcExecutor:
     def feature_support(self) -> FeatureSupport | None:
         support: FeatureSupport | None = self.worker.feature_support()
         return support
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        worker = self.worker
+        call = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)
+        return [self._submit(lambda: call(*args, **kwargs)).result()]
 
     def describe(self) -> str:
         return self._submit(lambda: self.worker.describe()).result()

@@ -1,6 +1,7 @@
 """Validation of user input. Each check raises a ValueError that names the field, the value and what is allowed; values
 that pass can be sent to another process."""
 
+import itertools
 import math
 from typing import Any
 
@@ -8,6 +9,8 @@ from quire.config.shown import shown
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_INT = 2**63 - 1
+MAX_LOGIT_BIAS = 1024
+MAX_CANDIDATES = 1 << 24  # token ids to score, of all positions of a prompt
 MAX_PLAIN_DEPTH = 32  # of nested lists and mappings
 MAX_PLAIN_VALUES = 1 << 16
 MAX_PLAIN_CHARACTERS = 1 << 20  # of all strings in it together
@@ -89,3 +92,37 @@ def check_plain(name: str, value: Any) -> None:
             return
         level = below
     raise ValueError(f"{name} is nested more than {MAX_PLAIN_DEPTH} levels deep")
+
+
+def as_list(name: str, values: Any, most: int) -> list[Any]:
+    """A copy as a list of at most `most` entries."""
+    if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__iter__"):
+        raise ValueError(f"{name} is {shown(values)}; it must be a list")
+    if not hasattr(values, "__len__"):
+        values = list(itertools.islice(values, most + 1))
+    check_count(name, values, most)
+    return list(values)
+
+
+def as_rows(name: str, values: Any) -> list[list[int]]:
+    """One list of token ids for each position, also of an array; -1 stands for none."""
+    rows = values.tolist() if hasattr(values, "tolist") else as_list(name, values, MAX_TOKEN_ID)
+    if not all(isinstance(row, (list, tuple)) or hasattr(row, "tolist") for row in rows):
+        raise ValueError(f"{name} must have a list of token ids for each position that is scored")
+    rows = [list(row.tolist() if hasattr(row, "tolist") else row) for row in rows]
+    if sum(map(len, rows)) > MAX_CANDIDATES:
+        raise ValueError(f"{name} has {sum(map(len, rows))} token ids; at most {MAX_CANDIDATES} are allowed")
+    if not all(type(token) is int and -1 <= token <= MAX_TOKEN_ID for row in rows for token in row):
+        raise ValueError(f"{name} has an entry that is no token id; entries must be 0 or more, or -1 for none")
+    return rows
+
+
+def as_bias(values: Any) -> dict[int, float]:
+    """JSON keys are strings: "5" counts as 5."""
+    if not isinstance(values, dict):
+        raise ValueError(f"logit_bias is {shown(values)}; it must be a mapping of token ids to numbers")
+    check_count("logit_bias", values, MAX_LOGIT_BIAS)
+    try:
+        return {int(token) if isinstance(token, str) else token: bias for token, bias in values.items()}
+    except ValueError:
+        raise ValueError("logit_bias has a key that is not a token id; it must map token ids to numbers") from None

@@ -47,6 +47,8 @@ class Call(msgspec.Struct, tag=True):
 
     number: int
     name: str  # must be registered in the engine process
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
 
 
 class Watch(msgspec.Struct, tag=True):
@@ -92,7 +94,7 @@ class Outputs(msgspec.Struct, tag=True):
 class Result(msgspec.Struct, tag=True):
     number: int
     error: str | None = None
-    values: dict[str, int] = {}
+    values: Any = None
 
 
 class Dead(msgspec.Struct, tag=True):

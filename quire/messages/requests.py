@@ -114,8 +114,8 @@ class EngineCoreRequest(msgspec.Struct):
         once and shared."""
         yield self
         forked = self.sampling
-        if forked.prompt_logprobs is not None:
-            forked = forked.replace_unchecked(prompt_logprobs=None)
+        if forked.prompt_logprobs is not None or forked.prompt_logprob_token_ids is not None:
+            forked = forked.replace_unchecked(prompt_logprobs=None, prompt_logprob_token_ids=None)
         for i in range(1, forked.n):
             sibling = copy.copy(self)
             sibling.request_id, sibling.index = sequence_id(self.request_id, i), self.index + i
@@ -155,6 +155,7 @@ class PromptLogprobs(msgspec.Struct):
     token_ids: np.ndarray  # [m, 1 + k]
     logprobs: np.ndarray  # [m, 1 + k] float32
     ranks: np.ndarray  # [m]
+    candidates: bool = False  # these are of the tokens that the request named, [m, k] without ranks
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

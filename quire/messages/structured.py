@@ -26,20 +26,20 @@ MAX_CHOICES = 4096
 MAX_DEPTH = 64  # of nested objects and lists in a schema
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """vLLM's names. `json` is a schema, as an object or as JSON text; `grammar` is EBNF (`root ::= ...`) or Lark
     (`start: ...`)."""
 
     json: Any = None
-    json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    structural_tag: Any = None
-    backend: str | None = None  # default: the engine's
-    whitespace_pattern: str | None = None  # between JSON tokens
+    json_object: bool | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None  # between JSON tokens
+    structural_tag: Any = None
+    backend: str | None = None  # default: the engine's
     disable_fallback: bool = False  # with backend "auto": only the first choice
 
     field: str = "structured_outputs"  # the request's field, for errors

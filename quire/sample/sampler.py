@@ -27,7 +27,7 @@ from quire.kernels.sample_tokens import (
 from quire.kernels.transfer import to_device
 from quire.messages.plan import GrammarMask, NewRow
 from quire.sample.grammar import Grammar
-from quire.sample.logprobs import TokenLogprobs, max_logprobs, token_logprobs
+from quire.sample.logprobs import TokenLogprobs, max_logprobs, token_logprobs, with_requested
 from quire.sample.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from quire.sample.parameters import ParameterTable
 from quire.sample.penalties import Penalties
@@ -78,23 +78,27 @@ class Sampler:
         self._random_rows: set[int] = set()
         self._unfused_rows: set[int] = set()
         self._num_logprobs: dict[int, int] = {}
+        self._logprob_ids: dict[int, list[int]] = {}
 
     def add_row(self, new: NewRow) -> None:
         row, params = new.row, new.params
         self.parameters.set(row, params, new.seed)
         if not params.greedy:
             self._random_rows.add(row)
-        if params.logprobs is not None:
+        if params.logprob_token_ids:
+            self._num_logprobs[row], self._logprob_ids[row] = 0, params.logprob_token_ids
+        elif params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
         for processor in self.processors:
             processor.add_row(new)
-        if params.logprobs is not None or any(row in edit.rows for edit in self._edits):
+        if row in self._num_logprobs or any(row in edit.rows for edit in self._edits):
             self._unfused_rows.add(row)
 
     def remove_row(self, row: int) -> None:
         self._random_rows.discard(row)
         self._unfused_rows.discard(row)
         self._num_logprobs.pop(row, None)
+        self._logprob_ids.pop(row, None)
         for processor in self.processors:
             processor.remove_row(row)
 
@@ -213,7 +217,10 @@ class Sampler:
             return None
         (where,) = to_device(logits.device, places, dtype=np.int64)
         count = max_logprobs([self._num_logprobs[batch.row_list[i]] for i in places])
-        return token_logprobs(logits[where], tokens[where], count, self.as_logits)
+        found = token_logprobs(logits[where], tokens[where], count, self.as_logits)
+        rows = (batch.row_list[i] for i in places)
+        requested = {place: self._logprob_ids[row] for place, row in enumerate(rows) if row in self._logprob_ids}
+        return with_requested(found, logits[where], requested, self.as_logits) if requested else found
 
 
 def _any(rows: set[int], row_list: list[int]) -> bool:

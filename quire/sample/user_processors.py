@@ -14,6 +14,8 @@ from quire.config import EngineConfig
 from quire.messages.plan import NewRow
 from quire.messages.sampling_params import SamplingParams
 from quire.sample.processors import ByRow, LogitsProcessor, SampleBatch
+from quire.sample.vllm_processors import METHODS as VLLM_METHODS
+from quire.sample.vllm_processors import VllmProcessor
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +90,7 @@ class Guarded:
     def __init__(self, kind: type, config: EngineConfig, device: "torch.device") -> None:
         self.name = _name(kind)
         try:
-            self.inner: Any = kind(config, device)
+            self.inner: Any = VllmProcessor(kind, config, device) if _is_vllms(kind) else kind(config, device)
             self.changes_argmax = bool(self.inner.changes_argmax)
         except Exception as error:
             raise ValueError(f"the logits processor {self.name} cannot be created: {error!r}; {WHERE}") from error
@@ -158,13 +160,15 @@ def _import(path: str) -> type:
 def _check_class(kind: type) -> None:
     if not isinstance(kind, type):
         raise ValueError(f"the logits processor {kind!r} is not a class; {WHERE}")
-    if hasattr(kind, "update_state") and not hasattr(kind, "add_row"):
-        raise ValueError(
-            f"{_name(kind)} is written for vLLM's interface (update_state); ours has add_row and remove_row; {WHERE}"
-        )
-    missing = [name for name in METHODS if not callable(getattr(kind, name, None))]
+    methods = VLLM_METHODS if _is_vllms(kind) else METHODS
+    missing = [name for name in methods if not callable(getattr(kind, name, None))]
     if missing:
         raise ValueError(f"the logits processor {_name(kind)} lacks {', '.join(missing)}; {WHERE}")
+
+
+def _is_vllms(kind: type) -> bool:
+    """Whether it is written for vLLM's interface."""
+    return hasattr(kind, "update_state") and not hasattr(kind, "add_row")
 
 
 def _validator(kind: type) -> Callable[[SamplingParams], None]:

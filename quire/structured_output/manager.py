@@ -6,7 +6,7 @@ A matcher advances by confirmed tokens alone, so preemption and dropped results 
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,6 +121,10 @@ class StructuredOutputManager:
                     self._start(request, job.compiled)
                     found.append(request_id)
         return found
+
+    def waits_for(self, request_ids: Collection[str]) -> bool:
+        """Whether any of these requests waits for its grammar."""
+        return any(request_id in self._waiting for request_id in request_ids)
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Forget finished or aborted requests; unknown ids are ignored."""

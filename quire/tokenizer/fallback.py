@@ -46,6 +46,7 @@ def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer
         loaded.backend_tokenizer if loaded.is_fast else SlowBackend(loaded),
         bos_token_id=loaded.bos_token_id,
         eos_token_id=loaded.eos_token_id,
+        pad_token_id=loaded.pad_token_id,
         chat_template=chat_template or loaded.chat_template,
     )
 

@@ -65,7 +65,11 @@ def _build(header: GGUFHeader) -> Tokenizer:
         eos if values.get("tokenizer.ggml.add_eos_token", False) else None,
     )
     return Tokenizer(
-        backend, bos_token_id=bos, eos_token_id=eos, chat_template=values.get("tokenizer.chat_template") or None
+        backend,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=_token_id(header, "padding", len(tokens)),
+        chat_template=values.get("tokenizer.chat_template") or None,
     )
 
 

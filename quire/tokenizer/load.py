@@ -64,7 +64,8 @@ def _load_folder(folder: Path, file: Path) -> Tokenizer:
     eos = _id_of(backend, named.get("eos_token"))
     # add_bos_token and add_eos_token of the config are ignored, as in transformers: tokenizer.json's post-processor
     # decides.
-    return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, chat_template=chat_template)
+    pad = _id_of(backend, named.get("pad_token"))
+    return Tokenizer(backend, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad, chat_template=chat_template)
 
 
 def _content(token: Any) -> str | None:

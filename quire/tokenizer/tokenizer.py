@@ -48,6 +48,7 @@ class Tokenizer:
         *,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
         chat_template: str | None = None,
     ):
         # Truncation and padding saved with the tokenizer are settings for training.
@@ -56,6 +57,7 @@ class Tokenizer:
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()

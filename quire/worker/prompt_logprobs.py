@@ -9,13 +9,15 @@ import torch
 from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.messages.requests import PromptLogprobs
-from quire.sample.logprobs import PROMPT_SLICE, TokenLogprobs, token_logprobs
+from quire.sample.logprobs import PROMPT_SLICE, TokenLogprobs, candidate_logprobs, token_logprobs
 
 
 @dataclass(slots=True)
 class PromptProgress:
-    num_logprobs: int
+    num_logprobs: int | None  # None: only candidates are scored
     token_ids: np.ndarray  # the prompt
+    candidates: np.ndarray | None  # [positions, k] token ids to score; -1: none
+    first_scored: int  # the position of the first
     next_position: int  # counted by the host: a prompt advances as planned, whatever the device samples
 
 
@@ -33,9 +35,11 @@ class PromptLogprobsTracker:
         return any(prompt is not None and prompt.next_position < len(prompt.token_ids) - 1 for prompt in prompts)
 
     def add_row(self, new: NewRow) -> None:
-        count = new.params.prompt_logprobs
-        if count is not None:
-            self._rows[new.row] = PromptProgress(count, new.token_ids[: new.num_prompt_tokens], new.num_computed)
+        params = new.params
+        if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
+            prompt, scored = new.token_ids[: new.num_prompt_tokens], _padded(params.prompt_logprob_token_ids)
+            start = params.prompt_logprob_start or 0
+            self._rows[new.row] = PromptProgress(params.prompt_logprobs, prompt, scored, start, new.num_computed)
 
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -52,15 +56,39 @@ class PromptLogprobsTracker:
                 start = prompt.next_position
                 prompt.next_position += num_new
                 stop = min(prompt.next_position, len(prompt.token_ids) - 1)
-                for at in range(start, stop, PROMPT_SLICE):
+                begin = start if prompt.num_logprobs is not None else max(start, prompt.first_scored)
+                for at in range(begin, stop, PROMPT_SLICE):
                     size = min(PROMPT_SLICE, stop - at)
                     part = hidden[first + at - start : first + at - start + size]
-                    (targets,) = to_device(hidden.device, prompt.token_ids[at + 1 : at + 1 + size], dtype=np.int64)
-                    logits = self.compute_logits(part)
-                    found = token_logprobs(logits, targets, prompt.num_logprobs, self.as_logits)
-                    results.append(_to_host(found, place, at + 1))
+                    results += self._slice(prompt, place, at, self.compute_logits(part))
             first += num_new
         return results
+
+    def _slice(self, prompt: PromptProgress, place: int, at: int, logits: torch.Tensor) -> list[PromptLogprobs]:
+        """logits [m, vocab] of positions at, at + 1, ..."""
+        results, end = [], at + len(logits)
+        if prompt.num_logprobs is not None:
+            (targets,) = to_device(logits.device, prompt.token_ids[at + 1 : end + 1], dtype=np.int64)
+            results.append(
+                _to_host(token_logprobs(logits, targets, prompt.num_logprobs, self.as_logits), place, at + 1)
+            )
+        if prompt.candidates is not None and end > prompt.first_scored:
+            low = max(at, prompt.first_scored)
+            ids = prompt.candidates[low - prompt.first_scored : end - prompt.first_scored]
+            scores = candidate_logprobs(logits[low - at :], torch.from_numpy(ids).to(logits.device), self.as_logits)
+            no_ranks = np.empty(0, np.int64)
+            results.append(PromptLogprobs(place, low + 1, ids, scores.cpu().numpy(), no_ranks, candidates=True))
+        return results
+
+
+def _padded(rows: list[list[int]] | None) -> np.ndarray | None:
+    """[rows, longest], shorter ones filled up with -1."""
+    if rows is None:
+        return None
+    table = np.full((len(rows), max(map(len, rows))), -1, np.int64)
+    for row, ids in zip(table, rows, strict=True):
+        row[: len(ids)] = ids
+    return table
 
 
 def _to_host(found: TokenLogprobs, place: int, start: int) -> PromptLogprobs:

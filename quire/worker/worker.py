@@ -18,6 +18,7 @@ from quire.lora.adapters import Adapters, AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.loader import load_model
 from quire.platforms import current_platform
@@ -28,6 +29,7 @@ from quire.worker.features import feature_support
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.profiler import TorchProfiler
 from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
 
@@ -94,6 +96,7 @@ class Worker:
             num_drafts=config.speculative.num_drafts,
             lora=self.adapters.state if self.adapters is not None else None,
         )
+        self.profiler = TorchProfiler(config.observability.profiler_config, rank)
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 
     def tensor_parallel(self) -> TensorParallel:
@@ -208,6 +211,20 @@ class Worker:
             raise
         pending.on_failure = self.recovery.after
         return pending
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        return self.runner
+
+    def get_model(self) -> LanguageModel:
+        """For users' functions: this and `model_runner` are vLLM's names."""
+        return self.model
+
+    def start_profile(self, prefix: str | None = None) -> None:
+        self.profiler.start(prefix)
+
+    def stop_profile(self) -> str | None:
+        return self.profiler.stop()
 
     def describe(self) -> str:
         count = self.model.num_parameters

@@ -7,7 +7,7 @@ from quire.config import EngineConfig
 from quire.config.fields import flag, option, options
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
 
-OBJECTS = ("hf_overrides", "override_generation_config", "kv_transfer_config", "speculative_config")
+OBJECTS = ("hf_overrides", "override_generation_config", "kv_transfer_config", "speculative_config", "profiler_config")
 
 
 def parse(*argv: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from quire.config.flags import FlagParser, add_engine_flags, engine_kwargs
 from quire.sample import user_processors
 from quire.sample.user_processors import processor_classes
 from tests.entrypoints.server_process import server_process
-from tests.sample.user_examples import Counting, NoRepeat, OnlyToken
+from tests.sample.user_examples import Counting, NoRepeat, NoRepeatForVllm, OnlyToken
 from tests.tiny_models import prompts, save_tiny
 
 HERE = "tests.sample.user_examples"
@@ -77,6 +77,26 @@ def test_results_do_not_depend_on_the_schedule(tiny, no_repeats, arguments):
     assert outputs[4] == [5] * NUM_TOKENS
     assert outputs[5] == list(range(100, 100 + NUM_TOKENS))
     assert preempted > 0 or "num_gpu_blocks_override" not in arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"async_depth": 2},
+        {"num_gpu_blocks_override": 7, "max_model_len": 80},  # preemption
+        {"max_num_batched_tokens": 16, "max_num_seqs": 2},
+    ],
+)
+def test_processors_written_for_vllm(tiny, no_repeats, arguments):
+    with start(tiny, NoRepeatForVllm, f"{HERE}:OnlyTokenForVllm", **arguments) as llm:
+        asked = [params({"no_repeat": True})] * 3 + [params(), params({"target_token": 5}), params({"target_token": 7})]
+        outputs = tokens(llm.generate([*PROMPTS, *PROMPTS], asked, use_tqdm=False))
+        again = tokens(llm.generate(PROMPTS[::-1], params({"no_repeat": True}), use_tqdm=False))
+        with pytest.raises(ValueError, match="target_token must be an int"):
+            llm.generate(PROMPTS[:1], params({"target_token": "x"}), use_tqdm=False)
+    assert outputs[:3] == no_repeats and outputs[3] != no_repeats[0] and again == no_repeats[::-1]
+    assert outputs[4:] == [[5] * NUM_TOKENS, [7] * NUM_TOKENS]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +168,7 @@ def test_a_failure_in_remove_row_fails_no_request(llm, caplog):
         (f"{HERE}:Nobody", "has no attribute 'Nobody'"),
         (f"{HERE}:a_function", "it must be a class"),
         (f"{HERE}:Incomplete", "lacks add_row, remove_row, sampled"),
-        (f"{HERE}:ForVllm", "vLLM's interface"),
+        (f"{HERE}:IncompleteForVllm", "lacks apply, is_argmax_invariant"),
         (f"{HERE}:NoConstructor", "cannot be created"),
         (HERE, "it must be module:Class"),
         (":OnlyToken", "it must be module:Class"),

@@ -1,5 +1,7 @@
 """Logits processors as users write them. No torch is imported here, so a front end that loads them stays without it."""
 
+from quire.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor, process_dict_updates
+
 from quire.config import EngineConfig
 from quire.messages.plan import NewRow
 from quire.messages.sampling_params import SamplingParams
@@ -126,15 +128,51 @@ class Incomplete:
         return logits
 
 
-class ForVllm:
-    def __init__(self, vllm_config, device, is_pin_memory: bool) -> None: ...
+class IncompleteForVllm:
+    def update_state(self, batch_update) -> None: ...
+
+
+class NoRepeatForVllm(AdapterLogitsProcessor):
+    """As NoRepeat, for vLLM's interface: a function for each request that uses it."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update) -> None: ...
+    def new_req_logits_processor(self, params):
+        return self.mask if (params.extra_args or {}).get("no_repeat") else None
+
+    @staticmethod
+    def mask(prompt_ids, output_ids, logits):
+        logits[[*prompt_ids, *output_ids]] = float("-inf")
+        return logits
+
+
+class OnlyTokenForVllm(LogitsProcessor):
+    """As OnlyToken, for the same interface: states by index."""
+
+    @classmethod
+    def validate_params(cls, params):
+        if not isinstance((params.extra_args or {}).get("target_token", 0), int):
+            raise ValueError("target_token must be an int")
+
+    def __init__(self, vllm_config, device, is_pin_memory: bool) -> None:
+        self.vocab_size = vllm_config.model_config.vocab_size
+        self.targets: dict[int, int] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update) -> None:
+        process_dict_updates(
+            self.targets, batch_update, lambda params, *_: (params.extra_args or {}).get("target_token")
+        )
 
     def apply(self, logits):
+        assert logits.shape[1] == self.vocab_size
+        for index, target in self.targets.items():
+            kept = logits[index, target].clone()
+            logits[index] = float("-inf")
+            logits[index, target] = kept
         return logits
 
 

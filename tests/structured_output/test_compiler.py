@@ -73,7 +73,8 @@ def test_whatever_a_library_raises_is_the_requests_error() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.structured_output.backends.registry.installed", lambda name: False)
     registry = BackendRegistry(lambda: None)  # type: ignore[arg-type,return-value]
-    for backend, package in (("auto", "xgrammar"), ("guidance", "llguidance"), ("outlines", "outlines_core")):
+    packages = {"auto": "llguidance", "xgrammar": "xgrammar", "guidance": "llguidance", "outlines": "outlines_core"}
+    for backend, package in packages.items():
         with pytest.raises(ValueError, match=f"pip install {package}"):
             registry.compile(StructuredOutputsParams(regex="a", backend=backend))
 

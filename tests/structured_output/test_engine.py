@@ -12,8 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.outputs import RequestOutput
-from quire.messages.requests import ErrorKind
-from quire.sampling_params import StructuredOutputsParams
+from quire.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.structured_output.cases import POINT, SCHEMAS
 from tests.structured_output.model import END
 
@@ -143,12 +142,30 @@ def test_limits_and_ends(llm: LLM) -> None:
     assert late.text.startswith("x") and len(late.token_ids) > 4  # stop strings count after min_tokens
 
 
+def test_an_invalid_schema_raises_before_anything_is_generated(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = steps_of(llm, monkeypatch)
+    with pytest.raises(ValueError, match=r"prompt 1: structured_outputs: .*strnig"):
+        run(llm, [FREE, params(json={"type": "strnig"}), params(json=SCHEMAS["enum"])])
+    assert len(steps) == 1 and not llm.llm_engine.has_unfinished_requests()
+
+
 def test_an_invalid_schema_fails_only_its_request(llm: LLM) -> None:
-    wrong, right, free = run(llm, [params(json={"type": "strnig"}), params(json=SCHEMAS["enum"]), FREE])
-    assert (
-        wrong.outputs[0].finish_reason == "error" and "structured_outputs: " in wrong.error and "strnig" in wrong.error
-    )
-    assert right.error is None and free.error is None
+    named = {"wrong": params(json={"type": "strnig"}), "right": params(regex="[a-c]{3}"), "free": FREE}
+    for name, wanted in named.items():
+        llm.llm_engine.add_request(name, PROMPT, wanted.replace(output_kind=RequestOutputKind.FINAL_ONLY))
+    ended = step_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
+    outputs = {output.request_id: output for output in ended}
+    wrong = outputs["wrong"]
+    assert wrong.outputs[0].finish_reason == "error" and "strnig" in wrong.error
+    assert outputs["right"].error is None and outputs["free"].error is None
+
+
+def test_a_plain_install_serves_structured_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.structured_output.backends.registry.installed", lambda name: name == "guidance")
+    wanted = [params(1, json=SCHEMAS["enum"]), params(2, regex="plain[a-c]{3}"), params(3, choice=["left", "right"])]
+    one, two, three = (output.outputs[0].text for output in run(llm, wanted))
+    assert json.loads(one) in SCHEMAS["enum"]["enum"]
+    assert re.fullmatch("plain[a-c]{3}", two) and three in ("left", "right")
 
 
 class Gate:
@@ -256,11 +273,12 @@ def test_the_first_of_n_may_be_aborted_while_the_grammar_compiles(llm: LLM, monk
 def test_a_compile_has_a_time_limit(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(tiny, structured_outputs_compile_seconds=0.05) as llm:
         gate, core = Gate(llm, monkeypatch), llm.llm_engine.client.core
-        slow = run(llm, [params(regex="slow"), params(regex="slower"), FREE])
-        assert all("more than 0.05 seconds" in output.error for output in slow[:2]) and slow[2].error is None
+        for regex in ("slow", "slower"):
+            with pytest.raises(ValueError, match=r"more than 0.05 seconds"):
+                run(llm, [FREE, params(regex=regex)])
         assert core.grammars.compiler.num_stuck == 2
-        [busy] = run(llm, [params(regex="next")])
-        assert busy.error_kind == ErrorKind.BUSY and "all compiler threads are busy" in busy.error
+        with pytest.raises(ValueError, match="all compiler threads are busy"):
+            run(llm, [params(regex="next")])
         assert not core.has_unfinished()
         gate.open.set()
         step_until(llm, lambda: core.grammars.compiler.collect() is not None and not core.grammars.compiler.num_stuck)
@@ -296,5 +314,5 @@ def test_a_resumed_request_goes_on_within_its_grammar(llm: LLM) -> None:
     (resumed,) = llm.generate({**PROMPT, "output_token_ids": begun}, wanted, use_tqdm=False)
     assert resumed.outputs[0].token_ids == whole.outputs[0].token_ids
     assert resumed.outputs[0].text == whole.outputs[0].text
-    (wrong,) = llm.generate({**PROMPT, "output_token_ids": begun[:2] * 3}, wanted, use_tqdm=False)
-    assert wrong.error_kind == ErrorKind.INVALID and "does not fit the grammar" in wrong.error
+    with pytest.raises(ValueError, match="does not fit the grammar"):
+        llm.generate({**PROMPT, "output_token_ids": begun[:2] * 3}, wanted, use_tqdm=False)

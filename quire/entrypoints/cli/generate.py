@@ -209,9 +209,9 @@ def _progress(total: int, show: bool) -> Iterator[Any]:
     if not show:
         yield lambda output: None
         return
-    from quire.entrypoints.llm import Progress
+    from quire.entrypoints.llm_inputs import Progress
 
-    bar = Progress(total)
+    bar = Progress(total, "Generating")
     try:
         yield bar.update
     finally:

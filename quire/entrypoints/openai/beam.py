@@ -203,6 +203,7 @@ def _output(
         request_id=name,
         prompt=search.prompt.text,
         prompt_token_ids=search.prompt.token_ids,
+        prompt_logprobs=None,
         outputs=[_completion(engine, i, search, beam, search_request) for i, beam in enumerate(best)],
         finished=True,
         num_cached_tokens=search.num_cached_tokens,

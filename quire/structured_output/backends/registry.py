@@ -108,7 +108,7 @@ def _simplified(spec: StructuredOutputsParams) -> StructuredOutputsParams:
 def _automatic(first_only: bool) -> list[str]:
     """The two fast ones; the others only if neither is installed."""
     fast = [name for name in ("xgrammar", "guidance") if installed(name)]
-    names = fast or [name for name in BACKENDS if installed(name)] or ["xgrammar"]
+    names = fast or [name for name in BACKENDS if installed(name)] or ["guidance"]
     return names[:1] if first_only else names
 
 

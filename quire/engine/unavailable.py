@@ -1,0 +1,79 @@
+"""Methods of vLLM's engines that belong to features to come: they exist, and say which feature when called."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from quire.messages.pooling_params import PoolingParams
+from quire.messages.sampling_params import SamplingParams, check_truncation
+
+Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
+
+SLEEP, WEIGHTS, LORA, POOLING = "sleep mode", "new weights in a running engine", "LoRA", "pooling models"
+METHODS = {
+    "sleep": SLEEP,
+    "wake_up": SLEEP,
+    "release_kv_cache_memory": SLEEP,
+    "init_weight_transfer_engine": WEIGHTS,
+    "shutdown_weight_transfer_engine": WEIGHTS,
+    "start_weight_update": WEIGHTS,
+    "start_draft_weight_update": WEIGHTS,
+    "update_weights": WEIGHTS,
+    "finish_weight_update": WEIGHTS,
+    "update_weight_version": WEIGHTS,
+    "get_weight_version": WEIGHTS,
+    "add_lora": LORA,
+    "remove_lora": LORA,
+    "list_loras": LORA,
+    "pin_lora": LORA,
+    "classify": POOLING,
+    "score": POOLING,
+    "pause_generation": "pausing an engine",
+    "resume_generation": "pausing an engine",
+    "scale_elastic_ep": "expert parallelism",
+}
+
+
+class UnavailableMethods:
+    """Base of engines: a method that is not written yet raises NotImplementedError with the feature's name."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if name not in METHODS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise NotImplementedError(f"{type(self).__name__}.{name} is not available yet: {METHODS[name]}")
+
+        return refuse
+
+
+def refuse_unavailable(lora_request: Any = None, mm_processor_kwargs: Any = None) -> None:
+    """Arguments of requests for features to come: only None, or nothing at all, is accepted."""
+    loras = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request]
+    if any(lora is not None for lora in loras):
+        raise ValueError(f"lora_request is not available yet: {LORA}; leave it out")
+    if mm_processor_kwargs:
+        raise ValueError("mm_processor_kwargs is not available yet: prompts with images, audio or video; leave it out")
+
+
+def with_tokenization(
+    params: Params, tokenization_kwargs: Mapping[str, Any] | None, lora_request: Any = None
+) -> Params:
+    """A request's other arguments, as vLLM's engines have them."""
+    refuse_unavailable(lora_request)
+    given = dict(tokenization_kwargs or {})
+    keep = given.pop("truncate_prompt_tokens", None)
+    if given:
+        raise ValueError(f"tokenization_kwargs has {sorted(given)}; allowed: truncate_prompt_tokens")
+    if keep is not None:
+        check_truncation(keep)
+        params = copy.copy(params)
+        params.truncate_prompt_tokens = keep
+    return params
+
+
+def named(method: Any) -> str:
+    """What can be sent to workers in another process: code cannot."""
+    if not isinstance(method, str):
+        raise ValueError("the engine is in another process: name a worker's method, or use LLM(multiprocess=False)")
+    return method

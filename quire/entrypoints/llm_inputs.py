@@ -1,0 +1,90 @@
+"""Arguments of `LLM`'s methods in their accepted forms, and its progress bar."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from quire.engine.outputs import RequestOutput
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.messages.pooling_params import PoolingParams
+from quire.messages.sampling_params import SamplingParams
+
+TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
+CONTENT_FORMATS = ("auto", "string", "openai")
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+# What takes the other kind of parameters.
+OTHER_METHODS = {SamplingParams: "encode and embed take PoolingParams", PoolingParams: "generate takes SamplingParams"}
+
+
+class Progress:
+    def __init__(self, total: int, doing: str, bar: Callable[..., Any] | None = None) -> None:
+        from tqdm import tqdm
+
+        self.bar = (bar or tqdm)(total=total, desc=doing, unit="prompt", dynamic_ncols=True)
+        self.tokens = 0
+
+    def update(self, output: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
+        if isinstance(output, RequestOutput):
+            self.tokens += sum(len(c.token_ids) for c in output.outputs)
+        else:
+            self.tokens += len(output.prompt_token_ids)
+        rate = self.tokens / max(1e-9, self.bar.format_dict["elapsed"])
+        self.bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+        self.bar.update()
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def per_prompt(params: Params | Sequence[Params], kind: type[Params], count: int) -> list[Params]:
+    if isinstance(params, kind):
+        return [params] * count
+    given = [params] if isinstance(params, (SamplingParams, PoolingParams)) else list(params)
+    wrong = next((one for one in given if not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise ValueError(f"this takes {kind.__name__}, got {type(wrong).__name__}; {OTHER_METHODS[kind]}")
+    if len(given) != count:
+        name = "sampling_params" if kind is SamplingParams else "pooling_params"
+        raise ValueError(f"{count} prompts but {len(given)} {name}; give one for all, or one for each")
+    return given
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """A list of prompts; a string, a dict or a list of token ids is one prompt."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether this is one conversation; several are a list of lists."""
+    return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))
+
+
+def truncating(params: list[SamplingParams], tokenization: Mapping[str, Any] | None) -> list[SamplingParams]:
+    unknown = (tokenization or {}).keys() - set(TOKENIZATION)
+    if unknown:
+        raise ValueError(f"tokenization_kwargs has {sorted(unknown)}; allowed: {', '.join(TOKENIZATION)}")
+    keep = (tokenization or {}).get("truncate_prompt_tokens")
+    return params if keep is None else [one.replace(truncate_prompt_tokens=keep) for one in params]
+
+
+def with_content_as(content_format: str, messages: Any) -> Any:
+    """`auto`: whatever the template expects. `string` or `openai`: text, or a list of parts."""
+    if content_format not in CONTENT_FORMATS:
+        allowed = ", ".join(CONTENT_FORMATS)
+        raise ValueError(f"chat_template_content_format is {content_format!r}; allowed: {allowed}")
+    if content_format == "auto" or not isinstance(messages, (list, tuple)):
+        return messages
+    return [_content_as(content_format, one) if isinstance(one, dict) else one for one in messages]
+
+
+def _content_as(content_format: str, message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if content_format == "openai" and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if content_format == "string" and isinstance(content, list):
+        texts = [part if isinstance(part, str) else part.get("text") for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return {**message, "content": "\n".join(texts)}
+    return message

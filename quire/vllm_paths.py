@@ -1,0 +1,156 @@
+"""vLLM's module paths: which of our modules has what programs import from them.
+
+A path that is a module of ours as well (`config`, `sampling_params`, `entrypoints.llm`, ...) is found before this table
+is read; the others exist only here, and load what they name when it is used.
+"""
+
+import importlib
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+POOLING, LORA, MULTIMODAL = "pooling models", "LoRA", "prompts with images, audio or video"
+
+# path -> home: names. `A=B` is our B under vLLM's name A; `*=f` asks the function f for any name.
+MODULES: dict[str, dict[str, str]] = {
+    "beam_search": {"entrypoints.beam_search": "BeamSearchOutput BeamSearchSequence"},
+    "distributed.parallel_state": {
+        "distributed": "cleanup_dist_env_and_memory destroy_distributed_environment destroy_model_parallel"
+    },
+    "engine.arg_utils": {"config.engine_args": "AsyncEngineArgs EngineArgs"},
+    "engine.async_llm_engine": {
+        "engine.async_llm": "AsyncLLMEngine=AsyncLLM",
+        "engine.async_engine": "AsyncEngineDeadError=EngineDeadError",
+    },
+    "engine.protocol": {"engine.async_engine": "EngineClient=AsyncEngine"},
+    "entrypoints.openai.api_server": {"entrypoints.cli.main": "main"},
+    "entrypoints.openai.run_batch": {"entrypoints.cli.main": "main"},
+    "envs": {"entrypoints.vllm_utils": "*=variable"},
+    "exceptions": {"builtins": "VLLMValidationError=ValueError"},
+    "inputs": {"engine.prompts": "PromptType TextPrompt TokensPrompt"},
+    "inputs.data": {"engine.prompts": "PromptType TextPrompt TokensPrompt"},
+    "logger": {"entrypoints.vllm_utils": "init_logger"},
+    "logprobs": {"engine.logprobs": "FlatLogprobs Logprob LogprobsOnePosition PromptLogprobs SampleLogprobs"},
+    "model_executor.models": {"models.registry": "ModelRegistry"},
+    "model_executor.models.registry": {"models.registry": "ModelRegistry"},
+    "model_executor.utils": {"entrypoints.vllm_utils": "set_random_seed"},
+    "outputs": {"engine.outputs": "CompletionOutput RequestOutput"},
+    "sequence": {"engine.logprobs": "Logprob"},
+    "tokenizers": {"tokenizer.user_tokenizer": "TokenizerLike=UserTokenizer get_tokenizer"},
+    "transformers_utils.tokenizer": {"tokenizer.user_tokenizer": "AnyTokenizer=UserTokenizer get_tokenizer"},
+    "usage.usage_lib": {"entrypoints.vllm_utils": "UsageContext"},
+    "utils": {
+        "config.engine_args": "FlexibleArgumentParser",
+        "entrypoints.vllm_utils": "Counter cdiv get_open_port random_uuid",
+    },
+    "utils.argparse_utils": {"config.engine_args": "FlexibleArgumentParser"},
+    "utils.counter": {"entrypoints.vllm_utils": "Counter"},
+    "utils.math_utils": {"entrypoints.vllm_utils": "cdiv"},
+    "utils.network_utils": {"entrypoints.vllm_utils": "get_open_port"},
+    "utils.torch_utils": {"entrypoints.vllm_utils": "set_random_seed"},
+    "v1.engine.async_llm": {"engine.async_llm": "AsyncLLM"},
+    "v1.engine.exceptions": {
+        "engine.async_engine": "EngineDeadError EngineGenerateError=EngineDeadError EngineStalledError"
+    },
+    "v1.engine.llm_engine": {"engine.llm_engine": "LLMEngine"},
+    "v1.metrics.reader": {"engine.metrics": "Counter Gauge Histogram Metric Vector"},
+    "v1.metrics.stats": {"engine.outputs": "RequestStateStats=RequestMetrics", "messages.requests": "SchedulerStats"},
+    "v1.sample.logits_processor": {
+        "sample.vllm_processors": "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality "
+        "RequestLogitsProcessor process_dict_updates"
+    },
+    "v1.sample.logits_processor.builtin": {"sample.vllm_processors": "process_dict_updates"},
+    "v1.sample.logits_processor.interface": {
+        "sample.vllm_processors": "BatchUpdate LogitsProcessor MoveDirectionality"
+    },
+    "version": {"": "__version__"},
+}
+
+# Names of features to come, by path ("" is `quire` itself).
+UNAVAILABLE: dict[str, dict[str, str]] = {
+    "": {
+        "ClassificationOutput": POOLING,
+        "ClassificationRequestOutput": POOLING,
+        "EmbeddingOutput": POOLING,
+        "EmbeddingRequestOutput": POOLING,
+        "PoolingOutput": POOLING,
+        "PoolingParams": POOLING,
+        "PoolingRequestOutput": POOLING,
+        "ScoringOutput": POOLING,
+        "ScoringRequestOutput": POOLING,
+        "initialize_ray_cluster": "several machines",
+    },
+    "inputs": {"EmbedsPrompt": "prompts given as embeddings", "ExplicitEncoderDecoderPrompt": "encoder-decoder models"},
+    "lora.request": {"LoRARequest": LORA},
+    "multimodal": {"MULTIMODAL_REGISTRY": MULTIMODAL},
+    "multimodal.utils": {"fetch_image": MULTIMODAL, "fetch_audio": MULTIMODAL},
+    "outputs": {
+        "ClassificationRequestOutput": POOLING,
+        "EmbeddingRequestOutput": POOLING,
+        "PoolingOutput": POOLING,
+        "PoolingRequestOutput": POOLING,
+        "ScoringRequestOutput": POOLING,
+    },
+    "pooling_params": {"PoolingParams": POOLING},
+}
+
+# `python -m quire.PATH` is this command.
+COMMANDS = {"entrypoints.openai.api_server": "serve", "entrypoints.openai.run_batch": "run-batch"}
+
+PATHS = {*MODULES, *UNAVAILABLE} - {""}
+PARENTS = {path[:at] for path in PATHS for at, character in enumerate(path) if character == "."}
+
+
+def find(path: str, name: str) -> Any:
+    """What `from quire.PATH import NAME` gives."""
+    if name in UNAVAILABLE.get(path, {}):
+        raise ImportError(f"{name} is not available yet: {UNAVAILABLE[path][name]}")
+    for home, names in MODULES.get(path, {}).items():
+        known = dict(_pair(text) for text in names.split())
+        if name in known or ("*" in known and not name.startswith("__")):
+            module = importlib.import_module(home if home == "builtins" else f"quire.{home}".rstrip("."))
+            return getattr(module, known[name]) if name in known else getattr(module, known["*"])(name)
+    raise AttributeError(f"module 'quire.{path}' has no attribute {name!r}")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, ours = text.partition("=")
+    return name, ours or name
+
+
+class Loader:
+    """Makes the module of a path in the table."""
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        path = module.__name__.removeprefix("quire.")
+        names = [_pair(text)[0] for home in MODULES.get(path, {}).values() for text in home.split()]
+        found: Any = module
+        found.__doc__ = f"vLLM's import path {path}."
+        found.__all__ = [name for name in names if name != "*"]
+        found.__getattr__ = lambda name: find(path, name)
+
+    def get_code(self, name: str) -> types.CodeType:
+        """For `python -m`."""
+        command = COMMANDS.get(name.removeprefix("quire."))
+        if command is None:
+            raise ImportError(f"{name} is an import path of vLLM's and no command; see quire --help")
+        # The engine's process runs the main module's code too, under another name.
+        lines = (
+            "import sys",
+            "if __name__ == '__main__':",
+            "    from quire.entrypoints.cli.main import main",
+            f"    sys.exit(main([{command!r}, *sys.argv[1:]]))",
+        )
+        return compile("\n".join(lines), name, "exec")
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """The spec of `quire.PATH`, if that is in the table."""
+    path = module.removeprefix("quire.")
+    if path not in PATHS and path not in PARENTS:
+        return None
+    # The origin is what `python -m` puts into sys.argv[0].
+    return ModuleSpec(module, Loader(), origin=__file__, is_package=path in PARENTS)  # type: ignore[arg-type]

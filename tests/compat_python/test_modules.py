@@ -1,0 +1,84 @@
+"""vLLM's import paths under `quire`."""
+
+import importlib
+import importlib.util
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from quire import vllm_paths
+
+LISTED = [
+    (path, text.partition("=")[0])
+    for path, homes in vllm_paths.MODULES.items()
+    for names in homes.values()
+    for text in names.split()
+    if not text.startswith("*")
+]
+
+
+@pytest.mark.parametrize(("path", "name"), LISTED)
+def test_every_listed_name_can_be_imported(path, name):
+    assert getattr(importlib.import_module(f"quire.{path}"), name) is not None
+
+
+@pytest.mark.parametrize("path", sorted(vllm_paths.UNAVAILABLE.keys() - {""}))
+def test_names_of_features_to_come_say_so(path):
+    for name, feature in vllm_paths.UNAVAILABLE[path].items():
+        with pytest.raises(ImportError, match=f"{name} is not available yet: {feature}"):
+            exec(f"from quire.{path} import {name}")
+
+
+def test_imports_as_scripts_write_them():
+    from quire.engine.arg_utils import EngineArgs as SameArgs
+    from quire.engine.async_llm_engine import AsyncLLMEngine as SameEngine
+    from quire.inputs import TokensPrompt as SamePrompt
+    from quire.utils import FlexibleArgumentParser, random_uuid
+    from quire.v1.engine.async_llm import AsyncLLM
+
+    from quire import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, TextPrompt, TokensPrompt
+    from quire.config import VllmConfig
+    from quire.sampling_params import SamplingParams, SamplingType
+
+    assert (SameArgs, SameEngine, SamePrompt) == (EngineArgs, AsyncLLMEngine, TokensPrompt)
+    assert AsyncLLM is AsyncLLMEngine and issubclass(AsyncEngineArgs, EngineArgs) and LLMEngine is not None
+    assert TextPrompt(prompt="x") == {"prompt": "x"} and random_uuid() != random_uuid()
+    assert VllmConfig.from_kwargs(seed=3).model_config.seed == 3
+    assert SamplingParams(seed=3).sampling_type == SamplingType.RANDOM_SEED and FlexibleArgumentParser is not None
+
+
+def test_variables_of_the_environment(monkeypatch):
+    import quire.envs as envs
+
+    monkeypatch.setenv("VLLM_SOMETHING", "3")
+    assert envs.VLLM_SOMETHING == "3" and envs.VLLM_NOTHING is None
+    with pytest.raises(AttributeError, match="HOME"):
+        assert envs.HOME
+
+
+def test_what_is_in_neither_place_is_missing():
+    with pytest.raises(ModuleNotFoundError, match=r"quire\.nowhere"):
+        importlib.import_module("quire.nowhere")
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        exec("from quire.outputs import Nothing")
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        assert importlib.import_module("quire").Nothing
+
+
+def test_the_server_as_a_module(monkeypatch):
+    command = [sys.executable, "-m", "quire.entrypoints.openai.api_server", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "--served-model-name" in shown
+    assert importlib.util.find_spec("quire.entrypoints.openai.api_server").origin  # libraries read sys.argv[0]
+    monkeypatch.delitem(sys.modules, "quire.entrypoints.openai.api_server", raising=False)
+    runpy.run_module("quire.entrypoints.openai.api_server", run_name="__mp_main__")  # as the engine's process does
+    wrong = subprocess.run([sys.executable, "-m", "quire.outputs"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode != 0 and "no command" in wrong.stderr
+
+
+def test_importing_quire_loads_nothing_else():
+    code = "import sys, quire; print(sorted(name for name in sys.modules if name.startswith('quire')))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert shown.strip() == "['quire']"
