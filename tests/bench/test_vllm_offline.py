@@ -3,6 +3,7 @@
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,23 +140,25 @@ def test_a_profiled_batch(
 
 
 def test_cold_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("QUIRE_NATIVE_KERNELS", "0")  # they would be compiled for the cold start
+    """Their processes have empty caches; the time is that of the load, as in vLLM."""
     caches: list[str | None] = []
-    start_once = startup.start_once
 
-    def recorded(options: dict[str, Any], environment: dict[str, str] | None = None) -> dict[str, float]:
-        caches.append(environment["XDG_CACHE_HOME"] if environment is not None else None)
-        return start_once(options, environment)
+    def start(*args: Any, env: dict[str, str] | None, **more: Any) -> SimpleNamespace:
+        caches.append(env["XDG_CACHE_HOME"] if env is not None else None)
+        load = 5.0 if env is not None else 2.0
+        marks = {"interpreter": 100.5, "import": 101.0, "load": 101.0 + load, "first token": 107.0}
+        return SimpleNamespace(returncode=0, stdout=json.dumps(marks), stderr="")
 
-    monkeypatch.setattr(startup, "start_once", recorded)
+    monkeypatch.setattr(startup, "subprocess", SimpleNamespace(run=start))
+    monkeypatch.setattr(startup, "time", SimpleNamespace(time=lambda: 100.0))
     file = tmp_path / "result.json"
-    flags = ["--num-iters-cold", "1", "--num-iters-warmup", "1", "--num-iters-warm", "1", "--output-json", str(file)]
-    report = bench(capsys, "startup", *flags, "--no-probe", "--json", "--max-model-len", "256")
-    assert caches[0] is not None and caches[1:] == [None, None]
+    flags = ["--num-iters-cold", "2", "--num-iters-warmup", "1", "--num-iters-warm", "3", "--output-json", str(file)]
+    report = bench(capsys, "startup", *flags, "--no-probe", "--json")
+    assert len(set(caches[:2])) == 2 and None not in caches[:2] and caches[2:] == [None] * 4
     result = json.loads(file.read_text())
-    assert result["cold_startup_times"] == report["metrics"]["load_(cold)"]["values"]
-    assert result["warm_startup_times"] == report["metrics"]["load"]["values"]
-    assert result["avg_warm_startup_time"] == result["warm_startup_percentiles"]["99"] > 0
+    assert result["cold_startup_times"] == report["metrics"]["load_(cold)"]["values"] == [5.0, 5.0]
+    assert result["warm_startup_times"] == report["metrics"]["load"]["values"] == [2.0] * 3
+    assert (result["avg_cold_startup_time"], result["warm_startup_percentiles"]["99"]) == (5.0, 2.0)
 
 
 @pytest.mark.parametrize(

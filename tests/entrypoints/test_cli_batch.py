@@ -122,7 +122,7 @@ def test_results_equal_the_servers(tmp_path: Path) -> None:
 
 
 def test_metrics_while_a_batch_runs(tmp_path: Path) -> None:
-    source = write(tmp_path, *(request(str(i), prompt="Once", max_tokens=200, ignore_eos=True) for i in range(8)))
+    source = write(tmp_path, *(request(str(i), prompt="Once", max_tokens=120, ignore_eos=True) for i in range(4)))
     engine = ["--max-model-len", "256", "--num-gpu-blocks-override", "128", "--max-num-seqs", "4"]
     files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
     command = [sys.executable, "-m", "quire", "run-batch", *files, *engine, "--enable-metrics", "--port", "0"]
@@ -137,7 +137,7 @@ def test_metrics_while_a_batch_runs(tmp_path: Path) -> None:
                 text = httpx.get(url, timeout=60).text
         assert httpx.get(url.replace("/metrics", "/v1/models"), timeout=60).status_code == 404
         child.stderr.read()
-    assert child.returncode == 0 and len(read(tmp_path / "out.jsonl")) == 8
+    assert child.returncode == 0 and len(read(tmp_path / "out.jsonl")) == 4
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 
