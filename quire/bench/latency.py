@@ -19,6 +19,7 @@ from quire.bench.common import (
     write_json,
 )
 from quire.bench.report import Metric
+from quire.bench.vllm_flags import add_offline_flags
 from quire.bench.workloads import CPU_SHAPES, Shape, Workload, random_workload
 from quire.config.flags import FlagParser, engine_kwargs, integer
 
@@ -39,6 +40,7 @@ def parser() -> FlagParser:
     warm = "whole batches to run first (default: a few short requests)"
     parser.add_argument("--num-iters-warmup", type=integer, metavar="N", help=warm)
     add_output_json(parser)
+    add_offline_flags(parser)
     return parser
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.bench.common import add_output_json, bench_parser, percentiles, positive, print_report, write_json
 from quire.bench.report import Metric
+from quire.bench.vllm_flags import add_offline_flags
 from quire.config import EngineConfig
 from quire.config.environment import XDG_CACHE_HOME, process_environment
 from quire.config.flags import FlagParser, engine_kwargs, integer
@@ -30,6 +31,7 @@ def parser() -> FlagParser:
     warm_up = "starts before the warm ones that are not measured (default: 0)"
     parser.add_argument("--num-iters-warmup", type=integer, default=0, metavar="N", help=warm_up)
     add_output_json(parser)
+    add_offline_flags(parser)
     return parser
 
 

@@ -18,7 +18,7 @@ from quire.bench.datasets import RANDOM, Item, add_dataset_flags, check_dataset,
 from quire.bench.offline import Offline, OfflineAsyncLLM, OfflineLLM
 from quire.bench.report import Metric
 from quire.bench.texts import LocalTexts
-from quire.bench.vllm_flags import BACKENDS_NOT_YET, add_vllm_flags, choice
+from quire.bench.vllm_flags import BACKENDS_NOT_YET, add_offline_flags, add_vllm_flags, choice
 from quire.bench.workloads import CPU_SHAPES, Shape, Workload, random_workload
 from quire.config.flags import FlagParser, engine_kwargs, integer
 
@@ -58,6 +58,7 @@ def parser() -> FlagParser:
     warm_up = "prompts to run first (default: a few short ones)"
     parser.add_argument("--num-warmups", type=integer, metavar="N", help=warm_up)
     add_output_json(parser)
+    add_offline_flags(parser)
     add_vllm_flags(parser, OTHER_FLAGS)
     return parser
 

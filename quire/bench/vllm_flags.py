@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.flags import number
+
 IMAGES = "images, video and audio in benchmarks"
 HUB = "datasets of the Hugging Face hub; give a local file with --dataset-name sharegpt, sonnet or custom"
 TRACES = "timed traces"
@@ -71,6 +73,12 @@ ACCEPTED = {
     "--disable-tqdm": "no progress bar is drawn",
     "--prequeue-requests": "all requests are queued before the first step",
 }
+# Engine arguments of vLLM that are a server's options here; a benchmark without a server has no use for them.
+OF_SERVERS = (
+    *("--served-model-name", "--reasoning-parser", "--reasoning-parser-plugin", "--otlp-traces-endpoint"),
+    *("--renderer-num-workers", "--shutdown-timeout"),
+)
+LOG_SWITCHES = ("--enable-log-requests", "--no-enable-log-requests")
 
 DATASETS_NOT_YET = {
     "hf": HUB,
@@ -106,7 +114,7 @@ class Refuse(argparse.Action):
     ) -> None:
         name = option or self.option_strings[0]
         row = NOT_YET[name]
-        if row.neutral is None or not _equal(values, row.neutral):
+        if row.neutral is None or not _equal(values or "", row.neutral):
             hint = "" if row.neutral is None else f" (only {row.neutral} is)"
             parser.error(f"{name} is not available yet{hint}: {row.feature}")
 
@@ -121,13 +129,25 @@ class Accept(argparse.Action):
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add those of `names` that have no other meaning for this command; hidden from its help."""
+    """Add those of `names` that the parser does not have; hidden from its help."""
     common: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for name in names:
-        if name in ACCEPTED:
+        if name in parser._option_string_actions:
+            continue
+        if name in ACCEPTED or name in LOG_SWITCHES:
             parser.add_argument(name, action=Accept, nargs=0, **common)
+        elif name in OF_SERVERS:
+            parser.add_argument(name, action=Accept, nargs=1, **common)
         else:
-            parser.add_argument(name, action=Refuse, nargs="*", **common)
+            parser.add_argument(name, action=Refuse, nargs="*" if NOT_YET[name].neutral is None else "?", **common)
+
+
+def add_offline_flags(parser: argparse.ArgumentParser) -> None:
+    """vLLM's engine arguments that have another name here, or none without a server."""
+    add_vllm_flags(parser, (*OF_SERVERS, *LOG_SWITCHES))
+    if "--device-memory-utilization" not in parser._option_string_actions:
+        common: dict[str, Any] = {"type": number, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        parser.add_argument("--device-memory-utilization", dest="gpu_memory_utilization", **common)
 
 
 def choice(allowed: Iterable[str], not_yet: dict[str, str]) -> Any:
@@ -145,10 +165,8 @@ def choice(allowed: Iterable[str], not_yet: dict[str, str]) -> Any:
     return parse
 
 
-def _equal(values: list[str], neutral: str) -> bool:
-    if values == [neutral]:
-        return True
+def _equal(value: str, neutral: str) -> bool:
     try:
-        return [float(value) for value in values] == [float(neutral)]
+        return value == neutral or float(value) == float(neutral)
     except ValueError:
         return False

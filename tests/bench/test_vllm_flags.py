@@ -16,6 +16,7 @@ from quire.bench.serve_client import Target
 from quire.bench.serve_workloads import RampUp, arrivals
 from quire.bench.texts import LocalTexts
 from quire.bench.vllm_flags import ACCEPTED, NOT_YET
+from quire.config.flags import engine_kwargs
 from quire.config.server import ServerConfig
 from quire.entrypoints.cli.main import main
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
@@ -96,7 +97,9 @@ def test_no_flag_of_vllm_is_unknown(command: str, capsys: pytest.CaptureFixture[
 def test_neutral_values_and_what_is_already_so_are_accepted() -> None:
     words = [word for name, row in NOT_YET.items() if row.neutral for word in (name, row.neutral)]
     serve.parser().parse([*words, "--probe-request-rate", "0.0", "--disable-tqdm"])
-    throughput.parser().parse(["--prequeue-requests", "--lora-assignment", "random", "--random-batch-size", "1"])
+    words = ["--prequeue-requests", "--lora-assignment", "random", "some-model", "--random-batch-size", "1"]
+    args = throughput.parser().parse([*words, "--served-model-name", "a", "--device-memory-utilization", "0.5"])
+    assert engine_kwargs(args) == {"model": "some-model", "gpu_memory_utilization": 0.5}
     assert set(ACCEPTED) == {"--disable-tqdm", "--prequeue-requests"}
 
 
