@@ -1,9 +1,13 @@
 """Shared by the benchmarks: flags, a timed call, and printing the report."""
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from quire.bench.machine import describe_machine
 from quire.bench.report import Metric, Report
@@ -11,8 +15,10 @@ from quire.bench.workloads import CPU_TOKEN_ID_LIMIT, Shape, Workload, random_wo
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, integer
 
 if TYPE_CHECKING:
-    from quire import LLM
+    from quire import LLM, SamplingParams
 
+T = TypeVar("T")
+PERCENTILES = (10, 25, 50, 75, 90, 99)
 WARM_UP = Shape(requests=4, own=64, output=16)
 
 
@@ -59,26 +65,79 @@ def positive(text: str) -> int:
     return value
 
 
-def timed_generate(llm: "LLM", workload: Workload, temperature: float = 0.0) -> float:
-    """Seconds of one blocking call that generates exactly the given lengths, without detokenization."""
+def add_output_json(parser: FlagParser) -> None:
+    parser.add_argument("--output-json", metavar="FILE", help="write the results with vLLM's keys to this file")
+
+
+def add_generation_flags(parser: FlagParser) -> None:
+    group = parser.add_argument_group("Generation")
+    group.add_argument("--n", type=positive, default=1, metavar="N", help="completions per prompt (default: 1)")
+    group.add_argument(
+        "--disable-detokenize",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="leave detokenization out of the measured time (default: left out)",
+    )
+    group.add_argument("--profile", action="store_true", help="let the engine's profiler record the measured run")
+
+
+def exact_params(lengths: Sequence[int], temperature: float, n: int, detokenize: bool) -> "list[SamplingParams]":
+    """Parameters that generate exactly these lengths; several completions are sampled, greedy ones would be equal."""
     from quire import SamplingParams
 
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
-        for length in workload.output_lens
+    temperature = temperature if n == 1 else max(temperature, 1.0)
+    return [
+        SamplingParams(n=n, temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=detokenize)
+        for length in lengths
     ]
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of a call, and its result."""
     start = time.perf_counter()
-    outputs = llm.generate(workload.prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    lengths = [len(output.outputs[0].token_ids) for output in outputs]
-    if lengths != workload.output_lens:
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def timed_generate(
+    llm: "LLM", workload: Workload, temperature: float = 0.0, n: int = 1, detokenize: bool = False
+) -> float:
+    """Seconds of one blocking call that generates exactly the given lengths."""
+    params = exact_params(workload.output_lens, temperature, n, detokenize)
+    seconds, outputs = timed(lambda: llm.generate(workload.prompts, params, use_tqdm=False))
+    check_lengths(outputs, workload.output_lens, n)
+    return seconds
+
+
+def check_lengths(outputs: Sequence[Any], wanted: Sequence[int], n: int) -> None:
+    lengths = [len(one.token_ids) for output in outputs for one in output.outputs]
+    if lengths != [length for length in wanted for _ in range(n)]:
         causes = {cause for output in outputs if (cause := getattr(output, "error", None))}
         why = f"engine error: {causes.pop()}" if causes else "is --max-model-len below --input-len + --output-len?"
         raise ValueError(
-            f"{sum(lengths)} tokens were generated instead of {workload.num_output_tokens}, so the rate would be "
-            f"wrong; {why}"
+            f"{sum(lengths)} tokens were generated instead of {n * sum(wanted)}, so the rate would be wrong; {why}"
         )
-    return seconds
+
+
+def profiled(llm: Any, work: Callable[[], T]) -> T:
+    """The result of `work`, recorded by the engine's profiler (--profiler-config says where)."""
+    start = getattr(llm, "start_profile", None)
+    if start is None:
+        raise ValueError("--profile is not available yet: profiling of an engine in this process")
+    start()
+    try:
+        return work()
+    finally:
+        llm.stop_profile()
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {str(p): float(np.percentile(values, p)) for p in PERCENTILES}
+
+
+def write_json(file: str | None, results: dict[str, Any]) -> None:
+    if file is not None:
+        Path(file).write_text(json.dumps(results, indent=4) + "\n", "utf-8")
 
 
 def warm_up(llm: "LLM", token_id_limit: int) -> None:

@@ -1,7 +1,7 @@
 """`quire bench serve`: a server under load. Flags follow `vllm bench serve`.
 
-With --base-url (or --host, --port) any OpenAI-compatible server is measured; without, `quire serve` is started as a
-child with the engine flags given here, and its start-up time is part of the result.
+With --base-url (or --host, --port, --backend) any OpenAI-compatible server is measured; without, `quire serve` is
+started as a child with the engine flags given here, and its start-up time is part of the result.
 """
 
 import argparse
@@ -9,118 +9,95 @@ import asyncio
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quire.bench.common import positive
+from quire.bench.datasets import RANDOM, Item, check_dataset, items, set_lengths, workload_facts
 from quire.bench.machine import describe_machine
 from quire.bench.processes import Process, cpu_seconds, server_processes
 from quire.bench.report import Metric, Report
 from quire.bench.serve_child import ServerChild, serving
-from quire.bench.serve_client import Target, fetch
+from quire.bench.serve_client import Client, Run, Target, fetch
 from quire.bench.serve_drive import Plan, drive
+from quire.bench.serve_flags import BACKENDS, parser
+from quire.bench.serve_result import result_file, save_results, vllm_result
 from quire.bench.serve_rows import ROWS
-from quire.bench.serve_stats import (
-    NAMES,
-    Stats,
-    goodput_limits,
-    latency_names,
-    metrics,
-    percentile_list,
-    summarize,
-)
-from quire.bench.serve_workloads import Item, add_workload_flags, arrivals, items, requests
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs, integer, number
+from quire.bench.serve_stats import Stats, metrics, summarize
+from quire.bench.serve_workloads import RampUp, arrivals, ramp_up, requests
+from quire.bench.texts import Texts, texts_for
+from quire.config.flags import engine_kwargs
 from quire.entrypoints.cli.api_client import key_from
+
+__all__ = ["parser", "run"]
 
 WARM_UP_REQUESTS = 4
 WARM_UP_TOKENS = 16
+READY_POLL_SECONDS = 0.5
+T = TypeVar("T")
 
 
-def parser() -> FlagParser:
-    parser = FlagParser(
-        prog="quire bench serve",
-        description="Measure a server under load. Without --base-url a server is started with the engine flags.",
-    )
-    add_model_argument(parser)
-    group = parser.add_argument_group("Server")
-    group.add_argument("--base-url", metavar="URL", help="a running server, as http://HOST:PORT; the same as:")
-    group.add_argument("--host", metavar="TEXT", help="address of a running server")
-    group.add_argument("--port", type=integer, metavar="N", help="its port (default: 8000)")
-    group.add_argument("--endpoint", default="/v1/completions", metavar="PATH", help="or /v1/chat/completions")
-    group.add_argument("--server-args", default="", metavar="TEXT", help="more flags for the server that is started")
-    group.add_argument("--row", choices=tuple(ROWS), help="preset: a fixed workload; sets all its flags")
-    add_workload_flags(parser)
-    group = parser.add_argument_group("Requests")
-    group.add_argument("--ignore-eos", action="store_true", help="generate to exactly the wanted length")
-    group.add_argument("--temperature", type=number, default=0.0, metavar="X", help="(default: 0, greedy)")
-    group = parser.add_argument_group("Measurement")
-    group.add_argument(
-        "--repetitions", type=positive, default=1, metavar="N", help="runs to take medians of (default: 1)"
-    )
-    group.add_argument(
-        "--client-processes", type=positive, default=1, metavar="N", help="that share the requests (default: 1)"
-    )
-    group.add_argument(
-        "--percentile-metrics",
-        type=latency_names,
-        default=list(NAMES),
-        metavar="LIST",
-        help=f"latencies to report (default: {','.join(NAMES)})",
-    )
-    group.add_argument(
-        "--metric-percentiles", type=percentile_list, default=[50, 90, 99], metavar="LIST", help="(default: 50,90,99)"
-    )
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        type=goodput_limits,
-        metavar="NAME:MS",
-        help="count requests within these limits, as ttft:200,tpot:50 (also e2el)",
-    )
-    group.add_argument("--timeout", type=number, default=3600.0, metavar="S", help="for one request (default: 3600)")
-    group.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="run some requests first")
-    group.add_argument("--probe", action=argparse.BooleanOptionalAction, default=False, help="measure the machine too")
-    group = parser.add_argument_group("Output")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    group.add_argument("--save-result", action="store_true", help="write the JSON to a file named by date")
-    group.add_argument("--result-file", metavar="FILE", help="write the JSON to this file")
-    group.add_argument("--plot", metavar="FILE.png", help="draw percentiles and a timeline (needs matplotlib)")
-    add_engine_flags(parser, leave_out=("seed",))
-    return parser
+@dataclass
+class Load:
+    """Everything that a repetition is made of."""
+
+    args: argparse.Namespace
+    target: Target
+    model: str  # its name in requests
+    chat: bool
+    texts: Texts
+    ramp: RampUp | None
+
+    def items(self, repetition: int) -> list[Item]:
+        found = items(self.args, repetition, self.texts, self.chat)
+        if not self.chat:
+            return found
+        # Chat messages are text. Token counts may then differ slightly from the wanted ones.
+        decode = self.texts.decode
+        return [one if isinstance(one.prompt, str) else Item(decode(one.prompt), one.output_len) for one in found]
+
+    def plan(self, repetition: int) -> Plan:
+        args = self.args
+        found = self.items(repetition)
+        times = arrivals(len(found), args.request_rate, args.burstiness, args.seed + repetition, self.ramp)
+        prefix = args.request_id_prefix + (f"{repetition}-" if repetition else "")
+        made = requests(found, times, self.model, self.chat, args, prefix)
+        return Plan(self.target, args.endpoint, args.max_concurrency, made, args.save_detailed)
+
+    def warm_up_plan(self) -> Plan | None:
+        if self.args.num_warmups is not None:
+            # Prompts of the measured run, so that what they share is cached as in vLLM.
+            found = self.items(0)[:1] * self.args.num_warmups
+        elif self.args.warm_up:
+            first = self.items(-1)[:WARM_UP_REQUESTS]
+            found = [Item(one.prompt, min(one.output_len, WARM_UP_TOKENS)) for one in first]
+        else:
+            return None
+        prefix = f"{self.args.request_id_prefix}warm-up-"
+        made = requests(found, [0.0] * len(found), self.model, self.chat, self.args, prefix)
+        limit = self.args.max_concurrency if self.args.num_warmups is not None else None
+        return Plan(self.target, self.args.endpoint, limit, made)
 
 
 def run(args: argparse.Namespace) -> int:
-    row = ROWS[args.row] if args.row else None
-    if row is not None:
-        vars(args).update(row.flags())
+    ramp = _settle(args)
     goodput = {name: limit for limits in args.goodput or () for name, limit in limits.items()}
-    if args.plot:
-        from quire.bench.serve_plot import check_plotting
-
-        check_plotting(args.plot)
-    chat = args.endpoint.rstrip("/").endswith("chat/completions")
     stats: list[Stats] = []
-    runs = []
+    runs: list[Run] = []
     api_cost: list[float] = []
+    date = time.strftime("%Y%m%d-%H%M%S")
     with _server(args) as (target, child):
-        model = asyncio.run(_model(target, None if child else getattr(args, "model", None)))
+        load = _load(args, target, child, ramp)
         processes = _child_processes(child)
-        for repetition in range(-1 if args.warm_up else 0, args.repetitions):
-            found = items(args, repetition)
-            if repetition < 0:
-                found = [Item(one.prompt, min(one.output_len, WARM_UP_TOKENS)) for one in found[:WARM_UP_REQUESTS]]
-            if chat:
-                found = asyncio.run(_as_texts(target, model, found))
-            rate = args.request_rate if repetition >= 0 else float("inf")
-            times = arrivals(len(found), rate, args.burstiness, args.seed + repetition)
-            limit = args.max_concurrency if repetition >= 0 else None
-            plan = Plan(target, args.endpoint, limit, requests(found, times, model, chat, args))
-            if repetition < 0:
-                drive(plan, 1)
-                continue
+        warm_up = load.warm_up_plan()
+        if warm_up is not None and warm_up.requests:
+            drive(warm_up, 1)
+        if args.profile:
+            _profiler(target, "/start_profile")
+        for repetition in range(args.repetitions):
+            plan = load.plan(repetition)
             cost = cpu_seconds(processes, "api")
             one_run = drive(plan, args.client_processes)
             cost = cpu_seconds(processes, "api") - cost
@@ -131,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
             runs.append(one_run)
             if processes:
                 api_cost.append(1e6 * cost / one.output_tokens)
+        if args.profile:
+            _profiler(target, "/stop_profile")
 
     measured = metrics(stats, args.percentile_metrics, args.metric_percentiles)
     if child is not None:
@@ -139,13 +118,17 @@ def run(args: argparse.Namespace) -> int:
         measured.append(Metric("start-up to /health", "s", [child.start_up_seconds], lower_is_better=True))
     report = Report(
         "serve",
-        _workload(args, chat),
+        _workload(args, load.chat),
         engine_kwargs(args, leave_out=("seed",)),
         describe_machine(args.probe),
         measured,
         details={"runs": [one.details() for one in stats], "target": target.url if child is None else "started here"},
     )
     _write(args, report, stats)
+    if args.save_result or args.append_result:
+        name = getattr(args, "model", None) or load.model
+        results = [vllm_result(args, name, date, *pair) for pair in zip(runs, stats, strict=True)]
+        save_results(result_file(args, name, date), results, args.append_result)
     if args.plot:
         from quire.bench.serve_plot import plot
 
@@ -153,15 +136,38 @@ def run(args: argparse.Namespace) -> int:
     return 0 if not any(one.errors for one in stats) else 1
 
 
+def _settle(args: argparse.Namespace) -> RampUp | None:
+    """Flags that follow from others; mistakes are found before anything starts."""
+    if args.row is not None:
+        vars(args).update(ROWS[args.row].flags())
+    set_lengths(args)
+    check_dataset(args)
+    if args.plot:
+        from quire.bench.serve_plot import check_plotting
+
+        check_plotting(args.plot)
+    if args.dataset_name == "random":
+        args.ignore_eos = True  # random prompts often end at once
+    args.starts_server = args.backend is None and args.base_url is None and args.host is None and args.port is None
+    if args.endpoint is None:
+        args.endpoint = BACKENDS[args.backend or "openai"]
+    is_chat = args.endpoint.rstrip("/").endswith("chat/completions")
+    if args.backend is None:
+        args.backend = "openai-chat" if is_chat else "openai"
+    elif is_chat != (args.backend == "openai-chat"):
+        raise ValueError(
+            f"--backend {args.backend} sends to {BACKENDS[args.backend]}, not to --endpoint {args.endpoint}"
+        )
+    return ramp_up(args)
+
+
 @contextmanager
 def _server(args: argparse.Namespace) -> Iterator[tuple[Target, ServerChild | None]]:
-    key = key_from()
-    url = args.base_url
-    if url is None and (args.host is not None or args.port is not None):
+    shared: dict[str, Any] = {"api_key": key_from(), "timeout": args.timeout, "headers": tuple(args.header)}
+    if not args.starts_server:
         host = args.host or "127.0.0.1"
-        url = f"http://{f'[{host}]' if ':' in host else host}:{args.port or 8000}"
-    if url is not None:
-        target = Target(url.rstrip("/"), key, args.timeout)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{args.port or 8000}"
+        target = Target((args.base_url or address).rstrip("/"), verify=not args.insecure, **shared)
         target.address()
         yield target, None
         return
@@ -169,8 +175,46 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[Target, ServerChild | No
 
     options = engine_kwargs(args, leave_out=("seed",))
     EngineConfig.from_kwargs(**options)  # invalid options fail here, not in the child
-    with serving(options, shlex.split(args.server_args)) as child:
-        yield Target(child.url, key, args.timeout), child
+    named = ["--served-model-name", args.served_model_name] if args.served_model_name else []
+    with serving(options, [*named, *shlex.split(args.server_args)]) as child:
+        yield Target(child.url, **shared), child
+
+
+def _load(args: argparse.Namespace, target: Target, child: ServerChild | None, ramp: RampUp | None) -> Load:
+    given = args.served_model_name or (None if child else getattr(args, "model", None))
+    wait = args.ready_check_timeout_sec
+    model = _retried(wait, lambda: asyncio.run(_model(target, given)))
+    # Random ids need a tokenizer only if one is named: for the size of its vocabulary.
+    folder = None if args.dataset_name in RANDOM else getattr(args, "model", None)
+    texts = texts_for(target, model, getattr(args, "tokenizer", None), folder, args.chat_template_kwargs)
+    load = Load(args, target, model, args.backend == "openai-chat", texts, ramp)
+    if wait > 0:
+        _retried(wait, lambda: _try_once(load))
+    return load
+
+
+def _retried(seconds: float, attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, which may fail for so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return attempt()
+        except ValueError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(READY_POLL_SECONDS)
+
+
+def _try_once(load: Load) -> None:
+    (request,) = requests(load.items(0)[:1], [0.0], load.model, load.chat, load.args, "ready-")
+    message = load.target.message("POST", load.args.endpoint, request.body)
+
+    async def send() -> str | None:
+        return (await Client(load.target, load.args.endpoint).stream(0, message)).error
+
+    error = asyncio.run(send())
+    if error is not None:
+        raise ValueError(f"the server does not answer the first request: {error} (--ready-check-timeout-sec)")
 
 
 async def _model(target: Target, given: str | None) -> str:
@@ -185,21 +229,10 @@ async def _model(target: Target, given: str | None) -> str:
     return json.loads(body)["data"][0]["id"]
 
 
-async def _as_texts(target: Target, model: str, found: list[Item]) -> list[Item]:
-    """Chat messages are text: the server detokenizes the random ids. Token counts may then differ slightly."""
-    made = []
-    for item in found:
-        if isinstance(item.prompt, str):
-            made.append(item)
-            continue
-        status, body = await fetch(target, "POST", "/detokenize", {"model": model, "tokens": item.prompt})
-        if status != 200:
-            raise ValueError(
-                f"/detokenize returns status {status}, but random prompts need it to become text; give texts "
-                "(--dataset-name custom)"
-            )
-        made.append(Item(json.loads(body)["prompt"], item.output_len))
-    return made
+def _profiler(target: Target, path: str) -> None:
+    status, _ = asyncio.run(fetch(target, "POST", path))
+    if status != 200:
+        raise ValueError(f"{path} returns status {status}; start the server with --profiler-config (--profile)")
 
 
 def _child_processes(child: ServerChild | None) -> list[Process]:
@@ -210,24 +243,12 @@ def _child_processes(child: ServerChild | None) -> list[Process]:
 
 
 def _workload(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
-    facts: dict[str, Any] = {"dataset": args.dataset_name, "requests": args.num_prompts}
-    if args.row:
-        facts = {"row": args.row} | facts
-    if args.dataset_name == "random":
-        facts |= {"input_len": args.random_input_len, "output_len": args.random_output_len}
-        facts |= {"range_ratio": args.random_range_ratio, "prefix_len": args.random_prefix_len}
-    elif args.dataset_name == "prefix_repetition":
-        facts |= {
-            "prefixes": args.prefix_repetition_num_prefixes,
-            "prefix_len": args.prefix_repetition_prefix_len,
-            "suffix_len": args.prefix_repetition_suffix_len,
-            "output_len": args.prefix_repetition_output_len,
-        }
-    else:
-        facts["file"] = Path(args.dataset_path).name
+    facts = {"row": args.row} if args.row else {}
+    facts |= workload_facts(args)
+    facts |= {"api": "chat" if chat else "completions", "rate": str(args.request_rate)}
+    if args.ramp_up_strategy is not None:
+        facts["rate"] = f"{args.ramp_up_start_rps:g} to {args.ramp_up_end_rps:g}, {args.ramp_up_strategy}"
     return facts | {
-        "api": "chat" if chat else "completions",
-        "rate": str(args.request_rate),
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
         "ignore_eos": args.ignore_eos,
@@ -245,11 +266,8 @@ def _write(args: argparse.Namespace, report: Report, stats: list[Stats]) -> None
             print(f"  run: {_listed({k: v for k, v in details.items() if k != 'errors'})}")
             if one.errors:
                 print(f"  errors: {_listed(one.errors)}")
-    file = args.result_file
-    if file is None and args.save_result:
-        file = f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    if file is not None:
-        Path(file).write_text(report.as_json() + "\n", "utf-8")
+    if args.result_file is not None:
+        Path(args.result_file).write_text(report.as_json() + "\n", "utf-8")
 
 
 def _listed(values: dict[str, Any]) -> str:

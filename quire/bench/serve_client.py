@@ -57,6 +57,7 @@ class Request:
     index: int
     body: dict[str, Any]
     due: float = 0.0  # seconds after the start
+    request_id: str | None = None  # sent as X-Request-Id
 
 
 @dataclass
@@ -90,23 +91,35 @@ class Target:
     url: str
     api_key: str | None = None
     timeout: float = 600.0  # seconds for a whole request
+    headers: tuple[tuple[str, str], ...] = ()  # more of them; they replace our own
+    verify: bool = True  # the server's certificate
 
     def address(self) -> tuple[str, int, ssl.SSLContext | None]:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url!r} is not an address; write http://HOST:PORT (--base-url)")
-        secure = parts.scheme == "https"
-        return parts.hostname, parts.port or (443 if secure else 80), ssl.create_default_context() if secure else None
+        if parts.scheme == "http":
+            return parts.hostname, parts.port or 80, None
+        context = ssl.create_default_context()
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return parts.hostname, parts.port or 443, context
 
-    def message(self, method: str, path: str, body: Any = None) -> bytes:
+    def message(self, method: str, path: str, body: Any = None, request_id: str | None = None) -> bytes:
         """A whole HTTP request."""
         parts = urlsplit(self.url)
         data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
-        lines = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+        headers = {"Host": parts.netloc, "Connection": "close"}
         if self.api_key:
-            lines.append(f"Authorization: Bearer {self.api_key}")
+            headers["Authorization"] = f"Bearer {self.api_key}"
         if data:
-            lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+            headers |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        for name, value in self.headers:
+            headers = {known: own for known, own in headers.items() if known.lower() != name.lower()} | {name: value}
+        if request_id is not None:
+            headers["X-Request-Id"] = request_id
+        lines = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", *(f"{n}: {v}" for n, v in headers.items())]
         return "\r\n".join([*lines, "", ""]).encode() + data
 
 
@@ -223,7 +236,7 @@ class Client:
 
     async def run(self, requests: list[Request], when: Callable[[], float]) -> Run:
         """`when` returns the start time; called once everything is prepared."""
-        messages = [self.target.message("POST", self.path, request.body) for request in requests]
+        messages = [self.target.message("POST", self.path, one.body, one.request_id) for one in requests]
         gc.collect()
         gc.freeze()  # no collection of long-lived objects during the run
         start = when()

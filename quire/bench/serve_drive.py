@@ -18,6 +18,7 @@ class Plan:
     path: str
     max_concurrency: int | None
     requests: list[Request]
+    keep_text: bool = False
 
 
 def drive(plan: Plan, processes: int) -> Run:
@@ -39,6 +40,7 @@ def split(plan: Plan, processes: int) -> list[Plan]:
             plan.path,
             None if plan.max_concurrency is None else len(range(i, plan.max_concurrency, processes)),
             plan.requests[i::processes],
+            plan.keep_text,
         )
         for i in range(processes)
     ]
@@ -84,7 +86,7 @@ def _run(plan: Plan, when: Callable[[], float]) -> Run:
     import uvloop
 
     async def run() -> Run:
-        return await Client(plan.target, plan.path, plan.max_concurrency).run(plan.requests, when)
+        return await Client(plan.target, plan.path, plan.max_concurrency, plan.keep_text).run(plan.requests, when)
 
     return uvloop.run(run())
 

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from quire.bench import serve
+from quire.bench.datasets import items
 from quire.bench.processes import server_processes
 from quire.bench.serve_child import as_flags
 from quire.bench.serve_client import EventReader, Record, Request, Run, Target
 from quire.bench.serve_drive import Plan, split
 from quire.bench.serve_rows import ROWS
 from quire.bench.serve_stats import goodput_limits, metrics, peak_concurrency, summarize
-from quire.bench.serve_workloads import arrivals, items
+from quire.bench.serve_workloads import arrivals
+from quire.bench.texts import LocalTexts
 from quire.entrypoints.cli.main import main
 from tests.entrypoints.stub_server import StubServer, stub_engine, stub_server
 
@@ -68,14 +70,14 @@ def test_shared_prefixes_and_files(server: StubServer, capsys: pytest.CaptureFix
 
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Hello there", "output_tokens": 7}\n\n{"prompt": [5, 6, 7]}\n')
-    run = bench(server, capsys, "--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len", "3")
-    assert run["details"]["runs"][0]["output_tokens"] == 10
+    flags = ["--dataset-name", "custom", "--dataset-path", str(file), "--no-oversample"]
+    assert bench(server, capsys, *flags)["details"]["runs"][0]["output_tokens"] == 7 + 256
 
 
 def test_errors_are_counted_by_kind(server: StubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine", "output_tokens": 2}\n{"prompt": [99999999], "output_tokens": 2}\n')
-    flags = ("--dataset-name", "custom", "--dataset-path", str(file))
+    flags = ("--dataset-name", "custom", "--dataset-path", str(file), "--no-oversample")
     (run,) = bench(server, capsys, *flags, code=1)["details"]["runs"]
     assert run["completed"] == 1 and run["errors"] == {"HTTP 400 invalid_request_error": 1}
 
@@ -110,12 +112,14 @@ def test_mistakes_are_explained(flags: list[str], message: str, capsys: pytest.C
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_a_file_without_prompts_is_explained(tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_explained(server: StubServer, tmp_path: Path) -> None:
+    assert server.engine.tokenizer is not None
+    texts = LocalTexts(server.engine.tokenizer)
     args = serve.parser().parse(["--dataset-name", "custom", "--dataset-path", str(tmp_path / "f"), "--port", "1"])
     for text, message in (("{", "line 1 is not JSON"), ('{"prompt": 5}', "line 1 has no prompt"), ("", "no prompts")):
         (tmp_path / "f").write_text(text)
         with pytest.raises(ValueError, match=message):
-            items(args, 0)
+            items(args, 0, texts)
 
 
 def record(index: int, sent: float, events: list[float], tokens: int, error: str | None = None) -> Record:

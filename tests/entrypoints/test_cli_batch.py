@@ -1,8 +1,10 @@
 """`quire run-batch`: with its own engine, against a server, and with invalid lines."""
 
+import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +121,27 @@ def test_results_equal_the_servers(tmp_path: Path) -> None:
     assert served["unknown model"].status_code == 404 and served["bad value"].status_code == 400
 
 
+def test_metrics_while_a_batch_runs(tmp_path: Path) -> None:
+    source = write(tmp_path, *(request(str(i), prompt="Once", max_tokens=120, ignore_eos=True) for i in range(4)))
+    engine = ["--max-model-len", "256", "--num-gpu-blocks-override", "128", "--max-num-seqs", "4"]
+    files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    command = [sys.executable, "-m", "quire", "run-batch", *files, *engine, "--enable-metrics", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        lines = iter(child.stderr.readline, "")
+        url = next(line for line in lines if "metrics at http://127.0.0.1:" in line).split()[-1]
+        text = ""
+        while re.search(r"num_requests_running\{[^}]*\} [1-9]", text) is None:
+            assert child.poll() is None
+            with contextlib.suppress(httpx.ConnectError):  # it listens in a moment
+                text = httpx.get(url, timeout=60).text
+        assert httpx.get(url.replace("/metrics", "/v1/models"), timeout=60).status_code == 404
+        child.stderr.read()
+    assert child.returncode == 0 and len(read(tmp_path / "out.jsonl")) == 4
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
 def test_many_requests_come_back_in_order(server: StubServer, tmp_path: Path) -> None:
     """Long responses first, few at a time: completion order differs from output order."""
     lengths = [40, 30, 1, 20, 2] * 20
@@ -168,6 +191,7 @@ def test_mistakes_are_found_before_anything_runs(
         (["-i", str(good), "-o", "/no/such/folder/out", *url], "/no/such/folder/out"),
         (["-i", str(good), "-o", out, *url, "--block-size", "16"], "--block-size with --url"),
         (["-i", str(good), "-o", out, *url, "--max-n", "3"], "--max-n with --url"),
+        (["-i", str(good), "-o", out, *url, "--enable-metrics"], "--enable-metrics with --url"),
         (["-i", str(good), "-o", out, *url, "--max-concurrency", "0"], "max_concurrency is 0"),
         (["-i", str(good), "-o", out, "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1/v1"),
         (["-i", str(good), "-o", out, "--api-key", "k"], "--api-key is for a server"),

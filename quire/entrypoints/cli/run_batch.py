@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ SERVER_OPTIONS = (
     "max_n",
     "max_stop",
 )
+METRICS_OPTIONS = ("host", "port")  # where --enable-metrics listens
 HTTP_CONCURRENCY = 64  # requests in flight with --url
 
 
@@ -55,8 +57,11 @@ def parser() -> FlagParser:
         metavar="N",
         help=f"requests at once (default: twice what the engine runs at once; with --url {HTTP_CONCURRENCY})",
     )
+    group.add_argument(
+        "--enable-metrics", action="store_true", help="serve /metrics at --host and --port while the batch runs"
+    )
     add_client_flags(parser, default_url=None)
-    add_server_flags(parser, only=SERVER_OPTIONS)
+    add_server_flags(parser, only=(*SERVER_OPTIONS, *METRICS_OPTIONS))
     add_engine_flags(parser)
     return parser
 
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.entrypoints.cli.batch_input import check_file
     from quire.entrypoints.cli.batch_output import BatchOutput
 
-    config = server_config(args, SERVER_OPTIONS)
+    config = server_config(args, (*SERVER_OPTIONS, *METRICS_OPTIONS))
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ValueError(f"max_concurrency is {args.max_concurrency}; it must be 1 or more (--max-concurrency)")
     if not args.input_file.is_file():
@@ -92,6 +97,8 @@ def _with_server(args: argparse.Namespace, config: "ServerConfig", output: "Batc
     from quire.entrypoints.cli.batch_runner import OverHttp
 
     start.refuse_engine_flags(args)
+    if args.enable_metrics:
+        raise ValueError("--enable-metrics with --url: the server has metrics of its own, at /metrics")
     for name in SERVER_OPTIONS:
         if hasattr(args, name) and name != "max_request_bytes":
             raise ValueError(f"--{name.replace('_', '-')} with --url: such options belong to the server")
@@ -118,16 +125,23 @@ def _with_engine(args: argparse.Namespace, config: "ServerConfig", output: "Batc
     set_up_logging()
     config.access_log = False
     from quire.engine.async_llm import AsyncLLM
+    from quire.entrypoints.cli.batch_metrics import serving_metrics
     from quire.entrypoints.cli.batch_runner import InProcess
     from quire.entrypoints.http.app import build_app
+    from quire.entrypoints.http.server import bind
 
-    engine = AsyncLLM(engine_config)
-    try:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(bind(config)) if args.enable_metrics else None
+        engine = AsyncLLM(engine_config)
+        stack.callback(engine.shutdown)
         app = build_app(engine, config, engine.config)
         concurrency = args.max_concurrency or 2 * (engine.config.scheduler.max_num_seqs or HTTP_CONCURRENCY)
-        return asyncio.run(_run_batch(args.input_file, config, InProcess(app, engine), output, concurrency))
-    finally:
-        engine.shutdown()
+
+        async def run() -> "BatchRunner":
+            async with serving_metrics(app, sock):
+                return await _run_batch(args.input_file, config, InProcess(app, engine), output, concurrency)
+
+        return asyncio.run(run())
 
 
 async def _run_batch(

@@ -1,0 +1,90 @@
+"""An engine in this process for `quire bench throughput`: `LLM`, or the asynchronous one that servers use."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.bench.common import profiled, timed
+
+if TYPE_CHECKING:
+    from quire import SamplingParams
+    from quire.tokenizer.tokenizer import Tokenizer
+
+Prompts = Sequence[str | list[int]]
+
+
+class Offline(Protocol):
+    def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
+        """Seconds, and the outputs in the order of the prompts."""
+        ...
+
+    def tokenizer(self) -> "Tokenizer": ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class OfflineLLM:
+    def __init__(self, options: dict[str, Any], chat: bool) -> None:
+        from quire import LLM
+
+        self.llm = LLM(**options)
+        self.chat = chat
+
+    def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
+        def work() -> Any:
+            if self.chat:
+                chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+                return self.llm.chat(chats, params, use_tqdm=False)
+            return self.llm.generate(prompts, params, use_tqdm=False)
+
+        return profiled(self.llm, lambda: timed(work)) if profile else timed(work)
+
+    def tokenizer(self) -> "Tokenizer":
+        return self.llm.get_tokenizer()
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self.llm.shutdown()
+
+
+class OfflineAsyncLLM:
+    """Engine in a process of its own; a coroutine per request."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from quire.config import EngineConfig
+        from quire.engine.async_llm import AsyncLLM
+
+        self.runner = asyncio.Runner()
+        self.engine = AsyncLLM(EngineConfig.from_kwargs(**options))
+        self.count = 0
+
+    def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
+        if profile:
+            raise ValueError("--profile with --async-engine is not available yet; leave one of them out")
+        return timed(lambda: self.runner.run(self._all(prompts, params)))
+
+    async def _all(self, prompts: Prompts, params: "list[SamplingParams]") -> list[Any]:
+        async def one(prompt: str | list[int], how: "SamplingParams", name: str) -> Any:
+            async for output in self.engine.generate(prompt, how, name):
+                last = output
+            return last
+
+        self.count += 1
+        pairs = enumerate(zip(prompts, params, strict=True))
+        return await asyncio.gather(*(one(prompt, how, f"{self.count}-{i}") for i, (prompt, how) in pairs))
+
+    def tokenizer(self) -> "Tokenizer":
+        if self.engine.tokenizer is None:
+            raise ValueError("this dataset needs a tokenizer; leave --skip-tokenizer-init out")
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        self.runner.run(self.engine.reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+        self.runner.close()
