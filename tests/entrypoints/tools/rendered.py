@@ -336,6 +336,12 @@ WRITERS: dict[str, list[Writer]] = {
             f"<|action_start|><|plugin|>\n{one}<|action_end|>\n" for one in objects(calls, "parameters")
         )
     ],
+    "json": [
+        lambda calls: listed(calls, "parameters"),
+        lambda calls: "\n".join(objects(calls, "parameters")),
+        lambda calls: "\n".join(f"```json\n{one}\n```" for one in objects(calls)),
+        lambda calls: "\n".join(f"<tool_call>{one}</tool_call>" for one in objects(calls)),
+    ],
     "k2_horizon": [
         arg_keys("ifm|"),
         arg_keys("ifm|", line="", typed=True),

@@ -47,6 +47,7 @@ NO_CALLS = [
     ("gigachat3", "A<|message_sep|>\n\nuser<|role_sep|>\nB"),
     ("hy_v3", "<tool_calls:x>\n<tool_call>now</tool_call>"),
     ("internlm", "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
+    ("json", '{"name": "other", "parameters": {}} [1, {"a": []}] ```py\nx\n``` <tool_call>'),
     ("k2_horizon", "<ifm|tool_calls></ifm|tool_calls>"),
     ("lfm2", "[now()] <|tool_call_start|>now()<|tool_call_end|>"),
     ("longcat", "<longcat_tool_call>{}</longcat_tool_call>"),

@@ -79,8 +79,12 @@ class JsonCallParser(ToolParser):
         self.arguments("".join(pieces))
 
     def call_list(self, marked: bool = True) -> Reading[None]:
+        yield from self.reader.expect("[")
+        yield from self.call_items(marked)
+
+    def call_items(self, marked: bool) -> Reading[None]:
+        """The rest of a list after its bracket."""
         reader = self.reader
-        yield from reader.expect("[")
         while True:
             yield from reader.space()
             yield from self.call_object(marked)

@@ -1,6 +1,7 @@
 """More formats that write calls as JSON."""
 
 import re
+from typing import ClassVar
 
 from quire.entrypoints.parsers.tools.base import MAX_NAME
 from quire.entrypoints.parsers.tools.json_calls import MarkedJsonParser
@@ -69,9 +70,9 @@ class XlamParser(MarkedJsonParser):
     it is a call only if its function was offered."""
 
     FENCE = "```"
-    opens = ("<tool_call>", "[TOOL_CALLS]", FENCE)
+    opens: ClassVar[tuple[str, ...]] = ("<tool_call>", "[TOOL_CALLS]", FENCE)
     closes = "</tool_call>"
-    markers = ("<tool_call>", "[TOOL_CALLS]", closes)
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "[TOOL_CALLS]", closes)
 
     def steps(self) -> Reading[None]:
         reader = self.reader
@@ -102,3 +103,27 @@ class XlamParser(MarkedJsonParser):
             yield from self.call_list(marked)
         else:
             yield from self.call_object(marked)
+
+
+class OfferedJsonParser(XlamParser):
+    """{"name": "f", "parameters": {...}}, or a list of such objects, anywhere in the response: for models without a
+    format of their own. It is a call only if its function was offered."""
+
+    opens = ("<tool_call>", XlamParser.FENCE, "[", "{")
+    markers = ()
+
+    def steps(self) -> Reading[None]:
+        while marker := (yield from self.reader.until(*self.opens, emit=self.content)):
+            yield from self.attempt(self.after(marker), marker)
+
+    def after(self, marker: str) -> Reading[None]:
+        if marker == "[":
+            yield from self.call_items(marked=False)
+        elif marker == "{":
+            yield from self.call_members(marked=False)
+        elif marker == self.FENCE:
+            yield from self.fenced()
+        else:
+            yield from self.one_or_more(marked=False)
+            yield from self.reader.space()
+            yield from self.reader.has(self.closes)

@@ -1,9 +1,7 @@
 """Tool parsers by name, or by import path for custom ones."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.entrypoints.parsers.base import TextParser
@@ -31,6 +29,7 @@ BUILT_IN = {
     "inkling": "channels:InklingParser",
     "internlm": "json_variants:InternLmParser",
     "jamba": "json_calls:JambaParser",
+    "json": "json_variants:OfferedJsonParser",
     "k2_horizon": "arg_keys:K2HorizonParser",
     "kimi_k2": "sections:KimiParser",
     "kimi_k3": "channels:KimiK3Parser",
@@ -89,6 +88,21 @@ def register_tool_parser(name: str) -> Callable[[F], F]:
     return register
 
 
+class ToolParserManager:
+    """vLLM's way to write a registration: @ToolParserManager.register_module("name")."""
+
+    @staticmethod
+    def register_module(name: str | Sequence[str], force: bool = True) -> Callable[[F], F]:
+        def register(factory: F) -> F:
+            for one in [name] if isinstance(name, str) else name:
+                if not force and one in known_parsers():
+                    raise ValueError(f"the tool parser {one} is registered already")
+                register_tool_parser(one)(factory)
+            return factory
+
+        return register
+
+
 def known_parsers() -> list[str]:
     return sorted({*BUILT_IN, *_registered})
 
@@ -104,7 +118,9 @@ def tool_parser(name: str) -> ParserFactory:
         module, colon, attribute = name.partition(":")
         if not colon:
             known = ", ".join(known_parsers())
-            raise ValueError(f"--tool-call-parser {name} is not known; use one of {known}, or your own as module:name")
+            raise ValueError(
+                f"--tool-call-parser {name} is not known; use one of {known}, none, or your own as module:name"
+            )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -121,16 +137,3 @@ def check_factory(factory: Any, what: str) -> ParserFactory:
         raise ValueError(f"{what} does not create a text parser; it needs feed() and finish(), as a ToolParser has")
     made: ParserFactory = factory
     return made
-
-
-def load_plugin(path: str) -> None:
-    """A file or a module that calls `register_tool_parser`."""
-    try:
-        if not path.endswith(".py"):
-            importlib.import_module(path)
-            return
-        spec = importlib.util.spec_from_file_location(f"quire_tool_parser_{Path(path).stem}", path)
-        assert spec is not None and spec.loader is not None
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f"--tool-parser-plugin {path} cannot be imported: {error}") from error
