@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from quire.entrypoints.parsers.base import ParsedDelta, TextParser
@@ -19,7 +20,7 @@ class ChannelFormat:
     implied: bool = False  # a response begins inside the reasoning
     headed: bool = False
 
-    @property
+    @cached_property
     def factory(self) -> ParserFactory:
         return tool_parser(self.tools)
 
