@@ -340,7 +340,9 @@ WRITERS: dict[str, list[Writer]] = {
         lambda calls: listed(calls, "parameters"),
         lambda calls: "\n".join(objects(calls, "parameters")),
         lambda calls: "\n".join(f"```json\n{one}\n```" for one in objects(calls)),
+        lambda calls: f"```\n{listed(calls)}\n```",
         lambda calls: "\n".join(f"<tool_call>{one}</tool_call>" for one in objects(calls)),
+        lambda calls: f"[TOOL_CALLS]{listed(calls)}",
     ],
     "k2_horizon": [
         arg_keys("ifm|"),
@@ -358,12 +360,6 @@ WRITERS: dict[str, list[Writer]] = {
     "plamo3": [plamo3],
     "seed_oss": [seed_oss],
     "step3": [step3],
-    "xlam": [
-        listed,
-        lambda calls: f"```json\n{listed(calls)}\n```",
-        lambda calls: f"<tool_call>{listed(calls)}</tool_call>",
-        lambda calls: f"[TOOL_CALLS]{listed(calls)}",
-    ],
 }
 # Written without quotes: what closes an argument cannot be part of one.
 UNQUOTED = {

@@ -303,6 +303,9 @@ CASES = {
         [("now", {})],
         "Code:\n```python\nx = [1]\n```\nand",
     ),
+    "xlam, after reasoning": Case(
+        "xlam", '<think>Hm [1].</think>[{"name": "now", "arguments": {}}]', [("now", {})], "<think>Hm [1].</think>"
+    ),
     "olmo": Case(
         "olmo3",
         'I look.\n<function_calls>\nget_weather(city="Oslo", days=3)\nnow(a=null, b=true)\n</function_calls>',

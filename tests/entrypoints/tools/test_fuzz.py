@@ -95,9 +95,7 @@ def test_arguments_come_back(format: str, way: int, data: st.DataObject) -> None
     calls = data.draw(calls_of(values))
     if closing is not None:
         calls = list({name: (name, arguments) for name, arguments in calls}.values())
-    before = (
-        "" if format in ("pythonic", "granite", "xlam") else data.draw(st.sampled_from(["", "Well: ", "Zürich\n\n"]))
-    )
+    before = "" if format in ("pythonic", "granite") else data.draw(st.sampled_from(["", "Well: ", "Zürich\n\n"]))
     if format in HEADED and before:
         text = HEADED[format].format(before) + WRITERS[format][way](calls)
     else:

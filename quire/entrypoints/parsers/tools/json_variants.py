@@ -1,7 +1,6 @@
 """More formats that write calls as JSON."""
 
 import re
-from typing import ClassVar
 
 from quire.entrypoints.parsers.tools.base import MAX_NAME
 from quire.entrypoints.parsers.tools.json_calls import MarkedJsonParser
@@ -65,37 +64,32 @@ class ApertusParser(MarkedJsonParser):
         yield from reader.expect("}")
 
 
-class XlamParser(MarkedJsonParser):
-    """[{"name": "f", "arguments": {...}}] as the whole response, in a code block or between tags: xLAM. Without tags
-    it is a call only if its function was offered."""
+class OfferedJsonParser(MarkedJsonParser):
+    """{"name": "f", "parameters": {...}}, or a list of such objects, anywhere in the response: xLAM, and models without
+    a format of their own. Without a tag it is a call only if its function was offered."""
 
     FENCE = "```"
-    opens: ClassVar[tuple[str, ...]] = ("<tool_call>", "[TOOL_CALLS]", FENCE)
+    opens = ("<tool_call>", FENCE, "[", "{")
     closes = "</tool_call>"
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "[TOOL_CALLS]", closes)
+    markers = ("<tool_call>", "[TOOL_CALLS]", closes)
 
     def steps(self) -> Reading[None]:
+        while marker := (yield from self.reader.until(*self.opens, emit=self.content)):
+            yield from self.attempt(self.after(marker), marker)
+
+    def after(self, marker: str) -> Reading[None]:
         reader = self.reader
-        yield from reader.space(self.content)
-        marker = yield from reader.has("[TOOL_CALLS]")
-        if not marker and not (yield from reader.at_end()) and (yield from reader.peek()) == "[":
-            yield from self.attempt(self.call_list(marked=False))
-        marker = marker or (yield from reader.until(*self.opens, emit=self.content))
-        while marker:
-            reading = self.fenced() if marker == self.FENCE else self.tagged()
-            yield from self.attempt(reading, marker)
-            marker = yield from reader.until(*self.opens, emit=self.content)
-
-    def tagged(self) -> Reading[None]:
-        yield from self.one_or_more(marked=True)
-        yield from self.reader.space()
-        yield from self.reader.has(self.closes)
-
-    def fenced(self) -> Reading[None]:
-        yield from self.reader.match(LANGUAGE, MAX_NAME)
-        yield from self.one_or_more(marked=False)
-        yield from self.reader.space()
-        yield from self.reader.has(self.FENCE)
+        if marker == "{":
+            yield from self.call_members(marked=False)
+        elif marker == self.FENCE:
+            yield from reader.match(LANGUAGE, MAX_NAME)
+            yield from self.one_or_more(marked=False)
+            yield from reader.has(self.FENCE)
+        elif marker == "[" and not (yield from reader.has("TOOL_CALLS]")):
+            yield from self.call_items(marked=False)
+        else:
+            yield from self.one_or_more(marked=True)
+            yield from reader.has(self.closes)
 
     def one_or_more(self, marked: bool) -> Reading[None]:
         yield from self.reader.space()
@@ -103,27 +97,4 @@ class XlamParser(MarkedJsonParser):
             yield from self.call_list(marked)
         else:
             yield from self.call_object(marked)
-
-
-class OfferedJsonParser(XlamParser):
-    """{"name": "f", "parameters": {...}}, or a list of such objects, anywhere in the response: for models without a
-    format of their own. It is a call only if its function was offered."""
-
-    opens = ("<tool_call>", XlamParser.FENCE, "[", "{")
-    markers = ()
-
-    def steps(self) -> Reading[None]:
-        while marker := (yield from self.reader.until(*self.opens, emit=self.content)):
-            yield from self.attempt(self.after(marker), marker)
-
-    def after(self, marker: str) -> Reading[None]:
-        if marker == "[":
-            yield from self.call_items(marked=False)
-        elif marker == "{":
-            yield from self.call_members(marked=False)
-        elif marker == self.FENCE:
-            yield from self.fenced()
-        else:
-            yield from self.one_or_more(marked=False)
-            yield from self.reader.space()
-            yield from self.reader.has(self.closes)
+        yield from self.reader.space()

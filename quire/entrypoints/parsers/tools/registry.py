@@ -49,7 +49,6 @@ BUILT_IN = {
     "qwen3_coder": "xml:Qwen3CoderParser",
     "seed_oss": "xml:SeedOssParser",
     "step3": "invoke:Step3Parser",
-    "xlam": "json_variants:XlamParser",
 }
 # Models that write another family's format.
 ALIASES = {
@@ -72,6 +71,7 @@ ALIASES = {
     "qwen3_json": "hermes",
     "qwen3_xml": "qwen3_coder",
     "step3p5": "qwen3_coder",
+    "xlam": "json",
 }
 BUILT_IN |= {alias: BUILT_IN[name] for alias, name in ALIASES.items()}
 NOT_YET = ("hf",)  # it reads the tokenizer's response template
