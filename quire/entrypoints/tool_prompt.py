@@ -21,7 +21,10 @@ You will then get the results. If no function is needed, answer in plain text.""
 
 @lru_cache(maxsize=64)
 def takes_tools(template: str) -> bool:
-    return "tools" in meta.find_undeclared_variables(parse_template(template))
+    try:
+        return "tools" in meta.find_undeclared_variables(parse_template(template))
+    except ValueError:  # rendering will say why
+        return False
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ def call(id: str, arguments: str = '{"zone": "UTC"}') -> dict[str, Any]:
 def test_which_templates_know_tools() -> None:
     assert takes_tools("{% if tools %}{{ tools | tojson }}{% endif %}")
     assert not takes_tools(CHATML) and not takes_tools("{% set tools = [] %}{{ tools }}")
+    assert not takes_tools("{% if tools")
 
 
 def test_the_system_message_describes_them() -> None:

@@ -103,11 +103,12 @@ def choose(rules: Sequence[Rule], template: str, family: str) -> str | None:
 
 
 def parser_names(
-    tools: str | None, reasoning: str | None, auto_tools: bool, template: str | None, family: str
+    tools: str | None, reasoning: str | None, auto_tools: bool, template: str | None, takes_tools: bool, family: str
 ) -> ParserNames:
-    """`tools` and `reasoning` are what the user gave, if anything."""
+    """`tools` and `reasoning` are what the user gave, if anything; a template that does not take tools cannot tell the
+    model of its own format."""
     text = template or ""
-    chosen_tools = tools or choose(TOOL_RULES, text, family) or JSON
+    chosen_tools = tools or (choose(TOOL_RULES, text, family) if takes_tools else None) or JSON
     chosen_reasoning = reasoning or choose(REASONING_RULES, text, family)
     return ParserNames(
         chosen_tools if auto_tools and chosen_tools != OFF else None,

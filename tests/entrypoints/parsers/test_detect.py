@@ -39,18 +39,24 @@ CASES = [
 
 @pytest.mark.parametrize(("template", "family", "tools", "reasoning"), CASES)
 def test_what_a_template_tells(template: str, family: str, tools: str, reasoning: str | None) -> None:
-    assert parser_names(None, None, True, template, family) == ParserNames(tools, reasoning)
+    assert parser_names(None, None, True, template, True, family) == ParserNames(tools, reasoning)
 
 
 def test_flags_override() -> None:
-    assert parser_names("mistral", "granite", True, QWEN3, "qwen3") == ParserNames("mistral", "granite")
-    assert parser_names("none", "none", True, QWEN3, "qwen3") == ParserNames(None, None)
-    assert parser_names(None, None, False, QWEN3, "qwen3") == ParserNames(None, "qwen3")
-    assert str(parser_names("none", None, True, QWEN3, "qwen3")) == "tool calls: none, reasoning: qwen3"
+    assert parser_names("mistral", "granite", True, QWEN3, True, "qwen3") == ParserNames("mistral", "granite")
+    assert parser_names("none", "none", True, QWEN3, True, "qwen3") == ParserNames(None, None)
+    assert parser_names(None, None, False, QWEN3, True, "qwen3") == ParserNames(None, "qwen3")
+    assert str(parser_names("none", None, True, QWEN3, True, "qwen3")) == "tool calls: none, reasoning: qwen3"
+
+
+def test_a_template_that_does_not_take_tools() -> None:
+    """The distilled R1 models' templates write earlier calls, but no tools."""
+    assert parser_names(None, None, True, R1, False, "qwen2") == ParserNames("json", "qwen3")
+    assert parser_names("deepseek_v3", None, True, R1, False, "qwen2").tools == "deepseek_v3"
 
 
 def test_a_model_without_template() -> None:
-    assert parser_names(None, None, True, None, "") == ParserNames("json", None)
+    assert parser_names(None, None, True, None, False, "") == ParserNames("json", None)
 
 
 def test_every_rule_names_a_parser() -> None:
