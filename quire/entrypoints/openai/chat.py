@@ -128,9 +128,9 @@ def role_of(message: dict[str, Any]) -> str:
 
 
 def load_plugins(config: ServerConfig) -> None:
-    if config.reasoning_parser_plugin is not None:
+    if config.reasoning_parser_plugin:
         load_plugin(config.reasoning_parser_plugin, "--reasoning-parser-plugin")
-    if config.tool_parser_plugin is not None:
+    if config.tool_parser_plugin:
         load_plugin(config.tool_parser_plugin, "--tool-parser-plugin")
 
 

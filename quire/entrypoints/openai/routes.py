@@ -38,10 +38,10 @@ def routes(context: ServerContext) -> list[Route]:
 
 def check(config: ServerConfig) -> None:
     load_plugins(config)
-    if config.tool_call_parser not in (None, OFF):
-        tool_parser(str(config.tool_call_parser))
-    if config.reasoning_parser not in (None, OFF):
-        reasoning_format(str(config.reasoning_parser))
+    if config.tool_call_parser and config.tool_call_parser != OFF:
+        tool_parser(config.tool_call_parser)
+    if config.reasoning_parser and config.reasoning_parser != OFF:
+        reasoning_format(config.reasoning_parser)
 
 
 def example(url: str, name: str) -> str:

@@ -167,6 +167,8 @@ def test_reasoning_parser_plugin(tmp_path: Path) -> None:
 
 def test_names_are_checked_before_the_model_is_loaded() -> None:
     check(ServerConfig(reasoning_parser="none", tool_call_parser="none"))
+    # vLLM's defaults in a configuration file
+    check(ServerConfig(reasoning_parser="", tool_parser_plugin="", reasoning_parser_plugin=""))
     with pytest.raises(ValueError, match="--reasoning-parser nothing is not known"):
         check(ServerConfig(reasoning_parser="nothing"))
     with pytest.raises(ValueError, match="--tool-call-parser nothing is not known"):

@@ -234,6 +234,20 @@ def test_custom_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert result.calls == [("now", "{}"), ("f", "{}")] and result.content == "Well.Then"
 
 
+def test_a_registered_class_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+    @registry.ToolParserManager.register_module("other")  # type: ignore[type-var]
+    class Other:
+        def __init__(self, tokenizer: Any, tools: Any = None) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="the tool parser other does not create a text parser"):
+        tool_parser("other")
+    with pytest.raises(ValueError, match="hermes is registered already"):
+        registry.ToolParserManager.register_module("hermes", force=False)(Other)  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize(
     ("parser", "plugin", "says"),
     [

@@ -109,7 +109,7 @@ def known_parsers() -> list[str]:
 
 def tool_parser(name: str) -> ParserFactory:
     if name in _registered:
-        return _registered[name]
+        return check_factory(_registered[name], f"the tool parser {name}")
     if name in NOT_YET:
         raise ValueError(f"--tool-call-parser {name} is not available yet: response templates of tokenizers")
     if name in BUILT_IN:
