@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.environment import QUIRE_API_KEY
-from quire.config.fields import option, options, validate
+from quire.config.fields import option, options, require_object, validate
 from quire.config.flags import add_flag
 
 logger = logging.getLogger("quire")
@@ -32,10 +32,25 @@ class ServerConfig:
     api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are ignored")
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
-    reasoning_parser: str | None = option(None, "format of the model's reasoning: qwen3, ... or your own module:name")
-    enable_auto_tool_choice: bool = option(False, "let the model decide to call tools; needs --tool-call-parser")
-    tool_call_parser: str | None = option(None, "format of the model's calls: hermes, ... or your own module:name")
+    chat_template_content_format: str = option(
+        "auto",
+        "how templates get a message's content: a string, openai's list of parts, or as the template expects it",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        None, "variables for the chat template, unless a request brings its own"
+    )
+    response_role: str = option("assistant", "role of responses")
+    reasoning_parser: str | None = option(
+        None, "format of the model's reasoning: qwen3, ..., none, or your own module:name; default: by chat template"
+    )
+    reasoning_parser_plugin: str | None = option(None, "file or module that registers reasoning parsers of your own")
+    enable_auto_tool_choice: bool = option(True, "let the model decide to call tools")
+    tool_call_parser: str | None = option(
+        None, "format of the model's calls: hermes, ..., none, or your own module:name; default: by chat template"
+    )
     tool_parser_plugin: str | None = option(None, "file or module that registers tool parsers of your own")
+    exclude_tools_when_tool_choice_none: bool = option(False, 'leave tools out of prompts with tool_choice "none"')
     strict_fields: bool = option(False, "reject unknown fields instead of warning once")
     prefix_cache_isolation: str | None = option(
         None,
@@ -107,8 +122,7 @@ class ServerConfig:
         validate(self)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
-        if self.enable_auto_tool_choice and not self.tool_call_parser:
-            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser, the format of the model's calls")
+        require_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r}; it must begin with / (--root-path)")
         self.root_path = self.root_path.rstrip("/")

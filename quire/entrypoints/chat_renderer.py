@@ -14,13 +14,15 @@ from quire.tokenizer.chat_template import parse_template, render_chat
 from quire.tokenizer.tokenizer import Tokenizer
 
 TEXT_PARTS = {"text", "input_text", "output_text"}
+FORMS = {"string": (False, True), "openai": (True, False)}  # accepts lists of parts, accepts strings
 
 
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template, or with the user's own."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, content_format: str = "auto") -> None:
         self.tokenizer = tokenizer
+        self.content_format = content_format
         self.template = read_template(chat_template) if chat_template is not None else tokenizer.chat_template
         ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
         self.special_tokens = {n: str(tokenizer.backend.id_to_token(i)) for n, i in ids.items() if i is not None}
@@ -49,7 +51,7 @@ class ChatRenderer:
                 "chat_template=..., or use plain prompts"
             )
         return render_chat(
-            normalize_messages(messages, template),
+            normalize_messages(messages, template, self.content_format),
             template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -70,11 +72,12 @@ def read_template(given: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def normalize_messages(messages: Sequence[Any], template: str) -> list[dict[str, Any]]:
-    """Check each message, and give the template its content in the form that it expects."""
+def normalize_messages(messages: Sequence[Any], template: str, wanted: str = "auto") -> list[dict[str, Any]]:
+    """Check each message, and give the template its content as a `string`, as `openai`'s list of parts, or in the form
+    that it expects (`auto`)."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(f"messages must be a list of {{role, content}} objects, not {type(messages).__name__}")
-    accepts_parts, accepts_strings = content_format(template)
+    accepts_parts, accepts_strings = FORMS[wanted] if wanted in FORMS else content_format(template)
     normal = []
     for index, given in enumerate(messages):
         message = _as_dict(given, f"messages[{index}]")

@@ -80,8 +80,8 @@ def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[
     server = None
     try:
         app = build_app(engine, config, engine.config, api_keys)
-        url, name = base_url(sock, config), app.state.context.model_names[0]
-        server = Server(app, config, ready=lambda: announce(url, name))
+        url, context = base_url(sock, config), app.state.context
+        server = Server(app, config, ready=lambda: announce(url, context.model_names[0], str(context.parsers)))
         server.run(sockets=[sock])
     finally:
         in_order = server is not None and not server.force_exit

@@ -24,6 +24,8 @@ from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
 from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.parsers.detect import ParserNames, parser_names
+from quire.entrypoints.tool_prompt import takes_tools
 from quire.entrypoints.tracing import Tracer
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -85,7 +87,18 @@ class ServerContext:
 
     @cached_property
     def renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.tokenizer, self.engine_config.model.chat_template)
+        return ChatRenderer(
+            self.tokenizer, self.engine_config.model.chat_template, self.config.chat_template_content_format
+        )
+
+    @cached_property
+    def parsers(self) -> ParserNames:
+        """The parsers of responses: the user's, or those of the model's chat template and family."""
+        config, template = self.config, self.renderer.template if self.engine.tokenizer is not None else None
+        family = str(self.engine_config.model.hf_config.get("model_type", ""))
+        given = config.tool_call_parser, config.reasoning_parser
+        takes = template is not None and takes_tools(template)
+        return parser_names(*given, config.enable_auto_tool_choice, template, takes, family)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run slow work off the event loop, where it would stall every stream of this process."""

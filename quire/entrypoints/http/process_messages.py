@@ -60,6 +60,7 @@ class Started(msgspec.Struct, tag=True):
     """The process listens."""
 
     model_name: str
+    parsers: str  # those in use, for the log
 
 
 class Failed(msgspec.Struct, tag=True):

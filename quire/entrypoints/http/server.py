@@ -165,8 +165,9 @@ def handled_signals() -> list[signal.Signals]:
     return [sig for sig in SIGNALS if signal.getsignal(sig) is not signal.SIG_IGN]
 
 
-def announce(url: str, name: str) -> None:
+def announce(url: str, name: str, parsers: str) -> None:
     logger.info("serving %s at %s", name, url)
+    logger.info(parsers)
     for dialect in dialects():
         if dialect.example is not None:
             logger.info("try: %s", dialect.example(url, name))

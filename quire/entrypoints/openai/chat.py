@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quire.config.server import ServerConfig
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.http.context import LONG_TEXT, ServerContext
 from quire.entrypoints.http.errors import bad_request
@@ -16,6 +17,9 @@ from quire.entrypoints.openai.parsed_chat_response import ParsedChatResponse
 from quire.entrypoints.openai.protocol import ChatRequest, TokenizeRequest
 from quire.entrypoints.openai.response import ResponseBuilder
 from quire.entrypoints.openai.tool_request import ToolSetup
+from quire.entrypoints.parsers.detect import JSON
+from quire.entrypoints.parsers.plugins import load_plugin
+from quire.entrypoints.tool_prompt import describe_tools, mentions_tools, takes_tools
 from quire.messages.sampling_params import SamplingParams
 
 
@@ -26,9 +30,11 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
     def __init__(self, context: ServerContext, params: ParamsBuilder) -> None:
         super().__init__(context, params)
-        name, tokenizer = context.config.reasoning_parser, context.engine.tokenizer
-        self.reasoning = ReasoningSetup(name, tokenizer) if name is not None and tokenizer is not None else None
-        self.tools = ToolSetup(context.config, tokenizer)
+        config, tokenizer = context.config, context.engine.tokenizer
+        load_plugins(config)
+        names = context.parsers
+        self.reasoning = ReasoningSetup(names.reasoning, tokenizer) if names.reasoning and tokenizer else None
+        self.tools = ToolSetup(names.tools, config.max_tools, tokenizer)
 
     def params(self, request: ChatRequest) -> SamplingParams:
         return self.builder.for_chat(request)
@@ -38,6 +44,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
     def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         self.tools.check(request)
+        if request.tool_choice == "none" and self.context.config.exclude_tools_when_tool_choice_none:
+            request.tools = None
         named = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         kwargs = {name: value for name, value in named.items() if value is not None}
         prompt = render(self.context, request, kwargs, size)
@@ -52,10 +60,11 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return params if parsing is None else parsing.adjust(params, prompts[0].text or "")
 
     def response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> ResponseBuilder:
-        parsing = self.parsing(request)
+        parsing, fingerprint = self.parsing(request), self.context.fingerprint
+        role = self.context.config.response_role if generates_message(request) else role_of(request.messages[-1])
         if parsing is None:
-            return ChatResponse(id, model, self.context.fingerprint, request, logprobs)
-        return ParsedChatResponse(id, model, self.context.fingerprint, request, logprobs, parsing)
+            return ChatResponse(id, model, fingerprint, request, logprobs, role)
+        return ParsedChatResponse(id, model, fingerprint, request, logprobs, role, parsing)
 
     def parsing(self, request: ChatRequest) -> OutputParsing | None:
         """None if the generated text is the content, unparsed."""
@@ -85,24 +94,44 @@ def render(
         if given is not None and len(given) > most:
             flag = f"--max-{name}"
             raise bad_request(f"{name} holds {len(given)} entries; at most {most} are allowed ({flag})", name)
-    kwargs = template_kwargs | (request.chat_template_kwargs or {})
+    kwargs = (config.default_chat_template_kwargs or {}) | template_kwargs | (request.chat_template_kwargs or {})
     if size > LONG_TEXT or config.max_prompt_chars is not None:
         context.check_chars(count_chars([messages, tools, kwargs]), "messages")
-    continues = bool(request.continue_final_message)
-    add_prompt = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     try:
+        if context.parsers.tools == JSON and mentions_tools(messages, tools):
+            template = request.chat_template or context.renderer.template or ""
+            if not takes_tools(template):
+                offered = tools if getattr(request, "tool_choice", None) != "none" else None
+                messages, tools = describe_tools(messages, offered, template), None
         text = context.renderer.render(
             messages,
             chat_template=request.chat_template,
             tools=tools,
-            add_generation_prompt=add_prompt,
-            continue_final_message=continues,
+            add_generation_prompt=generates_message(request),
+            continue_final_message=bool(request.continue_final_message),
             template_kwargs=kwargs,
         )
         context.check_chars(len(text), "messages")
         return ParsedPrompt(text, context.tokenizer.encode(text, add_special_tokens=False))
     except ValueError as error:
         raise refused_value(error, request.__struct_fields__, "messages") from None
+
+
+def generates_message(request: ChatRequest | TokenizeRequest) -> bool:
+    """Whether the response is a message of its own, not the rest of the last one."""
+    given = request.add_generation_prompt
+    return not request.continue_final_message if given is None else given
+
+
+def role_of(message: dict[str, Any]) -> str:
+    return str(message.get("role", "assistant"))
+
+
+def load_plugins(config: ServerConfig) -> None:
+    if config.reasoning_parser_plugin:
+        load_plugin(config.reasoning_parser_plugin, "--reasoning-parser-plugin")
+    if config.tool_parser_plugin:
+        load_plugin(config.tool_parser_plugin, "--tool-parser-plugin")
 
 
 def count_chars(value: Any) -> int:

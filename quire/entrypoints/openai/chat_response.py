@@ -13,8 +13,11 @@ class ChatResponse(ResponseBuilder):
     text_prefix, text_suffix = b',"delta":{"content":', b"}"
     no_text = b',"delta":{}'
 
-    def __init__(self, id: str, model: str, fingerprint: str, request: ChatRequest, logprobs: LogprobFormat) -> None:
+    def __init__(
+        self, id: str, model: str, fingerprint: str, request: ChatRequest, logprobs: LogprobFormat, role: str
+    ) -> None:
         self.request = request
+        self.role = role
         self.echoed = text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
         super().__init__(id, model, fingerprint, request, logprobs)
 
@@ -28,13 +31,13 @@ class ChatResponse(ResponseBuilder):
             event_fields += b',"prompt_token_ids":' + encode(output.prompt_token_ids)
         if choice == 0 and self.with_prompt_logprobs:
             event_fields += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
-        delta = b',"delta":{"role":"assistant","content":%b}' % encode(self.echoed)
+        delta = b',"delta":{"role":%b,"content":%b}' % (encode(self.role), encode(self.echoed))
         return [self.event(choice, delta, event_fields=event_fields)]
 
     def choice(
         self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self.echoed + completion.text, "refusal": None}
+        message = {"role": self.role, "content": self.echoed + completion.text, "refusal": None}
         shape = {
             "index": index,
             "message": message,

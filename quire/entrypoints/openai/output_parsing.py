@@ -7,6 +7,8 @@ from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.tool_request import ToolUse
 from quire.entrypoints.parsers.base import Chain, TextParser
 from quire.entrypoints.parsers.reasoning import ReasoningFormat, reasoning_format
+from quire.entrypoints.parsers.reasoning.channels import ChannelFormat
+from quire.entrypoints.parsers.reasoning.tags import SuffixedFormat
 from quire.messages.sampling_params import ReasoningTokens, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -19,6 +21,9 @@ class ReasoningSetup:
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         self.format: ReasoningFormat = reasoning_format(name)
+        if isinstance(self.format, SuffixedFormat):
+            added = tokenizer.backend.get_added_tokens_decoder().values()
+            self.format = self.format.for_tokens(token.content for token in added)
         self.start = tokenizer.encode(self.format.start, add_special_tokens=False)
         self.end = tokenizer.encode(self.format.end, add_special_tokens=False)
         special = (tokenizer.special_id(marker) for marker in self.format.markers)
@@ -89,12 +94,14 @@ class OutputParsing:
 
     def parser(self, is_open: bool | None) -> TextParser:
         """A new parser, for one choice."""
-        tools = self.tools.parser() if self.tools is not None else None
         if self.reasoning is None:
-            assert tools is not None
-            return tools
-        first = self.reasoning.format.parser(is_open)
-        return first if tools is None else Chain(first, tools)
+            assert self.tools is not None
+            return self.tools.parser()
+        format, tools = self.reasoning.format, self.tools
+        if tools is not None and isinstance(format, ChannelFormat) and tools.factory is format.factory:
+            return tools.parser(format.with_calls(tools.tools, is_open))
+        first = format.parser(is_open)
+        return first if tools is None else Chain(first, tools.parser())
 
     def count(self, is_open: bool | None) -> ReasoningCount | None:
         if self.reasoning is None or not self.reasoning.countable:

@@ -19,9 +19,10 @@ class ParsedChatResponse(ChatResponse):
         fingerprint: str,
         request: ChatRequest,
         logprobs: LogprobFormat,
+        role: str,
         parsing: OutputParsing,
     ) -> None:
-        super().__init__(id, model, fingerprint, request, logprobs)
+        super().__init__(id, model, fingerprint, request, logprobs, role)
         self._text_only = False
         self.parsing = parsing
         self.with_reasoning = request.include_reasoning is not False
@@ -90,7 +91,7 @@ class ParsedChatResponse(ChatResponse):
         if not content and (calls or fed.reasoning or held.reasoning):
             content = None
         shape = super().choice(index, prompt_index, output, completion)
-        message = {"role": "assistant", "content": content, "refusal": None}
+        message = {"role": self.role, "content": content, "refusal": None}
         if self.parsing.reasoning is not None or reasoning:
             message |= {"reasoning": reasoning or None, "reasoning_content": reasoning or None}
         shape["message"] = message | ({"tool_calls": calls} if calls else {})

@@ -10,13 +10,15 @@ from quire.config.server import ServerConfig
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import Dialect
 from quire.entrypoints.http.errors import json_response
-from quire.entrypoints.openai.chat import ChatEndpoint
+from quire.entrypoints.openai.chat import ChatEndpoint, load_plugins
 from quire.entrypoints.openai.completions import CompletionEndpoint
 from quire.entrypoints.openai.errors import error_body
 from quire.entrypoints.openai.models import ModelEndpoints
 from quire.entrypoints.openai.openapi import openapi_document
 from quire.entrypoints.openai.params import ParamsBuilder
-from quire.entrypoints.openai.tool_request import ToolSetup
+from quire.entrypoints.parsers.detect import OFF
+from quire.entrypoints.parsers.reasoning import reasoning_format
+from quire.entrypoints.parsers.tools.registry import tool_parser
 
 
 def routes(context: ServerContext) -> list[Route]:
@@ -35,7 +37,11 @@ def routes(context: ServerContext) -> list[Route]:
 
 
 def check(config: ServerConfig) -> None:
-    ToolSetup(config, None)
+    load_plugins(config)
+    if config.tool_call_parser and config.tool_call_parser != OFF:
+        tool_parser(config.tool_call_parser)
+    if config.reasoning_parser and config.reasoning_parser != OFF:
+        reasoning_format(config.reasoning_parser)
 
 
 def example(url: str, name: str) -> str:

@@ -4,42 +4,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.server import ServerConfig
 from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.protocol import ChatRequest
 from quire.entrypoints.openai.tool_validation import check_tools, named_function
 from quire.entrypoints.parsers.base import ParsedDelta, TextParser
 from quire.entrypoints.parsers.tools.forced import NamedParser, RequiredParser
-from quire.entrypoints.parsers.tools.registry import ParserFactory, load_plugin, tool_parser
+from quire.entrypoints.parsers.tools.registry import ParserFactory, tool_parser
 from quire.entrypoints.parsers.tools.schema import arguments_schema, calls_schema
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured import StructuredOutputsParams
 from quire.tokenizer.tokenizer import Tokenizer
 
-AUTO_NEEDS_FLAGS = (
-    'tool_choice "auto", which is the default with tools, needs a server started with --enable-auto-tool-choice and '
-    '--tool-call-parser; use "none", "required" or a named function'
+AUTO_IS_OFF = (
+    'tool_choice "auto", which is the default with tools, is off on this server (--no-enable-auto-tool-choice or '
+    '--tool-call-parser none); use "none", "required" or a named function'
 )
 
 
 class ToolSetup:
     """The server's tool-call parser and settings."""
 
-    def __init__(self, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
-        self.max_tools = config.max_tools
-        self.factory: ParserFactory | None = None
-        if config.tool_parser_plugin is not None:
-            load_plugin(config.tool_parser_plugin)
-        if config.tool_call_parser is not None:
-            self.factory = tool_parser(config.tool_call_parser)
-        self.auto = config.enable_auto_tool_choice and self.factory is not None
+    def __init__(self, parser: str | None, max_tools: int, tokenizer: Tokenizer | None = None) -> None:
+        """`parser` is its name; without one the model cannot decide to call tools."""
+        self.max_tools = max_tools
+        self.factory: ParserFactory | None = tool_parser(parser) if parser is not None else None
         markers = getattr(self.factory, "markers", ())
         special = (tokenizer.special_id(marker) for marker in markers) if tokenizer is not None else ()
         self.visible = sorted({token for token in special if token is not None})
 
     def check(self, request: ChatRequest) -> None:
-        """Validate tools and tool_choice; with tool_choice "none", drop the tools."""
+        """Validate tools and tool_choice."""
         check_tools(request.tools or [], self.max_tools)
         name = named_function(request.tool_choice)
         if name is not None or request.tool_choice == "required":
@@ -48,14 +43,12 @@ class ToolSetup:
             offered = [tool["function"]["name"] for tool in request.tools]
             if name is not None and name not in offered:
                 raise bad_request(f"tool_choice names {name[:64]!r}, which is not in tools", "tool_choice")
-        elif request.tool_choice == "none":
-            request.tools = None
-        elif request.tools and not self.auto:
-            raise bad_request(AUTO_NEEDS_FLAGS, "tool_choice")
+        elif request.tools and request.tool_choice != "none" and self.factory is None:
+            raise bad_request(AUTO_IS_OFF, "tool_choice")
 
     def use(self, request: ChatRequest) -> "ToolUse | None":
         """For a checked request; None if its response cannot hold calls."""
-        if not request.tools:
+        if not request.tools or request.tool_choice == "none":
             return None
         name = named_function(request.tool_choice)
         parallel = request.parallel_tool_calls is not False
@@ -74,10 +67,10 @@ class ToolUse:
     factory: ParserFactory | None
     visible: list[int]
 
-    def parser(self) -> TextParser:
-        """A new parser, for one choice."""
+    def parser(self, made: TextParser | None = None) -> TextParser:
+        """A new parser, for one choice; or the one `made` by a reasoning format that reads calls too."""
         if self.factory is not None:
-            parser = self.factory(self.tools)
+            parser = made or self.factory(self.tools)
             return parser if self.parallel else FirstCallOnly(parser)
         return RequiredParser(self.tools) if self.name is None else NamedParser(self.name, self.tools)
 

@@ -109,7 +109,8 @@ def test_plugins_are_loaded_once(plugin: Plugin) -> None:
 
 def test_examples_are_announced(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "quire"):
-        announce("http://here:1", "small")
+        announce("http://here:1", "small", "tool calls: json, reasoning: none")
     said = caplog.text
+    assert "tool calls: json, reasoning: none" in said
     assert "serving small at http://here:1" in said and "try: own http://here:1 small" in said
     assert "try: curl http://here:1/v1/chat/completions" in said

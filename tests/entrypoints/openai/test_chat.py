@@ -88,14 +88,6 @@ def test_continuing_the_final_message(client: openai.OpenAI) -> None:
     assert len(response.prompt_token_ids) == response.usage.prompt_tokens
 
 
-def test_tools_need_a_parser_for_their_calls(client: openai.OpenAI) -> None:
-    tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-    assert chat(client, tools=[tool], tool_choice="none", max_tokens=1).choices[0].finish_reason == "length"
-    with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice") as error:
-        chat(client, tools=[tool], tool_choice="auto", max_tokens=1)
-    assert error.value.param == "tool_choice"
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

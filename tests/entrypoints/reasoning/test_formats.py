@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from quire.entrypoints.parsers.base import Chain, ParsedDelta, TextParser
 from quire.entrypoints.parsers.reasoning import FORMATS, TagFormat, reasoning_format
-from quire.entrypoints.parsers.reasoning.tags import MAX_BLANK
+from quire.entrypoints.parsers.reasoning.formats import OTHER_FORMATS
+from quire.entrypoints.parsers.reasoning.registry import known_formats
+from quire.entrypoints.parsers.reasoning.tags import MAX_BLANK, SuffixedFormat
+from tests.entrypoints.vllm_parser_names import REASONING_PARSERS
 from tests.properties import SEARCH
 
 
@@ -108,6 +111,67 @@ def test_hunyuan_content_between_tags() -> None:
     check(FORMATS["hunyuan_a13b"], "<think>\n\n</think>\n<answer>\nYes\n</answer>", "", "Yes")
 
 
+def test_ernie_content_between_tags() -> None:
+    check(FORMATS["ernie45"], "Hm</think>\n<response>\nYes\n</response>", "Hm", "\nYes", open=True)
+
+
+def test_effort_has_tags_of_its_own() -> None:
+    check(FORMATS["k2_horizon"], "<ifm|think_fast>Hm</ifm|think_fast>Yes", "Hm", "Yes")
+
+
+def test_a_checkpoints_suffix() -> None:
+    format = SuffixedFormat().for_tokens(["<pad>", "<think:6124c78e>"])
+    check(format, "<think:6124c78e>Hm</think:6124c78e>Yes", "Hm", "Yes")
+    assert SuffixedFormat().for_tokens(["<pad>"]).start == "<think>"
+
+
+CHANNELS = {
+    "openai_gptoss": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    "<|return|>",
+    "cohere_command3": "<|START_THINKING|>Hm<|END_THINKING|>\n<|START_RESPONSE|>Yes<|END_RESPONSE|>",
+    "inkling": "<|message_model|><|content_thinking|>Hm<|end_message|><|message_model|><|content_text|>Yes"
+    "<|end_message|>",
+    "kimi_k3": "<|open|>think<|sep|>Hm<|close|>think<|sep|><|open|>response<|sep|>Yes<|close|>response<|sep|>",
+    "muse_glimmer": " to=self<|message|>Hm<|eom|><|start|>assistant to=user<|message|>Yes<|eot|>",
+}
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_channels(name: str) -> None:
+    format, text = OTHER_FORMATS[name], CHANNELS[name]
+    open = format.is_open("<|user|>2 or 3?<|assistant|>")
+    for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
+        assert parse(format.parser(open), pieces) == ("Hm", "Yes")
+    assert parse(format.parser(open), ["3, of course"])[name == "kimi_k3"] == ""
+    assert format.is_open(f"<|assistant|>{format.start}") is True
+    assert format.is_open(f"<|assistant|>{format.start}{format.end}") is False
+    assert format.is_open(f"{format.start}Hm", continues=True) is True
+
+
+def test_a_prompt_that_begins_a_channel() -> None:
+    cohere = OTHER_FORMATS["cohere_command3"]
+    open = cohere.is_open("<|CHATBOT_TOKEN|><|START_THINKING|>")
+    assert parse(cohere.parser(open), ["Hm<|END_THINKING|><|START_RESPONSE|>Yes"]) == ("Hm", "Yes")
+
+
+def test_a_call_that_no_tool_was_offered_for() -> None:
+    text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert parse(OTHER_FORMATS["openai_gptoss"].parser(None), text) == ("", "{}")
+
+
+def test_reasoning_kept_in_the_content() -> None:
+    kept = OTHER_FORMATS["minimax_m2_append_think"]
+    for pieces in (["Hm</think>Yes"], "Hm</think>Yes"):
+        assert parse(kept.parser(kept.is_open("]~b]ai\n<think>\n")), pieces) == ("", "<think>Hm</think>Yes")
+
+
+def test_vllms_names_are_known() -> None:
+    assert set(REASONING_PARSERS) - set(known_formats()) == {"hf"}
+    assert all(reasoning_format(name).start for name in known_formats())
+    with pytest.raises(ValueError, match="--reasoning-parser hf is not available yet"):
+        reasoning_format("hf")
+
+
 def test_a_tool_call_ends_reasoning() -> None:
     calls = "<|tool_calls_section_begin|><|tool_call_begin|>"
     check(FORMATS["kimi_k2"], f"Let me look.{calls}", "Let me look.", calls, open=True)
@@ -178,7 +242,7 @@ def test_custom_formats(monkeypatch: pytest.MonkeyPatch) -> None:
         reasoning_format("my_formats:WRONG")
     with pytest.raises(ValueError, match="cannot be imported"):
         reasoning_format("my_formats:MISSING")
-    with pytest.raises(ValueError, match="is not known; use one of deepseek_r1"):
+    with pytest.raises(ValueError, match="is not known; use one of cohere_command3"):
         reasoning_format("deepseek")
 
 

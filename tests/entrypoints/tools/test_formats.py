@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.entrypoints.tools.parsed import same_in_pieces, whole
+from tests.entrypoints.tools.rendered import CHANNELS
 
 OSLO = {"city": "Oslo", "days": 3}
 NESTED = {"city": 'Zürich "Mitte" \\ 東京 🌧', "where": {"box": [[1.5, -2e3], {"deep": None}], "ok": True}}
@@ -27,6 +28,9 @@ DS31 = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end�
 DS = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
 KIMI = "<|tool_call_begin|>functions.%s<|tool_call_argument_begin|>%s<|tool_call_end|>"
 KIMIS = "<|tool_calls_section_begin|>%s<|tool_calls_section_end|>"
+
+NS = "]<]minimax[>["
+M3 = f"{NS}<tool_call>\n{NS}%s\n{NS}</tool_call>"
 
 CASES = {
     "hermes": Case("hermes", HERMES, [("get_weather", OSLO)]),
@@ -214,6 +218,107 @@ CASES = {
         [("now", {})],
         "I call.",
     ),
+    "minimax m3, nested": Case(
+        "minimax_m3",
+        "Gut.\n"
+        + M3
+        % '<invoke name="get_weather">{n}<city>Oslo{n}</city>{n}<days>3{n}</days>{n}<where>{n}<box>{n}<item>1{n}'
+        "</item>{n}<item>b{n}</item>{n}</box>{n}<x>1{n}</x>{n}<x>2{n}</x>{n}<ok>true{n}</ok>{n}</where>{n}<tags>{n}"
+        "</tags>{n}</invoke>".replace("{n}", NS),
+        [("get_weather", {**OSLO, "where": {"box": [1, "b"], "x": [1, 2], "ok": True}, "tags": []})],
+        "Gut.",
+    ),
+    "gemma 4, nested": Case(
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Paris, {France}<|"|>,where:{<|"|>a b<|"|>:[1,-2.5e3,null,[],{}],'
+        'c:yes,d:[<|"|>x]<|"|>, ]}, days: 3 }<tool_call|>\n<|tool_call>call:now{}<tool_call|>',
+        [
+            (
+                "get_weather",
+                {
+                    "city": "Paris, {France}",
+                    "where": {"a b": [1, -2500.0, None, [], {}], "c": "yes", "d": ["x]"]},
+                    "days": 3,
+                },
+            ),
+            ("now", {}),
+        ],
+    ),
+    "function gemma, bare numbers": Case(
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>12<escape>,days:3,x:<escape>42<escape>}<end_function_call>",
+        [("get_weather", {"city": "12", "days": 3, "x": 42})],
+    ),
+    "cohere": Case(
+        "cohere_command3",
+        "<|START_THINKING|>I call <co>it</co: 0:[1]>.<|END_THINKING|><|START_ACTION|>\n[\n"
+        '    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo", "days": 3}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]\n<|END_ACTION|>',
+        [("get_weather", OSLO), ("now", {})],
+        reasoning="I call it.",
+    ),
+    "cohere, citations": Case(
+        "cohere_command3",
+        "<|START_THINKING|>Hm<|END_THINKING|>\n<|START_RESPONSE|>foo <co>bar</co: 0:[1,2],1:[3]>.<|END_RESPONSE|>",
+        [],
+        "foo bar.",
+        "Hm",
+    ),
+    "inkling": Case(
+        "inkling",
+        "<|message_model|><|content_thinking|>Hm.<|end_message|><|message_model|><|content_text|>I look.<|end_message|>"
+        '<|message_model|><|content_invoke_tool_json|>{"name":"now","args":{}}<|end_message|>',
+        [("now", {})],
+        "I look.",
+        "Hm.",
+    ),
+    "kimi k3": Case(
+        "kimi_k3",
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+        '<|open|>tools<|sep|><|open|>call tool="a&quot;b" index="1"<|sep|><|open|>argument key="x" type="number"'
+        "<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        [('a"b', {"x": 1})],
+        "I look.",
+        "Hm.",
+    ),
+    "muse": Case(
+        "muse_glimmer",
+        'to=self<|message|>An <atem:invoke name="x"> here.<|eom|><|start|>assistant to=get_weather.get_weather'
+        '<|message|>\n<atem:function_calls>\n<atem:invoke name="get_weather.get_weather">\n<atem:parameter name="city">'
+        "Oslo</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done"
+        "<|eot|>",
+        [("get_weather", {"city": "Oslo"})],
+        "Done",
+        'An <atem:invoke name="x"> here.',
+    ),
+    "gigachat, text before": Case(
+        "gigachat3",
+        'I look.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}',
+        [("now", {})],
+        "I look.",
+    ),
+    "xlam, code": Case(
+        "xlam",
+        'Code:\n```python\nx = [1]\n```\nand\n```json\n[{"name": "now", "arguments": {}}]\n```',
+        [("now", {})],
+        "Code:\n```python\nx = [1]\n```\nand",
+    ),
+    "xlam, after reasoning": Case(
+        "xlam", '<think>Hm [1].</think>[{"name": "now", "arguments": {}}]', [("now", {})], "<think>Hm [1].</think>"
+    ),
+    "olmo": Case(
+        "olmo3",
+        'I look.\n<function_calls>\nget_weather(city="Oslo", days=3)\nnow(a=null, b=true)\n</function_calls>',
+        [("get_weather", OSLO), ("now", {"a": None, "b": True})],
+        "I look.",
+    ),
+    "hunyuan 3": Case(
+        "hy_v3",
+        "I look.<tool_calls:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        [("now", {})],
+        "I look.",
+    ),
     "gpt-oss, final": Case("openai", "<|channel|>final<|message|>Hi <there>.\n<|return|>", [], "Hi <there>.\n"),
 }
 
@@ -234,7 +339,7 @@ def test_text_that_ends_too_early(case: Case) -> None:
         for old, new in zip(before.calls, now.calls, strict=False):
             assert old[0] == new[0]
         assert len(now.calls) >= len(before.calls)
-        assert now.content or now.calls or now.reasoning or not case.text[:end].strip() or case.format == "openai"
+        assert now.content or now.calls or now.reasoning or not case.text[:end].strip() or case.format in CHANNELS
         before = now
     for end in range(1, len(case.text), 23):
         same_in_pieces(case.format, case.text[:end])
@@ -246,6 +351,7 @@ def test_ids() -> None:
     mistral = whole("mistral", CASES["mistral"].text).ids + whole("mistral", CASES["mistral, with ids"].text).ids
     assert all(len(id) == 9 and id.isalnum() for id in mistral) and len(set(mistral)) == 4
     assert mistral[2] == "abcdefghi"
+    assert whole("cohere_command3", CASES["cohere"].text).ids == ["0", "1"]
     hermes = whole("hermes", CASES["hermes, two"].text).ids
     assert len(set(hermes)) == 2 and all(id.startswith("call_") for id in hermes)
 

@@ -8,6 +8,7 @@ from quire.entrypoints.parsers.tools.base import MAX_CALLS, MAX_NAME
 from quire.entrypoints.parsers.tools.reader import Reader
 from quire.entrypoints.parsers.tools.registry import BUILT_IN, tool_parser
 from tests.entrypoints.tools.parsed import TOOLS, cuts, parse, same_in_pieces, whole
+from tests.entrypoints.tools.rendered import CHANNELS
 from tests.entrypoints.tools.test_formats import CASES, Case
 
 NO_CALLS = [
@@ -38,6 +39,27 @@ NO_CALLS = [
     ("glm45", "<tool_call>what is this</tool_call>"),
     ("qwen3_coder", "<tool_call>now</tool_call> <function=>"),
     ("granite", "<|tool_call|>none"),
+    ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
+    ("deepseek_v32", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="">'),
+    ("dots", "<dots_function_call>garbage</dots_function_call>"),
+    ("functiongemma", "<start_function_call>now{}<end_function_call>"),
+    ("gemma4", "<|tool_call>call:{}<tool_call|>"),
+    ("gigachat3", "A<|message_sep|>\n\nuser<|role_sep|>\nB"),
+    ("hy_v3", "<tool_calls:x>\n<tool_call>now</tool_call>"),
+    ("internlm", "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"),
+    ("json", '{"name": "other", "parameters": {}} [1, {"a": []}] ```py\nx\n``` <tool_call>'),
+    ("k2_horizon", "<ifm|tool_calls></ifm|tool_calls>"),
+    ("lfm2", "[now()] <|tool_call_start|>now()<|tool_call_end|>"),
+    ("longcat", "<longcat_tool_call>{}</longcat_tool_call>"),
+    ("minicpm5", "<function> <function name=''></function>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="f"\n></invoke>'),
+    ("minimax_m3", "]<]minimax[>[<tool_call><invoke>"),
+    ("olmo3", "<function_calls>\nnow\n</function_calls>"),
+    ("plamo3", "<|plamo:begin_tool_requests:plamo|>\nnow<|plamo:end_tool_requests:plamo|>"),
+    ("seed_oss", "<seed:tool_call>now</seed:tool_call>"),
+    ("step3", "<｜tool_calls_begin｜><｜tool_call_begin｜>now<｜tool_call_end｜>"),
+    ("xlam", '```json\n[{"name": "other", "arguments": {}}]\n```'),
+    ("xlam", "[1, 2]"),
 ]
 
 
@@ -94,7 +116,7 @@ def test_changed_texts(case: Case) -> None:
                 expected.reasoning,
                 expected.calls,
             )
-        if not expected.calls and case.format != "openai":
+        if not expected.calls and case.format not in CHANNELS:
             assert expected.content == changed
 
 
@@ -125,6 +147,13 @@ HARD = {
     "glm45": ["<tool_call>now\n<arg_key>a</arg_key><arg_value>%s", "<tool_call>now\n<arg_key>%s"],
     "qwen3_coder": ["<function=get_weather><parameter=city>%s", "<function=now><parameter=a>%s"],
     "openai": ["<|channel|>final<|message|>%s", "<|channel|>%s"],
+    "gemma4": ['<|tool_call>call:f{a:<|"|>%s', "<|tool_call>call:f{a:%s", "<|tool_call>call:f{%s"],
+    "hy_v3": ["<tool_calls%s", "<tool_calls:%s"],
+    "minimax_m2": ['<minimax:tool_call><invoke name="%s', "<minimax:tool_call><invoke name=f><parameter name=a>%s"],
+    "minimax_m3": ["]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=f>]<]minimax[>[<a>%s"],
+    "kimi_k3": ["<|open|>tools<|sep|><|open|>call %s", "<|open|>think<|sep|>%s"],
+    "cohere_command3": ["</co%s", "<|START_ACTION|>%s"],
+    "muse_glimmer": [" to=%s", "<|start|>%s"],
 }
 
 
@@ -147,7 +176,8 @@ def test_reading_is_linear(format: str, filler: str, monkeypatch: pytest.MonkeyP
         result = parse(tool_parser(format)(TOOLS), text)
         assert max(waiting) <= 3 * MAX_NAME
         if filler.strip():
-            assert len(result.content) + sum(len(arguments) for _, arguments in result.calls) >= len(filled)
+            called = sum(len(arguments) for _, arguments in result.calls)
+            assert len(result.content) + len(result.reasoning) + called >= len(filled)
 
 
 def test_every_format_takes_a_text_without_calls() -> None:

@@ -10,13 +10,17 @@ import pytest
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.openai.protocol import ChatRequest
+from quire.entrypoints.openai.routes import check
 from quire.entrypoints.openai.tool_request import ToolSetup, ToolUse
 from quire.entrypoints.openai.tool_validation import MAX_SCHEMA_BYTES
+from quire.entrypoints.parsers.tools import registry
 from quire.entrypoints.parsers.tools.registry import known_parsers, tool_parser
 from quire.messages.sampling_params import SamplingParams
 from tests.entrypoints.tools.parsed import TOOLS, Result, cuts, parse
+from tests.entrypoints.vllm_parser_names import TOOL_PARSERS
 
-AUTO = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
+AUTO = ToolSetup("hermes", max_tools=128)
+OFF = ToolSetup(None, max_tools=128)
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -33,9 +37,9 @@ def used(setup: ToolSetup, asked: ChatRequest) -> ToolUse | None:
     return setup.use(asked)
 
 
-def refused(asked: ChatRequest, config: ServerConfig = AUTO) -> ApiError:
+def refused(asked: ChatRequest, setup: ToolSetup = AUTO) -> ApiError:
     with pytest.raises(ApiError) as error:
-        ToolSetup(config, None).check(asked)
+        setup.check(asked)
     assert error.value.status == 400
     return error.value
 
@@ -89,29 +93,22 @@ def test_choices_that_are_refused(tools: Any, choice: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
-@pytest.mark.parametrize("config", [ServerConfig(), ServerConfig(tool_call_parser="hermes")])
-def test_auto_needs_flags(config: ServerConfig, choice: str | None) -> None:
-    assert "--enable-auto-tool-choice" in refused(request(tool_choice=choice), config).message
-
-
-def test_flags_need_each_other() -> None:
-    with pytest.raises(ValueError, match="needs --tool-call-parser"):
-        ServerConfig(enable_auto_tool_choice=True)
+def test_auto_that_is_off(choice: str | None) -> None:
+    assert "is off on this server (--no-enable-auto-tool-choice" in refused(request(tool_choice=choice), OFF).message
 
 
 def test_none_offers_nothing() -> None:
-    asked = request(tool_choice="none")
-    assert used(ToolSetup(ServerConfig(), None), asked) is None and asked.tools is None
-    assert used(ToolSetup(AUTO, None), request([])) is None
-    assert used(ToolSetup(AUTO, None), request(None)) is None
+    assert used(OFF, request(tool_choice="none")) is None
+    assert used(AUTO, request([])) is None
+    assert used(AUTO, request(None)) is None
 
 
 def test_auto_reads_the_models_format() -> None:
-    use = used(ToolSetup(AUTO, None), request())
+    use = used(AUTO, request())
     assert use is not None and use.schema() is None
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert parse(use.parser(), [call, call]).calls == [("now", "{}")] * 2
-    use = used(ToolSetup(AUTO, None), request(parallel_tool_calls=False))
+    use = used(AUTO, request(parallel_tool_calls=False))
     assert use is not None and parse(use.parser(), [call, "\n", call]).calls == [("now", "{}")]
 
 
@@ -124,7 +121,7 @@ def same(use: ToolUse, text: str) -> Result:
 
 
 def test_required() -> None:
-    use = used(ToolSetup(ServerConfig(), None), request(tool_choice="required"))
+    use = used(OFF, request(tool_choice="required"))
     assert use is not None
     schema = use.schema()
     good = [{"name": "get_weather", "parameters": {"city": "Oslo"}}, {"name": "now", "parameters": {}}]
@@ -147,7 +144,7 @@ def test_required() -> None:
 
 
 def test_required_and_not_parallel() -> None:
-    use = used(ToolSetup(ServerConfig(), None), request(tool_choice="required", parallel_tool_calls=False))
+    use = used(OFF, request(tool_choice="required", parallel_tool_calls=False))
     assert use is not None
     one = {"name": "now", "parameters": {}}
     jsonschema.validate([one], use.schema())
@@ -161,9 +158,7 @@ def test_references_within_a_functions_schema_still_hold() -> None:
         "required": ["root"],
         "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["id"]}},
     }
-    use = used(
-        ToolSetup(ServerConfig(), None), request([tool("a"), tool("b", parameters=tree)], tool_choice="required")
-    )
+    use = used(OFF, request([tool("a"), tool("b", parameters=tree)], tool_choice="required"))
     assert use is not None
 
     def check(arguments: Any) -> None:
@@ -177,43 +172,37 @@ def test_references_within_a_functions_schema_still_hold() -> None:
 
 
 def test_named() -> None:
-    use = used(ToolSetup(ServerConfig(), None), request(tool_choice=NAMED))
+    use = used(OFF, request(tool_choice=NAMED))
     assert use is not None and use.schema() == TOOLS[0]["function"]["parameters"]
     assert same(use, ' {"city": "Oslo",\n "days": 3}\n').parsed == [("get_weather", {"city": "Oslo", "days": 3})]
     assert same(use, "Oslo").content == "Oslo"
 
 
 def test_the_grammar_is_in_the_parameters() -> None:
-    use = used(ToolSetup(ServerConfig(), None), request(tool_choice="required"))
+    use = used(OFF, request(tool_choice="required"))
     assert use is not None
     params = use.adjust(SamplingParams())
     assert params.structured_outputs is not None
     assert json.loads(params.structured_outputs.text) == use.schema()
     with pytest.raises(ApiError, match="both constrain"):
         use.adjust(params)
-    auto = used(ToolSetup(AUTO, None), request())
+    auto = used(AUTO, request())
     assert auto is not None and auto.adjust(SamplingParams()).structured_outputs is None
 
 
 def test_all_parsers_can_be_made() -> None:
-    names = [
-        "hermes",
-        "llama3_json",
-        "pythonic",
-        "mistral",
-        "deepseek_v3",
-        "granite",
-        "kimi_k2",
-        "glm45",
-        "qwen3_coder",
-    ]
-    assert set(names) < set(known_parsers())
     for name in known_parsers():
         assert parse(tool_parser(name)(TOOLS), ["Hello"]).content == "Hello"
 
 
+def test_vllms_names_are_known() -> None:
+    assert set(TOOL_PARSERS) - set(known_parsers()) == {"hf"}
+    with pytest.raises(ValueError, match="--tool-call-parser hf is not available yet"):
+        tool_parser("hf")
+
+
 PLUGIN = '''
-from quire.entrypoints.parsers.tools import ToolParser, register_tool_parser
+from quire.entrypoints.parsers.tools import ToolParser, ToolParserManager, register_tool_parser
 
 @register_tool_parser("shouting")
 class Shouting(ToolParser):
@@ -227,26 +216,42 @@ class Shouting(ToolParser):
             yield from self.reader.until(";", emit=pieces.append)
             self.call("".join(pieces))
             self.arguments("{}")
+
+ToolParserManager.register_module(["loud", "louder"])(Shouting)  # as plugins of vLLM do
 '''
 
 
 def test_custom_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "shouting_parser.py"
     file.write_text(PLUGIN)
-    by_file = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="shouting", tool_parser_plugin=str(file))
+    monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.syspath_prepend(tmp_path)
-    by_path = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="shouting_parser:Shouting")
-    for config in (by_file, by_path):
-        use = used(ToolSetup(config, None), request())
+    check(ServerConfig(tool_call_parser="shouting", tool_parser_plugin=str(file)))
+    for name in ("shouting", "shouting_parser:Shouting", "loud"):
+        use = used(ToolSetup(name, 128), request())
         assert use is not None
         result = same(use, "Well. CALL now; Then CALL f;")
         assert result.calls == [("now", "{}"), ("f", "{}")] and result.content == "Well.Then"
 
 
+def test_a_registered_class_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+    @registry.ToolParserManager.register_module("other")  # type: ignore[type-var]
+    class Other:
+        def __init__(self, tokenizer: Any, tools: Any = None) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="the tool parser other does not create a text parser"):
+        tool_parser("other")
+    with pytest.raises(ValueError, match="hermes is registered already"):
+        registry.ToolParserManager.register_module("hermes", force=False)(Other)  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize(
     ("parser", "plugin", "says"),
     [
-        ("nothing", None, "is not known; use one of deepseek_v3, .*hermes"),
+        ("nothing", None, "is not known; use one of apertus, .*hermes"),
         ("nowhere:Parser", None, "cannot be imported"),
         ("json:nothing", None, "cannot be imported"),
         ("json:dumps", None, "does not create a text parser"),
@@ -257,4 +262,4 @@ def test_custom_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_parsers_that_cannot_be_used(parser: str, plugin: str | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ToolSetup(ServerConfig(tool_call_parser=parser, tool_parser_plugin=plugin), None)
+        check(ServerConfig(tool_call_parser=parser, tool_parser_plugin=plugin))

@@ -1,11 +1,13 @@
 """Reasoning formats by name, or by import path for custom ones."""
 
 import importlib
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from quire.entrypoints.parsers.base import TextParser
-from quire.entrypoints.parsers.reasoning.formats import FORMATS
+from quire.entrypoints.parsers.reasoning.formats import FORMATS, NOT_YET, OTHER_FORMATS
+
+F = TypeVar("F")
 
 
 @runtime_checkable
@@ -39,18 +41,61 @@ class ReasoningFormat(Protocol):
         ...
 
 
+_registered: dict[str, ReasoningFormat] = {}
+
+
+def register_reasoning_parser(name: str) -> Callable[[F], F]:
+    """For plugins (--reasoning-parser-plugin): a decorator of a class whose instances are formats, or a function to
+    call with a format. The name of a built-in format overrides it."""
+
+    def register(given: F) -> F:
+        made = given() if isinstance(given, type) else given
+        _registered[name] = _checked(made, f"the reasoning parser {name}")
+        return given
+
+    return register
+
+
+class ReasoningParserManager:
+    """vLLM's way to write a registration: @ReasoningParserManager.register_module("name")."""
+
+    @staticmethod
+    def register_module(name: str | Sequence[str], force: bool = True) -> Callable[[F], F]:
+        def register(given: F) -> F:
+            for one in [name] if isinstance(name, str) else name:
+                if not force and one in known_formats():
+                    raise ValueError(f"the reasoning parser {one} is registered already")
+                register_reasoning_parser(one)(given)
+            return given
+
+        return register
+
+
+def known_formats() -> list[str]:
+    return sorted({*FORMATS, *OTHER_FORMATS, *_registered})
+
+
 def reasoning_format(name: str) -> ReasoningFormat:
-    if name in FORMATS:
-        return FORMATS[name]
+    built_in: dict[str, ReasoningFormat] = {**FORMATS, **OTHER_FORMATS, **_registered}
+    if name in built_in:
+        return built_in[name]
+    if name in NOT_YET:
+        raise ValueError(f"--reasoning-parser {name} is not available yet: response templates of tokenizers")
     module, colon, attribute = name.partition(":")
     if not colon:
-        known = ", ".join(sorted(FORMATS))
-        raise ValueError(f"--reasoning-parser {name} is not known; use one of {known}, or your own as module:name")
+        known = ", ".join(known_formats())
+        raise ValueError(
+            f"--reasoning-parser {name} is not known; use one of {known}, none, or your own as module:name"
+        )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--reasoning-parser {name} cannot be imported: {error}") from error
+    return _checked(found, f"--reasoning-parser {name}")
+
+
+def _checked(found: Any, what: str) -> ReasoningFormat:
     if not isinstance(found, ReasoningFormat):
         needed = "start, end, end_markers, markers, is_open() and parser()"
-        raise ValueError(f"--reasoning-parser {name} is not a reasoning format; it needs {needed}, as a TagFormat has")
+        raise ValueError(f"{what} is not a reasoning format; it needs {needed}, as a TagFormat has")
     return found

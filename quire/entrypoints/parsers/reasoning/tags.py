@@ -1,6 +1,7 @@
 """Reasoning between a start and an end tag, the format of nearly all models."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.entrypoints.parsers.base import ParsedDelta, TextParser
@@ -22,6 +23,7 @@ class TagFormat:
     implied: bool = False  # reasoning begins with the first character, whether or not the tag is written
     ends_before: tuple[str, ...] = ()  # texts that also end the reasoning, but belong to the content
     closing: tuple[str, ...] = ()  # removed from the content
+    tokens: tuple[str, ...] = ()  # special tokens that the tags consist of
 
     def __post_init__(self) -> None:
         for tags in (self.starts, self.end_markers, self.closing):
@@ -46,7 +48,7 @@ class TagFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that must not be skipped as special tokens."""
-        return (*self.starts, *self.end_markers, *self.closing)
+        return (*self.starts, *self.end_markers, *self.closing, *self.tokens)
 
     def is_open(self, prompt: str, continues: bool = False) -> bool | None:
         """Whether a response to this prompt starts inside the reasoning (the chat template wrote the start tag), after
@@ -65,6 +67,17 @@ class TagFormat:
 
     def parser(self, open: bool | None) -> TextParser:
         return TagParser(self, open)
+
+
+@dataclass(frozen=True)
+class SuffixedFormat(TagFormat):
+    """Tags to which a checkpoint may add a suffix of its own, as in <think:opensource>."""
+
+    def for_tokens(self, tokens: Iterable[str]) -> TagFormat:
+        """The format with the suffix that a vocabulary's tokens have."""
+        found = (re.fullmatch(r"<think(:[^\s<>]+)>", token) for token in tokens)
+        suffix = next((match[1] for match in found if match is not None), "")
+        return TagFormat((f"<think{suffix}>",), (f"</think{suffix}>",), ends_before=(f"<tool_calls{suffix}>",))
 
 
 class TagParser:

@@ -1,6 +1,6 @@
 """Parsers of tool calls, one per format."""
 
 from quire.entrypoints.parsers.tools.base import ToolParser
-from quire.entrypoints.parsers.tools.registry import register_tool_parser
+from quire.entrypoints.parsers.tools.registry import ToolParserManager, register_tool_parser
 
-__all__ = ["ToolParser", "register_tool_parser"]
+__all__ = ["ToolParser", "ToolParserManager", "register_tool_parser"]

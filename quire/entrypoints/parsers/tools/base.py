@@ -91,6 +91,10 @@ class ToolParser(ABC):
         if len(solid) < len(text):
             self._space.append(text[len(solid) :])
 
+    def drop_space(self) -> None:
+        """White space before here, if nothing but that follows a text, is not content."""
+        self._space.clear()
+
     def reasoning(self, text: str) -> None:
         self._reasoning.append(text)
 

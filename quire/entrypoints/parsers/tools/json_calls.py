@@ -6,12 +6,15 @@ from quire.entrypoints.parsers.tools import json_text
 from quire.entrypoints.parsers.tools.base import MAX_NAME, ToolParser
 from quire.entrypoints.parsers.tools.reader import Emit, Malformed, Reading
 
-ARGUMENTS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "index")  # of a call; any other key means that an unmarked object is content
 
 
 class JsonCallParser(ToolParser):
     """Parses call objects, one or a list."""
+
+    name_key: ClassVar[str] = "name"
+    argument_keys: ClassVar[tuple[str, ...]] = ("arguments", "parameters")
+    id_key: ClassVar[str | None] = None  # whose text becomes the call's id
 
     def offered(self, name: str) -> bool:
         return not self.schemas or name in self.schemas
@@ -23,7 +26,7 @@ class JsonCallParser(ToolParser):
     def call_members(self, marked: bool) -> Reading[None]:
         """The rest of an object after its brace. An object without a marker must match a call in every key."""
         reader = self.reader
-        name = early = None
+        name = early = id = None
         began = False
         while True:
             yield from reader.space()
@@ -31,24 +34,26 @@ class JsonCallParser(ToolParser):
             yield from reader.space()
             yield from reader.expect(":")
             yield from reader.space()
-            if key == "name" and name is None:
+            if key == self.name_key and name is None:
                 name = yield from json_text.short_string(reader, MAX_NAME)
                 if not name or not (marked or self.offered(name)):
                     raise Malformed
-            elif key in ARGUMENTS and not began and early is None:
+            elif key in self.argument_keys and not began and early is None:
                 if name is not None:
-                    yield from self.call_arguments(name)
+                    yield from self.call_arguments(name, id)
                     began = True
                 else:
                     pieces: list[str] = []
                     yield from arguments_object(self, pieces.append)
                     early = "".join(pieces)
+            elif key == self.id_key and id is None and (yield from reader.peek()) == '"':
+                id = (yield from json_text.short_string(reader, MAX_NAME)) or None
             elif marked or key in OTHER_KEYS:
                 yield from json_text.value(reader, _ignore)
             else:
                 raise Malformed
             if name is not None and early is not None and not began:
-                self.call(name)
+                self.call(name, id)
                 self.arguments(early)
                 began = True
             yield from reader.space()
@@ -58,7 +63,7 @@ class JsonCallParser(ToolParser):
             return
         if name is None or not marked:
             raise Malformed
-        self.call(name)
+        self.call(name, id)
         self.arguments("{}")
 
     def call_arguments(self, name: str, id: str | None = None) -> Reading[None]:
@@ -74,8 +79,12 @@ class JsonCallParser(ToolParser):
         self.arguments("".join(pieces))
 
     def call_list(self, marked: bool = True) -> Reading[None]:
+        yield from self.reader.expect("[")
+        yield from self.call_items(marked)
+
+    def call_items(self, marked: bool) -> Reading[None]:
+        """The rest of a list after its bracket."""
         reader = self.reader
-        yield from reader.expect("[")
         while True:
             yield from reader.space()
             yield from self.call_object(marked)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from typing import ClassVar
 
 from quire.entrypoints.parsers.tools.base import MAX_NAME, ToolParser
 from quire.entrypoints.parsers.tools.json_text import HEX_DIGITS, MAX_DEPTH
@@ -24,15 +25,18 @@ class PythonicParser(ToolParser):
     """The list starts the response, or follows <|python_start|>: Llama 3.2 and 4, and other models that write Python. A
     list at the start holds calls only if its functions were offered."""
 
-    START, END = "<|python_start|>", "<|python_end|>"
-    markers = (START, END)
+    start: ClassVar[str] = "<|python_start|>"
+    end: ClassVar[str] = "<|python_end|>"
+    bare: ClassVar[bool] = True  # whether a list at the start of the response may hold calls
+    markers = (start, end)
 
     def steps(self) -> Reading[None]:
         reader = self.reader
-        yield from reader.space(self.content)
-        if not (yield from reader.at_end()) and (yield from reader.peek()) == "[":
-            yield from self.attempt(self.calls(marked=False))
-        while marker := (yield from reader.until(self.START, emit=self.content)):
+        if self.bare:
+            yield from reader.space(self.content)
+            if not (yield from reader.at_end()) and (yield from reader.peek()) == "[":
+                yield from self.attempt(self.calls(marked=False))
+        while marker := (yield from reader.until(self.start, emit=self.content)):
             yield from self.attempt(self.calls(marked=True), marker)
 
     def calls(self, marked: bool) -> Reading[None]:
@@ -54,7 +58,7 @@ class PythonicParser(ToolParser):
             if (yield from reader.has("]")):
                 break
         yield from reader.space()
-        if (yield from reader.has(self.END)):
+        if (yield from reader.has(self.end)):
             yield from reader.space()
 
     def keywords(self, function: str) -> Reading[None]:
@@ -185,3 +189,35 @@ class PythonicParser(ToolParser):
             digits += reader.consume(1)
         code = int(digits, 16)
         return chr(code) if code < 0xD800 or 0xE000 <= code < 0x110000 else f"\\{char}{digits}"
+
+
+class Lfm2Parser(PythonicParser):
+    """<|tool_call_start|>[f(a=1)]<|tool_call_end|>: LFM2."""
+
+    start, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    bare = False
+    markers = (start, end)
+
+
+class Olmo3Parser(PythonicParser):
+    """<function_calls>, a call on each line, </function_calls>: Olmo 3."""
+
+    start, end = "<function_calls>", "</function_calls>"
+    bare = False
+    markers = (start, end)
+
+    def calls(self, marked: bool) -> Reading[None]:
+        reader = self.reader
+        yield from reader.space()
+        while True:
+            name = yield from reader.match(NAME, MAX_NAME)
+            if not name:
+                raise Malformed
+            yield from reader.expect("(")
+            yield from self.keywords(name)
+            yield from reader.space()
+            reader.mark()
+            if (yield from reader.at_end()) or (yield from reader.has(self.end)):
+                return
+            yield from reader.has(",")
+            yield from reader.space()

@@ -104,3 +104,29 @@ class KimiParser(SectionParser):
         yield from reader.expect(self.separator)
         yield from reader.space()
         yield from self.call_arguments(name, id)
+
+
+class PlamoParser(SectionParser):
+    """PLaMo 3: name and arguments of a call between tags of their own, which consist of several special tokens."""
+
+    section_opens = "<|plamo:begin_tool_requests:plamo|>"
+    section_closes = "<|plamo:end_tool_requests:plamo|>"
+    call_opens = "<|plamo:begin_tool_request:plamo|>"
+    call_closes = "<|plamo:end_tool_request:plamo|>"
+    markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:constrain|>", "<|plamo:msg|>")
+
+    def one_call(self) -> Reading[None]:
+        reader = self.reader
+        yield from reader.expect("<|plamo:begin_tool_name:plamo|>")
+        name = yield from reader.match(NAME, MAX_NAME)
+        yield from reader.expect("<|plamo:end_tool_name:plamo|>")
+        if not name:
+            raise Malformed
+        yield from reader.space()
+        yield from reader.expect("<|plamo:begin_tool_arguments:plamo|>")
+        yield from reader.has("<|plamo:constrain|>json")
+        yield from reader.has("<|plamo:msg|>")
+        yield from reader.space()
+        yield from self.call_arguments(name)
+        yield from reader.space()
+        yield from reader.expect("<|plamo:end_tool_arguments:plamo|>")

@@ -3,10 +3,11 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from quire.entrypoints.parsers.tools.base import MAX_NAME, ToolParser
+from quire.entrypoints.parsers.tools.base import MAX_NAME
+from quire.entrypoints.parsers.tools.json_calls import JsonCallParser
 from quire.entrypoints.parsers.tools.json_text import loads
 from quire.entrypoints.parsers.tools.reader import Malformed, Reading
 
@@ -15,10 +16,9 @@ KEY = re.compile(r"[^<>\n]*")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-class TaggedParser(ToolParser):
+class TaggedParser(JsonCallParser):
     opens: ClassVar[tuple[str, ...]]
-    closes: ClassVar[str] = "</tool_call>"
-    value_closes: ClassVar[tuple[str, ...]]
+    closes: str = "</tool_call>"  # where reading resumes after a malformed call
 
     def steps(self) -> Reading[None]:
         reader = self.reader
@@ -36,24 +36,28 @@ class TaggedParser(ToolParser):
     def marked(self, marker: str) -> Reading[None]:
         """The text after an opening marker."""
 
-    def argument(self, function: str, key: str, first: bool) -> Reading[None]:
-        """A value up to its closing tag. Strings are streamed; other types are buffered until complete."""
+    def argument(
+        self, function: str, key: str, first: bool, closes: Sequence[str], types: set[str] | None = None
+    ) -> Reading[None]:
+        """A value up to one of `closes`. Strings are streamed; other types are buffered until complete. `types` are
+        those that the text itself tells; None: the schema's."""
         self.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
-        types = types_of(self.schemas.get(function, {}), key)
+        if types is None:
+            types = types_of(self.schemas.get(function, {}), key)
         if types == {"string"}:
             self.arguments('"')
-            closed = yield from self.reader.until(*self.value_closes, emit=self._quoted)
+            closed = yield from self.reader.until(*closes, emit=self.quoted)
             if closed:
                 self.arguments('"')
         else:
             pieces: list[str] = []
-            closed = yield from self.reader.until(*self.value_closes, emit=pieces.append)
+            closed = yield from self.reader.until(*closes, emit=pieces.append)
             text = "".join(pieces)
             self.arguments(as_json(text, types) if closed else text)
         if not closed:
             raise Malformed
 
-    def _quoted(self, text: str) -> None:
+    def quoted(self, text: str) -> None:
         self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
@@ -99,47 +103,15 @@ def _kind(value: Any) -> str:
     return "object" if isinstance(value, dict) else "array" if isinstance(value, list) else ""
 
 
-class Glm45Parser(TaggedParser):
-    """<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>: GLM 4.5 and later."""
-
-    opens = ("<tool_call>",)
-    value_closes = ("</arg_value>",)
-    markers = (*opens, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", *value_closes)
-
-    def marked(self, marker: str) -> Reading[None]:
-        reader = self.reader
-        yield from reader.space()
-        name = yield from reader.match(NAME, MAX_NAME)
-        if not name:
-            raise Malformed
-        yield from reader.space()
-        first = True
-        while True:
-            tag = yield from reader.expect("<arg_key>", self.closes)
-            if first:
-                self.call(name)
-            if tag == self.closes:
-                self.arguments("{}" if first else "}")
-                return
-            key = yield from reader.match(KEY, MAX_NAME)
-            yield from reader.expect("</arg_key>")
-            yield from reader.space()
-            yield from reader.expect("<arg_value>")
-            yield from self.argument(name, key.strip(), first)
-            yield from reader.space()
-            first = False
-
-
 class Qwen3CoderParser(TaggedParser):
     """<tool_call><function=f><parameter=a>\\n1\\n</parameter></function></tool_call>: Qwen3-Coder."""
 
     opens = ("<tool_call>", "<function=")
-    value_closes = ("\n</parameter>", "</parameter>")
     markers = ("<tool_call>", "</tool_call>")
 
     def marked(self, marker: str) -> Reading[None]:
         reader = self.reader
-        if marker == "<tool_call>":
+        if marker != "<function=":
             yield from reader.space()
             yield from reader.expect("<function=")
         while True:
@@ -167,6 +139,14 @@ class Qwen3CoderParser(TaggedParser):
             key = yield from reader.match(KEY, MAX_NAME)
             yield from reader.expect(">")
             yield from reader.has("\n")
-            yield from self.argument(name, key.strip(), first)
+            yield from self.argument(name, key.strip(), first, ("\n</parameter>", "</parameter>"))
             yield from reader.space()
             first = False
+
+
+class SeedOssParser(Qwen3CoderParser):
+    """The same in <seed:tool_call>: Seed-OSS."""
+
+    opens = ("<seed:tool_call>", "<function=")
+    closes = "</seed:tool_call>"
+    markers = ("<seed:tool_call>", closes)
