@@ -43,6 +43,24 @@ class ServerConfig:
         choices=("key", "none"),
     )
 
+    error_format: str = option(
+        "openai", "schema of errors: type and code as OpenAI or vLLM", choices=("openai", "vllm")
+    )
+    metrics_prefix: str = option("quire", "of the names in /metrics; vllm: for its dashboards")
+    enable_force_include_usage: bool = option(False, "token counts in every event of a stream")
+    enable_prompt_tokens_details: bool = option(False, "usage.prompt_tokens_details: how many tokens were cached")
+    enable_per_request_metrics: bool = option(False, "a request's times in its response (metrics)")
+    return_tokens_as_token_ids: bool = option(False, "tokens in logprobs as token_id:N, where a request does not say")
+    fingerprint_mode: str = option(
+        "full", "system_fingerprint in responses", choices=("full", "hash", "custom", "none")
+    )
+    fingerprint_value: str | None = option(None, "the fingerprint of --fingerprint-mode custom")
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds without a token after which a stream gets a comment; 0: never", minimum=0
+    )
+    enable_tokenizer_info_endpoint: bool = option(False, "serve /tokenizer_info, which includes the chat template")
+    disable_fastapi_docs: bool = option(False, "do not serve /docs, /redoc and /openapi.json")
+
     max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
     max_request_bytes_in_all: int = option(1 << 30, "most bytes of request bodies being read at a time", minimum=1)
     max_request_values: int | None = option(
@@ -107,6 +125,8 @@ class ServerConfig:
         validate(self)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if (self.fingerprint_mode == "custom") != (self.fingerprint_value is not None):
+            raise ValueError("--fingerprint-mode custom and --fingerprint-value need each other")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser, the format of the model's calls")
         if self.root_path and not self.root_path.startswith("/"):

@@ -36,7 +36,7 @@ def build_app(
     routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, routes, ErrorBodies(served), api_keys or config.api_key),
+        middleware=_middleware(context, routes, ErrorBodies(served, config.error_format), api_keys or config.api_key),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients

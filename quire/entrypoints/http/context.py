@@ -49,6 +49,17 @@ class Job:
         return [self.id] if self.num_prompts == 1 else [f"{self.id} {i}" for i in range(self.num_prompts)]
 
 
+def _fingerprint(config: ServerConfig, engine: EngineConfig, model_name: str) -> str | None:
+    """Tells servers apart whose output may differ; `full` names the parallelism, which the hash leaves out."""
+    if config.fingerprint_mode in ("custom", "none"):
+        return config.fingerprint_value
+    facts = (__version__, model_name, engine.model.dtype, engine.device.device)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
+    size = engine.parallel.tensor_parallel_size
+    parallel = f"tp{size}-" if config.fingerprint_mode == "full" and size > 1 else ""
+    return f"fp_{__version__}-{parallel}{digest}"
+
+
 class ServerContext:
     def __init__(
         self,
@@ -74,8 +85,7 @@ class ServerContext:
         self.has_keys = num_keys > 0
         self.isolate_by_key = (config.prefix_cache_isolation or ("key" if num_keys > 1 else "none")) == "key"
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="quire-prompt")
-        facts = (__version__, engine.model_name, engine_config.model.dtype, engine_config.device.device)
-        self.fingerprint = "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
+        self.fingerprint = _fingerprint(config, engine_config, engine.model_name)
 
     @property
     def tokenizer(self) -> Tokenizer:

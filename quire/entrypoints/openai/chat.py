@@ -54,8 +54,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     def response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> ResponseBuilder:
         parsing = self.parsing(request)
         if parsing is None:
-            return ChatResponse(id, model, self.context.fingerprint, request, logprobs)
-        return ParsedChatResponse(id, model, self.context.fingerprint, request, logprobs, parsing)
+            return ChatResponse(id, model, self.options, request, logprobs)
+        return ParsedChatResponse(id, model, self.options, request, logprobs, parsing)
 
     def parsing(self, request: ChatRequest) -> OutputParsing | None:
         """None if the generated text is the content, unparsed."""

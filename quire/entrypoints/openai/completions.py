@@ -12,7 +12,7 @@ from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.protocol import CompletionRequest
-from quire.entrypoints.openai.response import ResponseBuilder, encode
+from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
 from quire.messages.sampling_params import SamplingParams
 
 GROUP_CHARS = 1 << 20  # characters of prompts tokenized in one call
@@ -59,7 +59,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         return params.n * shown
 
     def response(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> ResponseBuilder:
-        return CompletionResponse(id, model, self.context.fingerprint, request, logprobs)
+        return CompletionResponse(id, model, self.options, request, logprobs)
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -94,12 +94,12 @@ class CompletionResponse(ResponseBuilder):
     no_text = b',"text":""'
 
     def __init__(
-        self, id: str, model: str, fingerprint: str, request: CompletionRequest, logprobs: LogprobFormat
+        self, id: str, model: str, options: ResponseOptions, request: CompletionRequest, logprobs: LogprobFormat
     ) -> None:
         self.request = request
         self._offsets: dict[int, int] = {}
         self.only_prompt = bool(request.echo) and request.max_tokens == 0
-        super().__init__(id, model, fingerprint, request, logprobs)
+        super().__init__(id, model, options, request, logprobs)
 
     @property
     def with_logprobs(self) -> bool:
@@ -131,18 +131,17 @@ class CompletionResponse(ResponseBuilder):
             parts = [self._prompt_part(index, output)] if echo else []
             parts.append(self.logprobs(index, completion))
             logprobs = {name: [item for part in parts for item in part[name]] for name in parts[0]}
-        shape = {
+        return {
             "index": index,
             "text": self._prompt_text(output) + completion.text if echo else completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            "token_ids": completion.token_ids if self.with_token_ids else None,
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs) if self.with_prompt_logprobs else None,
+            "prompt_token_ids": output.prompt_token_ids if self.with_token_ids else None,
+            "routed_experts": None,
         }
-        if self.with_prompt_logprobs:
-            shape["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        if self.with_token_ids:
-            shape |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
-        return shape
 
     def logprobs(self, choice: int, completion: CompletionOutput) -> dict[str, Any]:
         offset = self._offsets.get(choice, 0)

@@ -25,14 +25,15 @@ from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
-from quire.entrypoints.openai.errors import error_body, refused_value
+from quire.entrypoints.openai.errors import ERROR_BODIES, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import GenerationRequest
-from quire.entrypoints.openai.response import DONE, ResponseBuilder, event
+from quire.entrypoints.openai.response import DONE, ResponseBuilder, ResponseOptions, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
 LARGE_RESPONSE = 10_000  # logprobs; encoding them on the event loop would stall every stream
+KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,6 +52,14 @@ class GenerationEndpoint(ABC, Generic[R]):
     def __init__(self, context: ServerContext, params: ParamsBuilder) -> None:
         self.context = context
         self.builder = params
+        config = context.config
+        self.error_body = ERROR_BODIES[config.error_format]
+        self.options = ResponseOptions(
+            context.fingerprint,
+            config.enable_force_include_usage,
+            config.enable_prompt_tokens_details,
+            config.enable_per_request_metrics,
+        )
 
     @abstractmethod
     def params(self, request: R) -> SamplingParams: ...
@@ -94,7 +103,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
-            logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
+            logprobs = LogprobFormat(context.engine.tokenizer, self._as_token_ids(request))
             response = self.response(job.id, model, request, logprobs)
             priority = request.priority or 0
             if search is not None:
@@ -119,6 +128,10 @@ class GenerationEndpoint(ABC, Generic[R]):
     def takes_long(self, request: R, size: int) -> bool:
         """Whether rendering and tokenizing would stall the event loop."""
         return size > LONG_TEXT
+
+    def _as_token_ids(self, request: R) -> bool:
+        given = request.return_tokens_as_token_ids
+        return self.context.config.return_tokens_as_token_ids if given is None else given
 
     async def _admit(self, num_sequences: int, scope: Scope) -> None:
         """Enforce limits on the number of sequences, before anything is tokenized."""
@@ -183,15 +196,20 @@ class GenerationEndpoint(ABC, Generic[R]):
         receive: Receive,
         send: Send,
     ) -> None:
-        started = False
+        started = quiet = False
+
+        async def start() -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
 
         async def events() -> None:
-            nonlocal started
+            nonlocal quiet
             async with aclosing(outputs):
                 batch = await self._first(outputs)
                 generation.check_outputs(batch)
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                await start()
                 data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
@@ -199,10 +217,27 @@ class GenerationEndpoint(ABC, Generic[R]):
                     # Per-token path: avoid an extra coroutine.
                     data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
                     if data:
+                        quiet = False
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 
+        async def kept_alive(interval: float) -> None:
+            """The events, and a comment for every interval without one, so that proxies do not time out."""
+            nonlocal quiet
+            task = asyncio.create_task(events())
+            try:
+                while not (await asyncio.wait({task}, timeout=interval))[0]:
+                    if quiet:
+                        await start()
+                        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                    quiet = True
+                await task
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+        interval = self.context.config.sse_keep_alive_interval
         try:
-            await self._while_connected(events(), receive, job)
+            await self._while_connected(kept_alive(interval) if interval else events(), receive, job)
             last = response.end()
         except ClientDisconnected:
             return
@@ -211,7 +246,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         except BaseException as error:  # also panics of Rust libraries
             if not started:
                 raise
-            last = event(error_body(as_api_error(error, scope))) + DONE
+            last = event(self.error_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def check_length(self, request: R, num_tokens: int, prompt_index: int | None = None) -> None:

@@ -20,8 +20,19 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: CompletionTokensDetails | None
+
+
+class RequestTimes(msgspec.Struct):
+    """With --enable-per-request-metrics."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -39,19 +50,29 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
+    routed_experts: None
 
 
-class Completion(msgspec.Struct):
+class Response(msgspec.Struct):
+    """What whole responses have in common; what Quire has no value for is null."""
+
     id: str
     object: str
     created: int
     model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
+    service_tier: None
+    system_fingerprint: str | None
     usage: Usage
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: RequestTimes | None
+
+
+class Completion(Response):
+    choices: list[CompletionChoice]
 
 
 class ChatToken(msgspec.Struct):
@@ -84,7 +105,10 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None
-    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    annotations: None
+    audio: None
+    function_call: None
+    reasoning: str | None
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
@@ -95,19 +119,15 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None
+    routed_experts: None
 
 
-class ChatCompletion(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatCompletion(Response):
     choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
+    prompt_text: str | None
 
 
 class Model(msgspec.Struct):

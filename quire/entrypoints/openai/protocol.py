@@ -111,6 +111,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    return_prompt_text: bool | None = None
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
     thinking_token_budget: Int | None = None

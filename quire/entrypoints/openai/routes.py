@@ -12,7 +12,7 @@ from quire.entrypoints.http.dialect import Dialect
 from quire.entrypoints.http.errors import json_response
 from quire.entrypoints.openai.chat import ChatEndpoint
 from quire.entrypoints.openai.completions import CompletionEndpoint
-from quire.entrypoints.openai.errors import error_body
+from quire.entrypoints.openai.errors import ERROR_BODIES, error_body
 from quire.entrypoints.openai.models import ModelEndpoints
 from quire.entrypoints.openai.openapi import openapi_document
 from quire.entrypoints.openai.params import ParamsBuilder
@@ -44,4 +44,6 @@ def example(url: str, name: str) -> str:
 
 
 # All paths: operators' endpoints and unknown paths have OpenAI's errors too.
-OPENAI = Dialect("openai", routes, error_body, prefixes=("/",), check=check, example=example)
+OPENAI = Dialect(
+    "openai", routes, error_body, prefixes=("/",), check=check, example=example, error_formats=ERROR_BODIES
+)
