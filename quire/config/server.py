@@ -79,8 +79,11 @@ class ServerConfig:
     request_timeout: float | None = option(None, "seconds after which a request fails with an error", minimum=0.001)
     max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
     max_n: int = option(128, "most choices per prompt (n)", minimum=1)
-    max_logprob_entries: int = option(
-        1 << 20, "most logprobs in one response: tokens times (logprobs + 1), of all choices", minimum=1
+    max_logprob_entries: int | None = option(
+        None,
+        "most logprobs in one response, tokens times (logprobs + 1); default: 1048576, 16 times as many with "
+        "--max-logprobs -1",
+        minimum=1,
     )
     max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)

@@ -179,11 +179,13 @@ class InputProcessor:
         except (OverflowError, TypeError):
             wrong = next(i for i in token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size)
             raise ValueError(
-                f"{name} has token id {shown(wrong)}; the model's ids are 0 to {self.vocab_size - 1}"
+                f"{name} has token id {shown(wrong)}, out of vocabulary: the model has {self.vocab_size} ids, from 0"
             ) from None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
-            raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
+            raise ValueError(
+                f"{name} has token id {wrong}, out of vocabulary: the model has {self.vocab_size} ids, from 0"
+            )
         return ids.astype(np.int32)
 
     def _truncate(self, token_ids: list[int], keep: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Protocol, cast
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +24,14 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     request_ids: list[str]
 
 
+class ProfiledEngine(Protocol):
+    """An engine that was given a profiler_config."""
+
+    async def start_profile(self) -> None: ...
+
+    async def stop_profile(self) -> None: ...
+
+
 class AdminEndpoints:
     def __init__(self, context: ServerContext) -> None:
         self.context = context
@@ -32,11 +41,18 @@ class AdminEndpoints:
         routes: list[tuple[str, Handler, tuple[str, ...]]] = [
             ("/health", self.health, ("GET",)),
             ("/ready", self.ready, ("GET",)),
+            ("/readyz", self.ready, ("GET",)),
             ("/ping", self.health, ("GET", "POST")),
             ("/version", self.version, ("GET",)),
             ("/metrics", self.metrics, ("GET",)),
             ("/load", self.load, ("GET",)),
+            ("/get_world_size", self.world_size, ("GET",)),
         ]
+        if getattr(self.context.engine_config.observability, "profiler_config", None):
+            routes += [
+                ("/start_profile", self.start_profile, ("POST",)),
+                ("/stop_profile", self.stop_profile, ("POST",)),
+            ]
         if self.context.config.enable_admin:
             routes += [
                 ("/reset_prefix_cache", self.reset_prefix_cache, ("POST",)),
@@ -72,6 +88,20 @@ class AdminEndpoints:
         stats, jobs = self.engine.stats, self.context.peers.num_jobs
         shape = {"server_load": jobs, "running": stats.num_running, "waiting": stats.num_waiting}
         return json_response(shape)
+
+    async def world_size(self, request: Request) -> Response:
+        parallel = self.context.engine_config.parallel
+        return json_response({"world_size": parallel.tensor_parallel_size * parallel.pipeline_parallel_size})
+
+    # With --profiler-config
+
+    async def start_profile(self, request: Request) -> Response:
+        await cast(ProfiledEngine, self.engine).start_profile()
+        return Response(status_code=200)
+
+    async def stop_profile(self, request: Request) -> Response:
+        await cast(ProfiledEngine, self.engine).stop_profile()
+        return Response(status_code=200)
 
     # With --enable-admin
 

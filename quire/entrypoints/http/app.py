@@ -20,6 +20,7 @@ from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, Tracking, import_middleware
 from quire.entrypoints.http.peers import Peers, RemotePeers
 from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimit
+from quire.entrypoints.http.route_table import unserved
 
 
 def build_app(
@@ -34,6 +35,7 @@ def build_app(
     context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
     served = dialects()
     routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
+    routes += unserved({route.path for route in routes})
     app = Starlette(
         routes=routes,
         middleware=_middleware(context, routes, ErrorBodies(served, config.error_format), api_keys or config.api_key),

@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -23,6 +23,9 @@ DEFAULT_VALUES = 1 << 18
 MAX_WARNINGS = 1000  # clients choose the names: bound the memory for them
 MAX_HINTS = 4  # in one request
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+MAX_KEYS = 16  # named in one error
+SWITCH_WORDS = {"yes": True, "y": True, "on": True, "t": True, "no": False, "n": False, "off": False, "f": False}
+SWITCH_BYTES = tuple(f'"{word}"'.encode() for word in SWITCH_WORDS)
 FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -50,6 +53,15 @@ class BodyReader:
         try:
             await self._read(scope, receive, received)
             return await self.decoder.decode(bytes(received), into), len(received)
+        finally:
+            self._held -= len(received)
+
+    async def read_bytes(self, scope: Scope, receive: Receive) -> bytes:
+        """The body as it is, within the limits on its size."""
+        received = bytearray()
+        try:
+            await self._read(scope, receive, received)
+            return bytes(received)
         finally:
             self._held -= len(received)
 
@@ -99,23 +111,15 @@ class BodyDecoder:
         elif self._may_exceed(body):
             self._check(count_json(body, self.limits))
         try:
-            try:
-                return msgspec.json.decode(body, type=_without_unknown(into))
-            except msgspec.ValidationError as error:
-                unknown = UNKNOWN.search(str(error))
-                if unknown is None:
-                    raise
-            request = msgspec.json.decode(body, type=into)
+            return msgspec.json.decode(body, type=_without_unknown(into))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            unknown = UNKNOWN.search(str(error))
+        request = decoded(body, into)
+        if unknown is not None:
             names: Collection[str] = (unknown[1],)  # the first unknown field; enough for a large body
             if len(body) <= SMALL_BODY:
                 names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
-        except msgspec.ValidationError as error:
-            raise _wrong_type(str(error)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
-        except RecursionError:
-            raise bad_request("the body is nested too deeply", code="invalid_json") from None
-        self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
+            self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
         return request
 
     def _may_exceed(self, body: bytes) -> bool:
@@ -147,6 +151,32 @@ class BodyDecoder:
                 logger.warning("a request has the unknown field %r, which is ignored%s", name, hint)
 
 
+def decoded(body: bytes, into: type[T]) -> T:
+    """The request, where strings that spell numbers and booleans count as those."""
+    try:
+        try:
+            return msgspec.json.decode(body, type=into, strict=False)
+        except msgspec.ValidationError:
+            if len(body) > SMALL_BODY or not any(word in body.lower() for word in SWITCH_BYTES):
+                raise
+            return msgspec.convert(_with_switches(msgspec.json.decode(body), into), into, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error), body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+def _with_switches(body: Any, into: type[T]) -> Any:
+    """Words such as "yes" and "off" as booleans, in the fields that are."""
+    if not isinstance(body, dict):
+        return body
+    switches = {field.name for field in msgspec.structs.fields(into) if field.type == bool | None}
+    words = {name: SWITCH_WORDS.get(value.lower(), value) for name, value in body.items() if isinstance(value, str)}
+    return body | {name: value for name, value in words.items() if name in switches}
+
+
 @functools.cache
 def _without_unknown(into: type[T]) -> type[T]:
     return msgspec.defstruct(f"Known{into.__name__}", [], bases=(into,), forbid_unknown_fields=True)  # type: ignore[return-value]
@@ -157,8 +187,19 @@ def _hint(name: str, known: tuple[str, ...]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _wrong_type(message: str) -> ApiError:
+def _wrong_keys(field: str, body: bytes) -> ApiError:
+    """Keys of an object that must be token ids; a message should name all that are not."""
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])[field]
+    keys = [key[:64] for key in msgspec.json.decode(given, type=dict[str, msgspec.Raw]) if not key.isdecimal()]
+    named = ", ".join(map(repr, keys[:MAX_KEYS]))
+    return bad_request(f"{field}: the keys must be token ids; these are not: {named or 'those too large'}", field)
+
+
+def _wrong_type(message: str, body: bytes) -> ApiError:
     """msgspec says: Expected `int`, got `str` - at `$.max_tokens`."""
+    key = re.search(r"at `key` in `\$\.(\w+)`", message)
+    if key:
+        return _wrong_keys(key[1], body)
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         return bad_request(f"{missing[1]} is required", missing[1], "missing_field")

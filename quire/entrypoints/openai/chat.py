@@ -11,7 +11,7 @@ from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningSetup
-from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.params import ParamsBuilder, truncated_right
 from quire.entrypoints.openai.parsed_chat_response import ParsedChatResponse
 from quire.entrypoints.openai.protocol import ChatRequest, TokenizeRequest
 from quire.entrypoints.openai.response import ResponseBuilder
@@ -41,7 +41,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         named = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         kwargs = {name: value for name, value in named.items() if value is not None}
         prompt = render(self.context, request, kwargs, size)
-        self.check_length(request, len(prompt.token_ids))
+        self.check_length(request.truncate_prompt_tokens is not None, len(prompt.token_ids))
+        prompt.token_ids = truncated_right(request, prompt.token_ids, self.context.engine.max_model_len - 1)
         return [prompt]
 
     def takes_long(self, request: ChatRequest, size: int) -> bool:

@@ -6,6 +6,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.protocol import ChatRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
+from quire.messages.sampling_params import ALL_LOGPROBS
 
 
 class ChatResponse(ResponseBuilder):
@@ -58,7 +59,7 @@ class ChatResponse(ResponseBuilder):
         }
 
     def logprobs(self, choice: int, completion: CompletionOutput) -> dict[str, Any]:
-        num_top = self.request.top_logprobs or 0
+        num_top = ALL_LOGPROBS if self.request.logprob_token_ids else self.request.top_logprobs or 0
         content = self.logprob_format.chat(completion.token_ids, completion.logprobs or [], num_top)
         return {"content": content, "refusal": None}
 

@@ -22,13 +22,14 @@ from quire.entrypoints.http.errors import (
     bad_request,
 )
 from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.http.load_report import load_report
 from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
 from quire.entrypoints.openai.errors import ERROR_BODIES, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
-from quire.entrypoints.openai.protocol import GenerationRequest
+from quire.entrypoints.openai.protocol import EngineRequest, GenerationRequest
 from quire.entrypoints.openai.response import DONE, ResponseBuilder, ResponseOptions, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
@@ -40,7 +41,7 @@ EVENT_STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=EngineRequest)
 T = TypeVar("T")
 
 
@@ -86,7 +87,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         context.admit()
 
         def prepare() -> tuple[BeamRequest | None, SamplingParams, Sequence[Any]]:
-            search = beam.beam_request(request, context, self.builder) if request.use_beam_search else None
+            search = self._search(request)
             params = self.params(request) if search is None else search.params
             return search, params, self.sources(request)
 
@@ -103,7 +104,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
-            logprobs = LogprobFormat(context.engine.tokenizer, self._as_token_ids(request))
+            logprobs = LogprobFormat(context.engine.tokenizer, self.as_token_ids(request))
             response = self.response(job.id, model, request, logprobs)
             priority = request.priority or 0
             if search is not None:
@@ -119,7 +120,8 @@ class GenerationEndpoint(ABC, Generic[R]):
                     collected = self._collect(outputs, len(prompts))
                     finals = await self._while_connected(collected, receive, job)
                     body = await context.in_thread_if(large, lambda: response.body(finals))
-                    await Response(body, media_type="application/json")(scope, receive, send)
+                    headers = load_report(scope, context.engine.stats)
+                    await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
             finally:
                 charge = scope.get("quire.charge")
                 if charge is not None:
@@ -129,9 +131,15 @@ class GenerationEndpoint(ABC, Generic[R]):
         """Whether rendering and tokenizing would stall the event loop."""
         return size > LONG_TEXT
 
-    def _as_token_ids(self, request: R) -> bool:
-        given = request.return_tokens_as_token_ids
+    def as_token_ids(self, request: R) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        given = request.return_tokens_as_token_ids if isinstance(request, GenerationRequest) else None
         return self.context.config.return_tokens_as_token_ids if given is None else given
+
+    def _search(self, request: R) -> BeamRequest | None:
+        if isinstance(request, GenerationRequest) and request.use_beam_search:
+            return beam.beam_request(request, self.context, self.builder)
+        return None
 
     async def _admit(self, num_sequences: int, scope: Scope) -> None:
         """Enforce limits on the number of sequences, before anything is tokenized."""
@@ -153,7 +161,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * per_prompt * self.prompt_copies(request, params)
         of_outputs = len(prompts) * params.n * min(params.max_tokens or longest, longest) * per_output
         count = of_prompts + (of_outputs if len(prompts) * params.n > 1 else 0)
-        most = self.context.config.max_logprob_entries
+        most = self.builder.max_logprob_entries
         if count > most:
             message = f"the response may hold {count} logprobs; at most {most} are allowed (--max-logprob-entries)"
             raise bad_request(message, "logprobs", "too_many_logprobs")
@@ -249,9 +257,9 @@ class GenerationEndpoint(ABC, Generic[R]):
             last = event(self.error_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def check_length(self, request: R, num_tokens: int, prompt_index: int | None = None) -> None:
+    def check_length(self, truncated: bool, num_tokens: int, prompt_index: int | None = None) -> None:
         longest = self.context.engine.max_model_len - 1
-        if num_tokens > longest and request.truncate_prompt_tokens is None:
+        if num_tokens > longest and not truncated:
             which = "the prompt" if prompt_index is None else f"prompt[{prompt_index}]"
             message = f"{which} has {num_tokens} tokens; at most {longest} are allowed, plus one generated token"
             raise bad_request(message, self.prompt_field, "context_length_exceeded")

@@ -15,18 +15,25 @@ from quire.entrypoints.http.admin import AbortRequest
 from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID, OPEN_PATHS
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    TokensRequest,
 )
 from quire.entrypoints.openai.structured import FORMATS
 from quire.messages.sampling_params import MAX_TEMPERATURE
 
-GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+TIMED_PATHS = (*GENERATION_PATHS, "/v1/chat/completions/batch")
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
+    "/v1/completions/render": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/batch": BatchChatRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/inference/v1/generate": TokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest,
@@ -92,14 +99,21 @@ MESSAGE = {
 }
 
 
+SPECIAL_LIMITS: dict[type[msgspec.Struct], dict[str, Any]] = {
+    CompletionRequest: COMPLETION_LIMITS,
+    BatchChatRequest: {"messages": {"minItems": 1, "items": {"type": "array", "minItems": 1, "items": MESSAGE}}},
+    TokensRequest: {"token_ids": {"minItems": 1, "items": {"type": "integer", **TOKEN_ID}}},
+}
+
+
 def openapi_document(
     routes: Sequence[Route], config: ServerConfig, model_names: Sequence[str], with_keys: bool = False
 ) -> dict[str, Any]:
-    kinds = [*BODIES.values(), *RESPONSES.values()]
+    kinds = list(dict.fromkeys([*BODIES.values(), *RESPONSES.values()]))
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     by_kind = dict(zip(kinds, references, strict=True))
-    for kind in BODIES.values():
-        limits = _limits(config, model_names) | (COMPLETION_LIMITS if kind is CompletionRequest else {})
+    for kind in set(BODIES.values()):
+        limits = _limits(config, model_names) | SPECIAL_LIMITS.get(kind, {})
         _add_limits(schemas[kind.__name__]["properties"], limits)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -141,7 +155,8 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "bad_words": {"items": {"type": "string", "minLength": 1}},
         "logprobs": {"minimum": -1},
         "prompt_logprobs": {"minimum": -1},
-        "top_logprobs": {"minimum": 0},
+        "top_logprobs": {"minimum": -1},
+        "truncation_side": {"enum": ["left", "right"]},
         "stop_token_ids": {"items": {"type": "integer", **TOKEN_ID}},
         "allowed_token_ids": {"minItems": 1, "items": {"type": "integer", **TOKEN_ID}},
         "tokens": {"items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}},
@@ -191,7 +206,7 @@ def _operation(
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     names = re.findall(r"{(\w+)", route.path)
     statuses = [*COMMON_STATUSES, *(BODY_STATUSES if body else ()), *(["404"] if names else [])]
-    statuses += ["504"] if route.path in GENERATION_PATHS else []
+    statuses += ["504"] if route.path in TIMED_PATHS else []
     responses = {"200": {"description": "the response", **_content(route.path, response)}}
     responses |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
     operation: dict[str, Any] = {"responses": responses}

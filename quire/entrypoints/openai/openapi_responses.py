@@ -130,6 +130,41 @@ class ChatCompletion(Response):
     prompt_text: str | None
 
 
+class TokensChoice(msgspec.Struct):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    token_ids: list[int]
+    routed_experts: None
+    sampling_mask: None
+
+
+class TokensResponse(msgspec.Struct):
+    request_id: str
+    model: str
+    created: int
+    choices: list[TokensChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    kv_transfer_params: None
+    ec_transfer_params: None
+
+
+class Rendered(msgspec.Struct):
+    """A body for /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    token_offsets: list[tuple[int, int]] | None
+    sampling_params: dict[str, Any]
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    features: None
+
+
 class Model(msgspec.Struct):
     id: str
     object: str
@@ -138,6 +173,18 @@ class Model(msgspec.Struct):
     root: str
     parent: str | None
     max_model_len: int
+    permission: list[dict[str, Any]]
+
+
+class TokenizerInfo(msgspec.Struct):
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    additional_special_tokens: list[str]
+    added_tokens_decoder: dict[str, Any]
 
 
 class ModelList(msgspec.Struct):
@@ -189,9 +236,19 @@ class ServerInfo(msgspec.Struct):
     state: State
 
 
-RESPONSES: dict[str, type[msgspec.Struct]] = {
+class WorldSize(msgspec.Struct):
+    world_size: int
+
+
+RESPONSES: dict[str, Any] = {
     "/v1/completions": Completion,
+    "/v1/completions/render": list[Rendered],
     "/v1/chat/completions": ChatCompletion,
+    "/v1/chat/completions/batch": ChatCompletion,
+    "/v1/chat/completions/render": Rendered,
+    "/inference/v1/generate": TokensResponse,
+    "/tokenizer_info": TokenizerInfo,
+    "/get_world_size": WorldSize,
     "/v1/models": ModelList,
     "/v1/models/{name:path}": Model,
     "/tokenize": Tokens,

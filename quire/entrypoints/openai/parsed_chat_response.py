@@ -55,7 +55,7 @@ class ParsedChatResponse(ChatResponse):
         for i, delta in enumerate(deltas):
             logprobs, finish, fields = b"null", b"null", b""
             if i == 0:
-                logprobs, fields = self.encoded_logprobs(index, completion), self.token_fields(completion)
+                logprobs, fields = self.encoded_logprobs(index, completion), self.token_fields(completion, index)
             if i == len(deltas) - 1 and finish_reason is not None:
                 finish = encode(self._finish_reason(index, finish_reason))
                 fields += self.stop_fields(completion)

@@ -201,7 +201,7 @@ class ResponseBuilder(ABC):
 
     def _full_event(self, index: int, completion: CompletionOutput) -> bytes:
         text = self.text(completion.text) if completion.text else self.no_text
-        fields = self.token_fields(completion) + self.stop_fields(completion)
+        fields = self.token_fields(completion, index) + self.stop_fields(completion)
         finish = encode(completion.finish_reason)
         return self.event(index, text, self.encoded_logprobs(index, completion), finish, fields)
 
@@ -209,7 +209,7 @@ class ResponseBuilder(ABC):
         with_logprobs = self.with_logprobs and completion.token_ids
         return encode(self.logprobs(index, completion)) if with_logprobs else b"null"
 
-    def token_fields(self, completion: CompletionOutput) -> bytes:
+    def token_fields(self, completion: CompletionOutput, choice: int) -> bytes:
         return b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
 
     def stop_fields(self, completion: CompletionOutput) -> bytes:

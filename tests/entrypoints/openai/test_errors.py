@@ -51,7 +51,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"prompt": "a", "suffix": "z"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "stream": "maybe"}, "stream"),
         ({"prompt": "a", "request_id": "a b\n"}, "request_id"),
         ({"prompt": "a", "repetition_detection": {"x": 1}}, "repetition_detection"),
     ],
