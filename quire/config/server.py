@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import logging
+import re
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -128,6 +129,10 @@ class ServerConfig:
         validate(self)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.metrics_prefix, re.ASCII):
+            raise ValueError(
+                f"metrics_prefix is {self.metrics_prefix!r}; it must be letters, digits and _ (--metrics-prefix)"
+            )
         if (self.fingerprint_mode == "custom") != (self.fingerprint_value is not None):
             raise ValueError("--fingerprint-mode custom and --fingerprint-value need each other")
         if self.enable_auto_tool_choice and not self.tool_call_parser:

@@ -130,6 +130,9 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.kv.prefix_queries,
             prefix_cache_hits=self.kv.prefix_hits,
+            external_cache_queries=self.transfers.num_queried,
+            external_cache_hits=self.transfers.num_matched,
+            num_deferred=len(self.queue.blocked),
             step_tokens=tuple(self._step_tokens),
             step_tokens_sum=self._step_tokens_sum,
         )

@@ -134,7 +134,7 @@ class AsyncLLM:
 
     def get_metrics(self) -> list[Metric]:
         own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
-        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
+        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name, self.max_model_len)]
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """Stop the engine process, after `timeout` seconds by force; a shared one keeps running. Open streams end with

@@ -98,7 +98,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
-        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
+        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name, self.max_model_len)]
 
     def has_unfinished_requests(self) -> bool:
         return len(self.output_processor) > 0

@@ -153,6 +153,9 @@ class SchedulerStats(msgspec.Struct):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    external_cache_queries: int = 0  # tokens that connectors were asked for
+    external_cache_hits: int = 0  # tokens that they load
+    num_deferred: int = 0  # of those waiting: not for room, but for a grammar, KV blocks, a fork or frames
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)  # steps per bucket; the last is unbounded
     step_tokens_sum: int = 0
 

@@ -15,6 +15,7 @@ from quire.engine.metrics import combined
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
 from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
+from quire.entrypoints.http.process_metrics import process_metrics
 
 Handler = Callable[[Request], Awaitable[Response]]
 SECRETS = ("api_key", "ssl_keyfile_password")
@@ -81,8 +82,9 @@ class AdminEndpoints:
         others = await self.context.peers.metrics()
         if others is None:  # a partial sum would look like a counter reset
             raise overloaded("an API process of this server does not respond", 1)
-        metrics = combined([self.context.own_metrics(), *others])
-        return Response(prometheus_text(metrics), headers={"content-type": CONTENT_TYPE})
+        metrics = [*combined([self.context.own_metrics(), *others]), *process_metrics()]
+        text = prometheus_text(metrics, self.context.config.metrics_prefix)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def load(self, request: Request) -> Response:
         stats, jobs = self.engine.stats, self.context.peers.num_jobs

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -150,6 +150,7 @@ class ServerContext:
         waiting = max(self.engine.stats.num_waiting, unfinished - slots)
         free = max(0, slots - unfinished)
         if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
+            self.http_metrics.rejections += 1
             raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
 
     @contextmanager
@@ -173,7 +174,11 @@ class ServerContext:
 
     def own_metrics(self) -> list[Metric]:
         """This process's metrics."""
-        return [*self.engine.get_metrics(), *self.http_metrics.snapshot()]
+        return [*map(self._as_served, self.engine.get_metrics()), *self.http_metrics.snapshot()]
+
+    def _as_served(self, metric: Metric) -> Metric:
+        """Labelled with the name that clients use."""
+        return replace(metric, labels={**metric.labels, "model_name": self.model_names[0]})
 
     async def abort(self, request_ids: list[str]) -> list[str]:
         """Abort this process's requests among `request_ids`; returns the ids found."""
