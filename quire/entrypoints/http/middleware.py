@@ -23,7 +23,7 @@ from quire.entrypoints.http.metrics import HttpMetrics
 access_logger = logging.getLogger("quire.access")
 
 # Need no API key and have no rate limit, for load balancers' probes.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/readyz", "/ping"})
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 

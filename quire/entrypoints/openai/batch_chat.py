@@ -28,6 +28,7 @@ class BatchChatEndpoint(GenerationEndpoint[BatchChatRequest]):
         self.chat = chat
 
     def params(self, request: BatchChatRequest) -> SamplingParams:
+        self.sources(request)
         for name in REFUSED:
             if getattr(request, name):
                 raise bad_request(f"{name} cannot be used with several conversations; send them one by one", name)

@@ -156,7 +156,7 @@ class Rendered(msgspec.Struct):
     request_id: str
     model: str
     token_ids: list[int]
-    token_offsets: list[tuple[int, int]] | None
+    token_offsets: list[list[int]] | None
     sampling_params: dict[str, Any]
     stream: bool
     stream_options: dict[str, bool | None] | None

@@ -69,7 +69,7 @@ def test_several_conversations_in_one_request(server: StubServer) -> None:
     assert len(answer["choices"][1]["logprobs"]["content"]) == 3
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"n": 2}, {"tools": [{"type": "function"}]}])
+@pytest.mark.parametrize("fields", [{"stream": True}, {"n": 2}, {"tools": [{"type": "function"}]}, {"messages": []}])
 def test_what_a_batch_cannot_do(server: StubServer, fields: dict[str, Any]) -> None:
     response = server.post("/v1/chat/completions/batch", {"messages": [HELLO]} | fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
