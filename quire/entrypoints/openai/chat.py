@@ -38,12 +38,22 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
     def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         self.tools.check(request)
+        forwarded = (request.kv_transfer_params or {}).get("prompt_token_ids")
+        if forwarded is not None:
+            return [self._forwarded(forwarded)]
         named = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         kwargs = {name: value for name, value in named.items() if value is not None}
         prompt = render(self.context, request, kwargs, size)
         self.check_length(request.truncate_prompt_tokens is not None, len(prompt.token_ids))
         prompt.token_ids = truncated_right(request, prompt.token_ids, self.context.engine.max_model_len - 1)
         return [prompt]
+
+    def _forwarded(self, ids: Any) -> ParsedPrompt:
+        """The prompt as the server that prefills it has tokenized it."""
+        if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
+            raise bad_request("kv_transfer_params: prompt_token_ids must be a list of token ids", "kv_transfer_params")
+        self.check_length(False, len(ids))
+        return ParsedPrompt(self.context.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
     def takes_long(self, request: ChatRequest, size: int) -> bool:
         return takes_long(request, size)

@@ -95,7 +95,7 @@ class GenerationRequest(EngineRequest, kw_only=True):
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
-    kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+    kv_transfer_params: dict[str, Any] | None = None  # chat reads its prompt_token_ids
     ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
     media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
     mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)

@@ -1,6 +1,8 @@
 """vLLM's routes beside OpenAI's: served, served with a flag, or refused by the name of what is missing."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,23 @@ def test_every_route_says_what_it_is(server: StubServer) -> None:
         response = server.get(path) if methods == ("GET",) else server.post(path, {})
         assert response.status_code == 501
         assert response.json()["error"]["message"].endswith(f"not available yet: {feature}")
+
+
+def test_the_docs_list_every_route() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| ([A-Z]+(?: and [A-Z]+)*) \| `(/[^`]*)` \| .*?(?:with `(--[\w-]+)`)? \|$", page, re.MULTILINE
+    )
+    expected = [(" and ".join(methods), path, "") for path, methods in WORKS.items()]
+    expected += [(" and ".join(methods), path, flag) for path, (methods, flag) in WITH_FLAG.items()]
+    assert [row[:2] for row in rows] == [row[:2] for row in expected]
+    assert [row[2] for row in rows if row[1] in WITH_FLAG] == [flag for _, flag in WITH_FLAG.values()]
+    later = {
+        path: what
+        for what, paths in re.findall(r"^\| ([^|]*) \| (`/[^|]*`) \|$", page, re.MULTILINE)
+        for path in paths.split(", ")
+    }
+    assert later == {f"`{path}`": what for path, (_, what) in NOT_YET.items()}
 
 
 def test_the_documentation_needs_nothing_from_elsewhere(server: StubServer) -> None:
@@ -154,3 +173,14 @@ def test_which_side_of_a_prompt_is_cut(server: StubServer) -> None:
         assert answer["choices"][0]["prompt_token_ids"] == kept
     refused = server.post("/v1/completions", {"prompt": ids, "truncation_side": "middle"})
     assert refused.status_code == 400 and "left, right" in refused.text
+
+
+def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
+    first = body(server, "/v1/chat/completions", messages=HELLO, max_tokens=3, return_token_ids=True)
+    forwarded = {"prompt_token_ids": first["prompt_token_ids"]}
+    second = body(
+        server, "/v1/chat/completions", messages=BYE, max_tokens=3, return_token_ids=True, kv_transfer_params=forwarded
+    )
+    assert second["prompt_token_ids"] == first["prompt_token_ids"] and second["choices"] == first["choices"]
+    wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": {"prompt_token_ids": ["a"]}})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
