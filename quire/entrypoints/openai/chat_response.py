@@ -31,6 +31,8 @@ class ChatResponse(ResponseBuilder):
             event_fields += b',"prompt_token_ids":' + encode(output.prompt_token_ids)
         if choice == 0 and self.with_prompt_logprobs:
             event_fields += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
+        if choice == 0 and self.request.return_prompt_text:
+            event_fields += b',"prompt_text":' + encode(output.prompt)
         delta = b',"delta":{"role":"assistant","content":%b}' % encode(self.echoed)
         return [self.event(choice, delta, event_fields=event_fields)]
 
