@@ -110,16 +110,17 @@ class BodyDecoder:
             self._check(await asyncio.to_thread(count_json, body, self.limits))
         elif self._may_exceed(body):
             self._check(count_json(body, self.limits))
-        try:
-            return msgspec.json.decode(body, type=_without_unknown(into))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            unknown = UNKNOWN.search(str(error))
+        unknown = None
+        for strict in (True, False):
+            try:
+                return msgspec.json.decode(body, type=_without_unknown(into), strict=strict)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                unknown = UNKNOWN.search(str(error))
         request = decoded(body, into)
-        if unknown is not None:
-            names: Collection[str] = (unknown[1],)  # the first unknown field; enough for a large body
-            if len(body) <= SMALL_BODY:
-                names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
-            self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
+        names: Collection[str] = (unknown[1],) if unknown is not None else ()  # the first; enough for a large body
+        if len(body) <= SMALL_BODY:
+            names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+        self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
         return request
 
     def _may_exceed(self, body: bytes) -> bool:

@@ -152,6 +152,13 @@ def test_strings_that_spell_numbers_and_booleans(server: StubServer) -> None:
     assert body(server, "/v1/completions", prompt="3", max_tokens=1, stream="false")["usage"]["prompt_tokens"] == 1
 
 
+def test_a_field_is_unknown_whatever_the_others_spell() -> None:
+    with stub_server(stub_engine(), ServerConfig(strict_fields=True)) as server:
+        for given in ({"max_tokens": "3"}, {"echo": "yes"}, {}):
+            refused = server.post("/v1/completions", {"prompt": "a", "max_tokns": 3} | given)
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "unknown_field"
+
+
 def test_every_key_that_is_no_token_id_is_named(server: StubServer) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "logit_bias": {"one": 1, "5": 1, "two": 1}})
     found = response.json()["error"]
