@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import json
 import os
 import signal
@@ -307,12 +308,26 @@ def _found(name: str) -> bool:
 
 
 class Report:
-    """Outcomes by test."""
+    """Outcomes by test, written after each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.passed: list[str] = []
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+
+    @pytest.fixture
+    def local_asset_server(self) -> None:
+        """Serves images to tests of multimodal models."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            function = getattr(item, "function", None)
+            online = "server" in getattr(item, "fixturenames", ()) or "RemoteOpenAIServer" in inspect.getsource(
+                function
+            )
+            if not online:
+                item.add_marker(pytest.mark.skip(PLACEHOLDER))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.partition("tests/entrypoints/")[2] or report.nodeid
@@ -324,10 +339,8 @@ class Report:
             self.failed[name] = str(crash.message if crash is not None else report.longrepr)[:500]
         elif report.when == "call":
             self.passed.append(name)
-
-    def write(self, file: Path) -> None:
         shape = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
-        file.write_text(json.dumps(shape, indent=1))
+        self.file.write_text(json.dumps(shape, indent=1))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -351,9 +364,8 @@ def main(argv: Sequence[str]) -> int:
     options = ["-c", os.devnull, f"--rootdir={checkout}", "--noconftest", "-p", "no:cacheprovider", "-q"]
     options += ["-p", "tests.entrypoints.conftest", "--tb=short"]
     options += ["-k", args.k] if args.k else []
-    report = Report()
+    report = Report(args.report)
     pytest.main([*options, *files], plugins=[report])
-    report.write(args.report)
     print(f"{len(report.passed)} passed, {len(report.failed)} failed, {len(report.skipped)} skipped: {args.report}")
     return 1 if report.failed else 0
 
