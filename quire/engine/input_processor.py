@@ -152,7 +152,7 @@ class InputProcessor:
             if ids:
                 self._array(name, list(ids))
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            everything = self.max_logprobs == ALL_LOGPROBS
+            everything = self.max_logprobs == ALL_LOGPROBS or self.max_logprobs >= self.vocab_size
             if count is not None and not everything and (count == ALL_LOGPROBS or count > self.max_logprobs):
                 requested = "all logprobs are requested" if count == ALL_LOGPROBS else f"{name} is {count}"
                 raise ValueError(f"{requested}; at most {self.max_logprobs} are allowed (--max-logprobs; -1: no limit)")

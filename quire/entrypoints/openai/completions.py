@@ -165,8 +165,7 @@ class CompletionResponse(ResponseBuilder):
         if output.prompt is not None and self.request.truncate_prompt_tokens is None:
             return output.prompt
         tokenizer = self.logprob_format.tokenizer
-        skip = self.request.skip_special_tokens is not False
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
 def without_generated(output: RequestOutput) -> RequestOutput:

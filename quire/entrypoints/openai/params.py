@@ -49,7 +49,8 @@ class ParamsBuilder:
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
         # Whoever allows a whole vocabulary of logprobs expects larger responses.
-        most = MAX_LOGPROB_ENTRIES * (16 if model.max_logprobs == ALL_LOGPROBS else 1)
+        everything = model.max_logprobs == ALL_LOGPROBS or 0 < model.vocab_size <= model.max_logprobs
+        most = MAX_LOGPROB_ENTRIES * (16 if everything else 1)
         self.max_logprob_entries = most if config.max_logprob_entries is None else config.max_logprob_entries
         self.defaults = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
         self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: generation_config.json sets none
