@@ -95,7 +95,7 @@ class GenerationRequest(EngineRequest, kw_only=True):
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # chat reads its prompt_token_ids
+    kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
     ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
     media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
     mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
@@ -129,6 +129,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
     thinking_token_budget: Int | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # type: ignore[assignment]  # only its prompt_token_ids count
 
     # Refused unless neutral
     modalities: list[str] | None = None
