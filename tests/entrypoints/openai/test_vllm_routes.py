@@ -69,6 +69,22 @@ def test_tokenizer_info() -> None:
     assert "messages" in info["chat_template"]
 
 
+def test_profiles_of_an_engine_with_a_profiler() -> None:
+    engine, called = stub_engine(), []
+
+    async def start() -> None:
+        called.append("start")
+
+    async def stop() -> None:
+        called.append("stop")
+
+    engine.start_profile, engine.stop_profile = start, stop
+    engine.config.observability.profiler_config = {"profiler": "torch"}
+    with stub_server(engine) as server:
+        assert [server.post(f"/{name}_profile").status_code for name in ("start", "stop")] == [200, 200]
+    assert called == ["start", "stop"]
+
+
 def test_invocations_go_to_the_endpoint_whose_field_they_have(server: StubServer) -> None:
     assert body(server, "/invocations", messages=HELLO, max_tokens=2)["object"] == "chat.completion"
     assert body(server, "/invocations", prompt=[7, 8], max_tokens=2)["object"] == "text_completion"
