@@ -119,7 +119,7 @@ class BodyDecoder:
         request = decoded(body, into)
         names: Collection[str] = (unknown[1],) if unknown is not None else ()  # the first; enough for a large body
         if len(body) <= SMALL_BODY:
-            names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+            names = _fields(body)
         self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
         return request
 
@@ -164,9 +164,21 @@ def decoded(body: bytes, into: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), body) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise _not_json(error) from None
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+def _not_json(error: Exception) -> ApiError:
+    return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _fields(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """An object's keys, and their values undecoded; a key that is no UTF-8 may have been skipped until here."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from None
 
 
 def _with_switches(body: Any, into: type[T]) -> Any:
@@ -190,8 +202,7 @@ def _hint(name: str, known: tuple[str, ...]) -> str:
 
 def _wrong_keys(field: str, body: bytes) -> ApiError:
     """Keys of an object that must be token ids; a message should name all that are not."""
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])[field]
-    keys = [key[:64] for key in msgspec.json.decode(given, type=dict[str, msgspec.Raw]) if not key.isdecimal()]
+    keys = [key[:64] for key in _fields(_fields(body)[field]) if not key.isdecimal()]
     named = ", ".join(map(repr, keys[:MAX_KEYS]))
     return bad_request(f"{field}: the keys must be token ids; these are not: {named or 'those too large'}", field)
 

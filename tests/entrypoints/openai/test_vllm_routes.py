@@ -181,6 +181,16 @@ def test_every_key_that_is_no_token_id_is_named(server: StubServer) -> None:
     assert found["param"] == "logit_bias" and "'one', 'two'" in found["message"] and "'5'" not in found["message"]
 
 
+def test_a_key_that_is_no_text(server: StubServer) -> None:
+    for given in (
+        b'{"prompt":"a","\x9b":1}',
+        b'{"prompt":"a","max_tokens":"1","\x9b":1}',
+        b'{"logit_bias":{"\x9b":1}}',
+    ):
+        refused = server.post("/v1/completions", content=given, headers={"content-type": "application/json"})
+        assert refused.status_code == 400, refused.text
+
+
 def test_which_side_of_a_prompt_is_cut(server: StubServer) -> None:
     ids = list(range(10, 20))
     for side, kept in (("right", ids[:4]), ("left", ids[-4:]), (None, ids[-4:])):
