@@ -48,6 +48,7 @@ FILES = (
     "openai/test_chunked_prompt.py",
     "openai/test_return_token_ids.py",
     "openai/test_return_tokens_as_ids.py",
+    "scale_out/render/test_render.py",
     "scale_out/token_in_token_out/test_serving_tokens.py",
     "serve/instrumentator/test_basic.py",
     "serve/instrumentator/test_metrics.py",
@@ -298,7 +299,7 @@ def install(checkout: Path, stand_in: StandIn) -> None:
     tests = ModuleType("tests")
     tests.__path__ = [str(checkout / "tests")]
     helpers, conftest = PlaceholderModule("tests.utils"), PlaceholderModule("tests.conftest")
-    helpers.RemoteOpenAIServer = RemoteServer
+    helpers.RemoteOpenAIServer = helpers.RemoteLaunchRenderServer = RemoteServer
     helpers.ROCM_EXTRA_ARGS = []
     sys.modules |= {"tests": tests, "tests.utils": helpers, "tests.conftest": conftest}
 

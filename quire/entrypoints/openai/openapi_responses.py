@@ -163,6 +163,7 @@ class Rendered(msgspec.Struct):
     cache_salt: str | None
     priority: int
     features: None
+    assistant_tokens_mask: None
 
 
 class Model(msgspec.Struct):

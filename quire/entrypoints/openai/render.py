@@ -54,6 +54,7 @@ class RenderEndpoint(Generic[R]):
             "cache_salt": request.cache_salt,
             "priority": request.priority or 0,
             "features": None,
+            "assistant_tokens_mask": None,
         }
 
     def _offsets(self, prompt: ParsedPrompt) -> list[tuple[int, int]] | None:
