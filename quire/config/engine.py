@@ -7,8 +7,10 @@ from typing import Any
 
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
+from quire.config.environment import option_defaults
 from quire.config.fields import options
 from quire.config.load import LoadConfig
+from quire.config.logs import warn_of_environment
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
@@ -54,6 +56,8 @@ class EngineConfig:
         kwargs = {name: value for name, value in kwargs.items() if not _is_unavailable(name, value)}
         kwargs |= backend_of(kwargs.pop("structured_outputs_config", None))
         known = {name: part for part, config in cls.parts().items() for name in options(config)}
+        warn_of_environment()
+        kwargs = option_defaults(known) | kwargs
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

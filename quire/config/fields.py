@@ -13,6 +13,7 @@ class FieldInfo:
     minimum: float | None = None
     maximum: float | None = None
     words: tuple[str, ...] = ()  # accepted in place of a number
+    several: str = "repeat"  # how a tuple is given: one value per flag, "many" values, or one or a "json" list
     internal: bool = False  # filled in by Quire, no flag
 
 
@@ -24,9 +25,10 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     words: tuple[str, ...] = (),
+    several: str = "repeat",
 ) -> Any:
     """A dataclass field that is also a command-line flag."""
-    info = FieldInfo(help, choices, minimum, maximum, words)
+    info = FieldInfo(help, choices, minimum, maximum, words, several)
     return dataclasses.field(default=default, metadata={"info": info})
 
 

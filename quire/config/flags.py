@@ -6,6 +6,7 @@ import difflib
 import json
 import typing
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
@@ -29,7 +30,21 @@ class FlagParser(argparse.ArgumentParser):
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             self.error(self._unknown_message(unknown))
+        self._check_model(args)
         return args
+
+    def _check_model(self, args: argparse.Namespace) -> None:
+        """`--api-key KEY ORG/MODEL` must not serve the default model with the model's name as a key."""
+        takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
+        if not takes_model or hasattr(args, "model"):
+            return
+        for action in self._actions:
+            values = getattr(args, action.dest, None)
+            if isinstance(action, Several) and action.nargs and values is not None and len(values) > 1:
+                last = values[-1]
+                if "/" in last or last.endswith(".gguf") or Path(last).exists():
+                    taken = f"{action.option_strings[0]} took {last!r} as one of its values"
+                    self.error(f"{taken}; write the model before it, or as --model")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"quire: error: {message}\nsee {self.prog} --help\n")
@@ -41,6 +56,20 @@ class FlagParser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = difflib.get_close_matches(flags[0].replace("_", "-"), known, n=1)
         return f"unknown flag {flags[0]}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+class Several(argparse.Action):
+    """Collects the values of a flag that may be given several times, with one or more values each."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        new = [each for value in (values if self.nargs else [values]) for each in _as_list(value)]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *new])
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -98,14 +127,31 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def text_list(text: str) -> str | list[str]:
+    """One text, or several as a JSON list: `["a", "b"]`."""
+    if not text.startswith("["):
+        return text
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a list of texts; write ["...", "..."]')
+    return values
+
+
 def add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
     # A flag that was not given is absent from the namespace, so that the config keeps its default.
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
     if annotation is bool:
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
     elif typing.get_origin(annotation) is tuple:
-        common["help"] = f"{info.help}; may be given several times".replace("%", "%%")
-        group.add_argument(flag(name), action="append", metavar="TEXT", **common)
+        how = {"many": "several may be given", "json": "may be given several times, or as a JSON list"}
+        common["help"] = f"{info.help}; {how.get(info.several, 'may be given several times')}".replace("%", "%%")
+        if info.several == "many":
+            common["nargs"] = "+"
+        common["type"] = text_list if info.several == "json" else str
+        group.add_argument(flag(name), action=Several, metavar="TEXT", **common)
     elif info.choices is not None:
         group.add_argument(flag(name), choices=info.choices, type=_parser_for(name, annotation), **common)
     else:

@@ -56,7 +56,7 @@ class ModelConfig:
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs or logits, before or after penalties, masks and temperature", choices=LOGPROBS_MODES
     )
-    logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class")
+    logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class", several="many")
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)
 

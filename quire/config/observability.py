@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.config.environment import LOG_LEVELS
 from quire.config.fields import option, validate
 
 
@@ -9,6 +10,8 @@ from quire.config.fields import option, validate
 class ObservabilityConfig:
     """Logging and health checks."""
 
+    log_level: str | None = option(None, "lowest level of log lines; default: INFO", choices=LOG_LEVELS)
+    log_config_file: str | None = option(None, "JSON file that configures logging, for logging.config.dictConfig")
     disable_log_stats: bool = option(False, "no log line about load and throughput every 10 s of a server's work")
 
     engine_heartbeat_timeout: float = option(

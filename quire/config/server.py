@@ -7,9 +7,8 @@ import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from quire.config.environment import QUIRE_API_KEY
+from quire.config.environment import QUIRE_API_KEY, VLLM_API_KEY, option_defaults
 from quire.config.fields import option, options, validate
 from quire.config.flags import add_flag
 
@@ -23,13 +22,20 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
     api_server_count: int = option(1, "API server processes for one engine", minimum=1, maximum=64)
-    served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in responses")
-    root_path: str = option("", "path prefix under which a proxy serves it")
+    served_model_name: tuple[str, ...] = option(
+        (), "names of the model in requests, the first also in responses", several="many"
+    )
+    root_path: str = option("", "path prefix under which a proxy serves it; paths without it are served too")
 
     api_key: tuple[str, ...] = option(
-        (), f"key that clients must send; also from {QUIRE_API_KEY.name}, comma-separated"
+        (),
+        f"keys, of which clients must send one; also from {QUIRE_API_KEY.name}, comma-separated",
+        several="many",
     )
     api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are ignored")
+    open_paths: str = option(
+        "/health,/ready,/ping,/metrics,/version", "paths that need no key and have no rate limit, comma-separated"
+    )
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
     reasoning_parser: str | None = option(None, "format of the model's reasoning: qwen3, ... or your own module:name")
@@ -73,9 +79,11 @@ class ServerConfig:
         None, "prompt and output tokens per interval for a key, or an address", minimum=1
     )
 
-    allowed_origins: tuple[str, ...] = option((), "origin whose web pages may call the server (CORS); *: all")
-    allowed_methods: tuple[str, ...] = option((), "method they may use (default: GET and POST)")
-    allowed_headers: tuple[str, ...] = option((), "header they may send (default: all)")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origin whose web pages may call the server (CORS); *: all", several="json"
+    )
+    allowed_methods: tuple[str, ...] = option((), "method they may use (default: GET and POST)", several="json")
+    allowed_headers: tuple[str, ...] = option((), "header they may send (default: all)", several="json")
     allow_credentials: bool = option(False, "let web pages send cookies")
 
     otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector for a span per request (extra: otel)")
@@ -115,8 +123,15 @@ class ServerConfig:
 
     @property
     def unlogged_paths(self) -> frozenset[str]:
-        listed = (self.disable_access_log_for_endpoints or "").split(",")
-        return frozenset(path.strip() for path in listed if path.strip())
+        return _paths(self.disable_access_log_for_endpoints or "")
+
+    @property
+    def unguarded_paths(self) -> frozenset[str]:
+        return _paths(self.open_paths)
+
+
+def _paths(listed: str) -> frozenset[str]:
+    return frozenset(path.strip() for path in listed.split(",") if path.strip())
 
 
 def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
@@ -131,7 +146,7 @@ def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
 
 def server_config(args: argparse.Namespace, only: Collection[str] | None = None) -> ServerConfig:
     names = options(ServerConfig) if only is None else only
-    given: dict[str, Any] = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = option_defaults(names) | {name: getattr(args, name) for name in names if hasattr(args, name)}
     several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return ServerConfig(**(given | several))
 
@@ -158,4 +173,8 @@ def load_api_keys(config: ServerConfig, environ: Mapping[str, str] | None = None
                 f"{QUIRE_API_KEY.name} is set but empty; give a key, or unset it for a server without keys"
             )
         keys += in_environment
+    if not keys and VLLM_API_KEY.is_set(environ):  # --api-key replaces it, as in vLLM
+        if not VLLM_API_KEY.get(environ).strip():
+            raise ValueError(f"{VLLM_API_KEY.name} is set but empty; give a key, or unset it for a server without keys")
+        keys.append(VLLM_API_KEY.get(environ))
     return tuple(dict.fromkeys(keys))

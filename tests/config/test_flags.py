@@ -6,6 +6,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.config.fields import flag, option, options
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
+from quire.config.server import ServerConfig, add_server_flags, server_config
 
 OBJECTS = ("hf_overrides", "override_generation_config", "kv_transfer_config", "speculative_config")
 
@@ -124,3 +125,39 @@ def test_a_number_or_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineConfig, "parts", staticmethod(lambda: {"either": Either}))
     assert parse("--threads", "4") == {"threads": 4}
     assert parse("--threads", "auto") == {"threads": "auto"}
+
+
+def serve(*argv: str) -> ServerConfig:
+    parser = FlagParser(prog="quire test")
+    add_model_argument(parser)
+    add_server_flags(parser)
+    return server_config(parser.parse(argv))
+
+
+def test_several_values_of_one_flag() -> None:
+    assert serve("m", "--api-key", "a", "b", "--port", "1", "--api-key", "c").api_key == ("a", "b", "c")
+    assert serve("m", "--served-model-name", "big", "small").served_model_name == ("big", "small")
+
+
+def test_lists_as_json_or_one_by_one() -> None:
+    assert serve("--allowed-origins", '["*"]', "--allowed-headers", "[]").allowed_origins == ("*",)
+    assert serve("--allowed-methods", '["GET", "PUT"]').allowed_methods == ("GET", "PUT")
+    assert serve("--allowed-origins", "http://a", "--allowed-origins", "http://b").allowed_origins == (
+        "http://a",
+        "http://b",
+    )
+
+
+@pytest.mark.parametrize("text", ["[1]", "[x"])
+def test_a_list_that_is_no_list_of_texts(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve("--allowed-origins", text)
+    assert "--allowed-origins: '[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_model_behind_a_flag_of_several_values_is_not_a_key(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve(flag, "secret", "org/model")
+    assert f"{flag} took 'org/model' as one of its values; write the model before it" in capsys.readouterr().err
+    assert serve("m", flag, "secret", "base64/key=").port == 8000

@@ -7,6 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
+from quire.config.logs import set_up_logging
 from quire.config.server import ServerConfig, add_server_flags, load_api_keys, server_config
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ ENGINE_DEFAULTS = {"structured_outputs_max_queue": 64, "structured_outputs_queue
 def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire serve",
-        description="Serve a model over OpenAI's HTTP API; without MODEL the embedded SmolLM2. /health, /ready and "
-        "/ping need no API key, everything else does if there is one.",
+        description="Serve a model over OpenAI's HTTP API; without MODEL the embedded SmolLM2. --open-paths "
+        "need no API key, everything else does if there is one.",
     )
     add_model_argument(parser)
     add_server_flags(parser)
@@ -33,9 +34,8 @@ def parser() -> FlagParser:
 def run(args: argparse.Namespace) -> int:
     """Flags are checked before the model is loaded."""
     from quire.config import EngineConfig
-    from quire.config.logs import set_up_logging
 
-    set_up_logging()
+    set_up_logging(getattr(args, "log_level", None), getattr(args, "log_config_file", None))
     config = server_config(args)
     api_keys = load_api_keys(config)
     engine_config = EngineConfig.from_kwargs(**ENGINE_DEFAULTS | engine_kwargs(args))

@@ -17,7 +17,7 @@ from quire.entrypoints.http.admin import AdminEndpoints
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import ErrorBodies, dialects
 from quire.entrypoints.http.errors import ApiError
-from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, Tracking, import_middleware
+from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, RootPath, Tracking, import_middleware
 from quire.entrypoints.http.peers import Peers, RemotePeers
 from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimit
 
@@ -52,7 +52,8 @@ def _middleware(
 ) -> list[Middleware]:
     """Outermost first."""
     config = context.config
-    middleware = [Middleware(Tracking, context.http_metrics, routes, config.access_log, config.unlogged_paths)]
+    middleware = [Middleware(RootPath, config.root_path)] if config.root_path else []
+    middleware.append(Middleware(Tracking, context.http_metrics, routes, config.access_log, config.unlogged_paths))
     if config.allowed_origins:
         middleware.append(
             Middleware(
@@ -66,10 +67,11 @@ def _middleware(
         )
     middleware.append(Middleware(ErrorResponses, error_bodies))
     if api_keys:
-        middleware.append(Middleware(ApiKeys, api_keys))
+        middleware.append(Middleware(ApiKeys, api_keys, config.unguarded_paths))
     windows = FixedWindowLimiter.of(config)
     if windows is not None:
-        middleware.append(Middleware(RateLimit, context.peers if isinstance(context.peers, RemotePeers) else windows))
+        limiter = context.peers if isinstance(context.peers, RemotePeers) else windows
+        middleware.append(Middleware(RateLimit, limiter, config.unguarded_paths))
     return middleware + [Middleware(import_middleware(path)) for path in config.middleware]
 
 

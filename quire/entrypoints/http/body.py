@@ -22,6 +22,7 @@ SMALL_BODY = 1 << 16  # bytes, which are counted and decoded on the event loop w
 DEFAULT_VALUES = 1 << 18
 MAX_WARNINGS = 1000  # clients choose the names: bound the memory for them
 MAX_HINTS = 4  # in one request
+JSON_TYPE = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
 
@@ -46,6 +47,9 @@ class BodyReader:
 
     async def read(self, scope: Scope, receive: Receive, into: type[T]) -> tuple[T, int]:
         """The request, and the size of its body in bytes."""
+        content_type = Headers(scope=scope).get("content-type", "")
+        if not JSON_TYPE.fullmatch(content_type):
+            raise _not_json(content_type)
         received = bytearray()
         try:
             await self._read(scope, receive, received)
@@ -77,6 +81,13 @@ class BodyReader:
         except TimeoutError:
             late = f"the body did not arrive within {self.seconds:g} seconds (--timeout-request-body)"
             raise ApiError(408, late, code="timeout", headers={"Connection": "close"}) from None
+
+
+def _not_json(content_type: str) -> ApiError:
+    """Also protects from web pages of other origins, which may send anything but JSON without asking first."""
+    given = f"is {content_type[:100]!r}" if content_type else "is missing"
+    message = f"the header Content-Type {given}; it must be application/json"
+    return ApiError(415, message, code="unsupported_media_type", headers={"Connection": "close"})
 
 
 def _too_large(limit: int) -> ApiError:

@@ -22,8 +22,6 @@ from quire.entrypoints.http.metrics import HttpMetrics
 
 access_logger = logging.getLogger("quire.access")
 
-# Need no API key and have no rate limit, for load balancers' probes.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
@@ -32,6 +30,19 @@ def path_of(scope: Scope) -> str:
     """The path as routes spell it, without --root-path."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+class RootPath:
+    """Serves every path with and without the prefix, whether a proxy strips it or not."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self.app = app
+        self.root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self.root + "/"):
+            scope = {**scope, "root_path": self.root}
+        await self.app(scope, receive, send)
 
 
 class Tracking:
@@ -120,14 +131,15 @@ class ErrorResponses:
 
 
 class ApiKeys:
-    """`Authorization: Bearer KEY` for everything but OPEN_PATHS. Every key is compared, each in constant time."""
+    """`Authorization: Bearer KEY` for everything but `open_paths`. Every key is compared, each in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
+        if scope["type"] == "http" and path_of(scope) not in self.open_paths:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             given = _digest(key.strip().encode("latin-1"))  # the header's own bytes
             matches = [hmac.compare_digest(given, digest) for digest in self.digests]

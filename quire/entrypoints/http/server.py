@@ -82,7 +82,6 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                root_path=config.root_path,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile_password=config.ssl_keyfile_password,

@@ -12,7 +12,7 @@ from quire.config.server import ServerConfig
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
-from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID, OPEN_PATHS
+from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
     ChatRequest,
@@ -37,13 +37,15 @@ ERRORS = {
     "404": "the model does not exist",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
+    "415": "the body is not declared as JSON",
     "429": "the rate limit is exceeded",
     "500": "internal error",
     "503": "too many requests are waiting, or the engine is not running",
     "504": "the request took longer than the server allows",
 }
 COMMON_STATUSES = ("401", "429", "500", "503")
-BODY_STATUSES = ("400", "404", "408", "413")
+BODY_STATUSES = ("400", "404", "408", "413", "415")
+STATUS_PATHS = ("/health", "/ready", "/ping")  # their responses have no body
 TEXT_PATHS = {"/metrics": "text/plain"}
 ERROR_SCHEMA = {
     "type": "object",
@@ -107,7 +109,8 @@ def openapi_document(
         kinds_here = BODIES.get(route.path), RESPONSES.get(route.path)
         body, response = (by_kind[kind] if kind is not None else None for kind in kinds_here)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(route, body, response, with_keys)
+            guarded = with_keys and route.path not in config.unguarded_paths
+            operations[method.lower()] = _operation(route, body, response, guarded)
     components: dict[str, Any] = {"schemas": {**schemas, "Error": ERROR_SCHEMA}}
     if with_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -186,7 +189,7 @@ def _add_limits(properties: dict[str, Any], limits: dict[str, dict[str, Any]]) -
 
 
 def _operation(
-    route: Route, body: dict[str, Any] | None, response: dict[str, Any] | None, with_keys: bool
+    route: Route, body: dict[str, Any] | None, response: dict[str, Any] | None, with_key: bool
 ) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     names = re.findall(r"{(\w+)", route.path)
@@ -201,13 +204,13 @@ def _operation(
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if with_keys and route.path not in OPEN_PATHS:
+    if with_key:
         operation["security"] = [{"key": []}]
     return operation
 
 
 def _content(path: str, response: dict[str, Any] | None) -> dict[str, Any]:
-    if path in OPEN_PATHS:  # they return a status only
+    if path in STATUS_PATHS:
         return {}
     if path in TEXT_PATHS:
         return {"content": {TEXT_PATHS[path]: {"schema": {"type": "string"}}}}

@@ -38,7 +38,19 @@ def test_the_document_names_fields_limits_and_statuses() -> None:
     with stub_server(stub_engine(), config) as server:
         document = server.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     completions = document["paths"]["/v1/completions"]["post"]
-    assert set(completions["responses"]) == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
+    assert set(completions["responses"]) == {
+        "200",
+        "400",
+        "401",
+        "404",
+        "408",
+        "413",
+        "415",
+        "429",
+        "500",
+        "503",
+        "504",
+    }
     assert completions["security"] == [{"key": []}]
     assert set(completions["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     body = resolve(document, completions["requestBody"]["content"]["application/json"]["schema"])
