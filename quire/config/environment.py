@@ -121,6 +121,9 @@ TRITON_INTERPRET = Variable[bool](
     "`0`",
     documented=False,
 )
+HF_TOKEN = Variable[str | None](
+    "HF_TOKEN", _path, None, "token for gated and private models of the hub; `--hf-token` sets it", "the stored one"
+)
 OTEL_SERVICE_NAME = Variable[str]("OTEL_SERVICE_NAME", str, "quire", "service name of OpenTelemetry spans")
 OTEL_EXPORTER_OTLP_TRACES_PROTOCOL = Variable[str](
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",

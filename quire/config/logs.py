@@ -62,8 +62,12 @@ def say_once(message: str, level: int = logging.INFO) -> None:
         logger.log(level, message)
 
 
-def warn_of_environment() -> None:
-    """Name vLLM's environment variables that are set but have no effect here."""
+def check_environment(strict: bool = False) -> None:
+    """Name vLLM's environment variables that are set but have no effect here; a ValueError if that is not allowed."""
     names = without_effect()
+    if names and strict:
+        raise ValueError(
+            f"environment variables without effect here: {', '.join(names)} (--fail-on-environ-validation)"
+        )
     if names:
         say_once(f"environment variables without effect here: {', '.join(names)}", logging.WARNING)

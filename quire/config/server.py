@@ -14,11 +14,14 @@ from quire.config.flags import add_flag
 
 logger = logging.getLogger("quire")
 
+UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
 
 @dataclass
 class ServerConfig:
     """The HTTP server."""
 
+    uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
     api_server_count: int = option(1, "API server processes for one engine", minimum=1, maximum=64)
@@ -36,6 +39,8 @@ class ServerConfig:
     open_paths: str = option(
         "/health,/ready,/ping,/metrics,/version", "paths that need no key and have no rate limit, comma-separated"
     )
+    disable_fastapi_docs: bool = option(False, "do not serve the API's schema and documentation")
+    renderer_num_workers: int = option(2, "threads that render and tokenize long prompts", minimum=1, maximum=64)
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
     reasoning_parser: str | None = option(None, "format of the model's reasoning: qwen3, ... or your own module:name")
@@ -88,12 +93,25 @@ class ServerConfig:
 
     otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector for a span per request (extra: otel)")
     access_log: bool = option(True, "a log line for each request")
+    disable_uvicorn_access_log: bool = option(False, "the same as --no-access-log")
+    uvicorn_log_level: str | None = option(
+        None, "lowest level of the HTTP server's log lines, those for each request included", choices=UVICORN_LEVELS
+    )
+    enable_log_requests: bool = option(False, "log each request's parameters; its prompt at level DEBUG")
+    enable_log_outputs: bool = option(False, "log responses too; needs --enable-log-requests")
+    enable_log_deltas: bool = option(True, "with those, log each part of a stream")
+    max_log_len: int | None = option(None, "most characters and token ids of a logged prompt or response", minimum=0)
+    log_error_stack: bool = option(False, "log where each error response was raised")
     disable_access_log_for_endpoints: str | None = option(None, "paths without one, comma-separated: /health,/metrics")
     middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class")
 
     ssl_keyfile: str | None = option(None, "private key for TLS")
     ssl_certfile: str | None = option(None, "certificate for TLS")
     ssl_keyfile_password: str | None = option(None, "password of the private key")
+    ssl_ca_certs: str | None = option(None, "certificates of authorities for clients' certificates")
+    ssl_cert_reqs: int = option(0, "clients' certificates: 0 none, 1 optional, 2 required", minimum=0, maximum=2)
+    ssl_ciphers: str | None = option(None, "ciphers of TLS 1.2, in OpenSSL's notation")
+    enable_ssl_refresh: bool = option(False, "use new certificate files without a restart")
     timeout_keep_alive: int = option(5, "seconds after which an idle connection is closed", minimum=1)
     timeout_request_headers: float = option(30.0, "seconds in which a request's headers must arrive", minimum=0.001)
     timeout_request_body: float = option(60.0, "seconds in which its body must arrive", minimum=0.001)
@@ -115,6 +133,10 @@ class ServerConfig:
         validate(self)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if self.enable_log_outputs and not self.enable_log_requests:
+            raise ValueError("--enable-log-outputs needs --enable-log-requests")
+        if self.disable_uvicorn_access_log:
+            self.access_log = False
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser, the format of the model's calls")
         if self.root_path and not self.root_path.startswith("/"):

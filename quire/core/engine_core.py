@@ -31,6 +31,7 @@ class EngineCore:
         self.depth = config.scheduler.depth
         assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
         step_tokens = config.scheduler.max_num_batched_tokens
+        step_tokens = min(step_tokens, config.scheduler.max_num_scheduled_tokens or step_tokens)
         self.max_num_seqs = config.scheduler.max_num_seqs
         # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
         num_drafts = config.speculative.num_drafts

@@ -21,7 +21,7 @@ from quire.engine.resolve_config import resolve_config
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from quire.tokenizer.load import load_tokenizer
+from quire.tokenizer.load import tokenizer_of
 
 logger = logging.getLogger("quire")
 
@@ -38,7 +38,7 @@ class AsyncLLM:
         self._connection = channel or EngineConnection(self.config)
         try:
             model = self.config.model
-            self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
+            self.tokenizer = None if model.skip_tokenizer_init else tokenizer_of(checkpoint, model)
             ready = self._connection.wait_ready()
         except BaseException:
             self._connection.close(timeout=0)
@@ -48,7 +48,7 @@ class AsyncLLM:
         self._num_blocks = ready.num_blocks
         client = self._connection.client or 0
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client)
-        self.output_processor = OutputProcessor(self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer, self.config.scheduler.stream_interval)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[dict[str, int]]] = {}

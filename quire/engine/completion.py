@@ -39,6 +39,11 @@ class Completion:
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_resumed
 
+    def is_due(self, interval: int) -> bool:
+        """Whether a stream that gets `interval` tokens at a time should get those that it has not got."""
+        new = len(self.token_ids) - self.tokens_sent
+        return new >= interval or self.tokens_sent == self.num_resumed or self.finish_reason is not None
+
     def resume(self, token_ids: list[int]) -> None:
         """Go on after these: their text was sent by whoever generated them, and they have no logprobs."""
         self.token_ids += token_ids

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+import msgspec
 import numpy as np
 
 from quire.config import EngineConfig
@@ -57,6 +58,12 @@ class InputProcessor:
         classes = processor_classes(model.logits_processors)
         self._allows_extra_args = bool(classes)
         self._validators = validators(classes)
+        structured = config.structured_outputs
+        switches = {
+            "disable_any_whitespace": structured.structured_outputs_disable_any_whitespace,
+            "disable_additional_properties": structured.structured_outputs_disable_additional_properties,
+        }
+        self._structured = {name: value for name, value in switches.items() if value}
         self._seeds = random.Random(f"{model.seed} {client}" if client else model.seed)
         self._count = client << CLIENT_SHIFT
         self._prefix = f"{client}\0" if client else ""
@@ -84,6 +91,9 @@ class InputProcessor:
         self._check(parsed.token_ids, params)
         resumed = self._resumed(parsed, params) if parsed.output_token_ids else None
         ids = self._array("the prompt", parsed.token_ids)
+        if params.structured_outputs is not None and self._structured:
+            replaced = msgspec.structs.replace(params.structured_outputs, checked=True, **self._structured)
+            params = params.replace_unchecked(structured_outputs=replaced)
         if params.bad_words:
             params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
         request = EngineCoreRequest(

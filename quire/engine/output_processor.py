@@ -58,8 +58,10 @@ class UserRequest:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
+        """Streams get an output every `stream_interval` tokens, beside the first and the last."""
         self.tokenizer = tokenizer
+        self.stream_interval = stream_interval
         self.metrics = EngineMetrics()
         self._running: dict[int, UserRequest] = {}  # by the core's index
         self._requests: dict[str, UserRequest] = {}
@@ -159,6 +161,8 @@ class OutputProcessor:
                 if completion.finish_reason is not None:
                     self._end(index, request, completion, now)
                 if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
+                    if self.stream_interval > 1 and not completion.is_due(self.stream_interval):
+                        continue
                     ready.append(_output(request, [completion.output()]))
                 elif request.num_running == 0:
                     ready.append(_output(request, [one.output() for one in self._all_completions(request)]))

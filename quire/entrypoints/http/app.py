@@ -65,7 +65,7 @@ def _middleware(
                 expose_headers=("x-request-id",),
             )
         )
-    middleware.append(Middleware(ErrorResponses, error_bodies))
+    middleware.append(Middleware(ErrorResponses, error_bodies, config.log_error_stack))
     if api_keys:
         middleware.append(Middleware(ApiKeys, api_keys, config.unguarded_paths))
     windows = FixedWindowLimiter.of(config)

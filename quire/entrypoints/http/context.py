@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,17 +18,18 @@ from quire.config import EngineConfig
 from quire.config.server import ServerConfig
 from quire.config.shown import shown
 from quire.engine.async_engine import AsyncEngine
+from quire.engine.input_processor import ParsedPrompt
 from quire.engine.metrics import Metric
 from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
 from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.http.request_log import RequestLog
 from quire.entrypoints.tracing import Tracer
 from quire.tokenizer.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters; tokenizing them on the event loop would stall every stream
-PROMPT_THREADS = 2  # tokenize and render long prompts
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Job:
     beams: set[str] = field(default_factory=set)  # engine request ids of a running beam search
     aborted_by_admin: bool = False
     engine_died: bool = False  # the reason it was aborted
+    queued_tokens: int = 0  # of its prompts, until the first output
 
     def engine_ids(self) -> list[str]:
         """One for each prompt. Clients cannot choose ids with spaces, so these never collide."""
@@ -73,7 +75,8 @@ class ServerContext:
         self.draining = False
         self.has_keys = num_keys > 0
         self.isolate_by_key = (config.prefix_cache_isolation or ("key" if num_keys > 1 else "none")) == "key"
-        self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="quire-prompt")
+        self.request_log = RequestLog.of(config)
+        self._threads = ThreadPoolExecutor(config.renderer_num_workers, thread_name_prefix="quire-prompt")
         facts = (__version__, engine.model_name, engine_config.model.dtype, engine_config.device.device)
         self.fingerprint = "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
 
@@ -130,6 +133,8 @@ class ServerContext:
             raise overloaded("the server is shutting down", 5)
         limit = self.config.max_waiting_requests
         if limit is None:
+            limit = self.engine_config.scheduler.max_num_queued_reqs
+        if limit is None:
             return
         slots = self.engine.max_num_seqs
         if num_sequences > slots + limit:
@@ -141,6 +146,17 @@ class ServerContext:
         free = max(0, slots - unfinished)
         if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
             raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
+
+    def admit_tokens(self, job: Job, prompts: Sequence[ParsedPrompt]) -> None:
+        """Refuse prompts beyond the limit of tokens that wait. One that nothing waits for is never refused."""
+        limit = self.engine_config.scheduler.max_num_queued_tokens
+        if limit is None:
+            return
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        waiting = sum(other.queued_tokens for other in self.jobs.values())
+        if waiting and waiting + num_tokens > limit:
+            raise overloaded(f"prompts of {waiting} tokens are waiting already (--max-num-queued-tokens {limit})", 1)
+        job.queued_tokens = num_tokens
 
     @contextmanager
     def job(self, prefix: str, wanted: str | None, num_prompts: int, num_sequences: int) -> Iterator[Job]:

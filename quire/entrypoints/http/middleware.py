@@ -20,6 +20,7 @@ from quire.entrypoints.http.dialect import ErrorBodies
 from quire.entrypoints.http.errors import ApiError, as_api_error
 from quire.entrypoints.http.metrics import HttpMetrics
 
+logger = logging.getLogger("quire")
 access_logger = logging.getLogger("quire.access")
 
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -102,9 +103,10 @@ class Tracking:
 class ErrorResponses:
     """Turns exceptions into error responses, in the schema of the path's dialect."""
 
-    def __init__(self, app: ASGIApp, bodies: ErrorBodies) -> None:
+    def __init__(self, app: ASGIApp, bodies: ErrorBodies, log_stack: bool = False) -> None:
         self.app = app
         self.bodies = bodies
+        self.log_stack = log_stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,6 +127,8 @@ class ErrorResponses:
             raise
         except BaseException as error:  # also panics of Rust libraries
             api_error = as_api_error(error, scope)
+            if self.log_stack and api_error is error:  # other errors have been logged
+                logger.error("request %s: %s", scope.get("quire.request_id", ""), error, exc_info=error)
             if not started:
                 body = self.bodies.encode(path_of(scope), api_error)
                 await api_error.response(body)(scope, receive, send)

@@ -94,6 +94,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
+            context.admit_tokens(job, prompts)
             logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
             response = self.response(job.id, model, request, logprobs)
             priority = request.priority or 0
@@ -101,6 +102,12 @@ class GenerationEndpoint(ABC, Generic[R]):
                 outputs = beam.outputs(context, job, prompts, search, params, priority)
             else:
                 outputs = generation.outputs(context.engine, job, prompts, params, priority)
+            if job.queued_tokens:
+                outputs = generation.until_first(outputs, job)
+            if context.request_log is not None:
+                context.request_log.received(job.engine_ids(), prompts, params)
+                if context.request_log.outputs:
+                    outputs = context.request_log.logged(outputs, job.engine_ids(), bool(request.stream))
             if context.tracer is not None:
                 outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:

@@ -18,19 +18,22 @@ from quire.entrypoints.openai.openapi import openapi_document
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.tool_request import ToolSetup
 
+SCHEMA_PATH = "/openapi.json"
+
 
 def routes(context: ServerContext) -> list[Route]:
     params = ParamsBuilder(context.config, context.engine.max_model_len, context.engine_config.model)
 
     async def openapi(request: Request) -> Response:
-        served = [route for route in request.app.routes if route.path != request.scope["path"]]
+        served = [route for route in request.app.routes if route.path != SCHEMA_PATH]
         return json_response(openapi_document(served, context.config, context.model_names, context.has_keys))
 
+    schema = [] if context.config.disable_fastapi_docs else [Route(SCHEMA_PATH, openapi, methods=["GET"])]
     return [
         Route("/v1/completions", CompletionEndpoint(context, params), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context, params), methods=["POST"]),
         *ModelEndpoints(context).routes(),
-        Route("/openapi.json", openapi, methods=["GET"]),
+        *schema,
     ]
 
 
