@@ -25,9 +25,7 @@ class SchedulerConfig:
         1, "tokens between two parts of a stream; the first and the last come at once", minimum=1
     )
     max_num_queued_reqs: int | None = option(
-        None,
-        "for a server: respond with 503 when this many requests wait; the same as --max-waiting-requests",
-        minimum=0,
+        None, "for a server: most requests at a time, waiting or running, beyond it 503; n counts", minimum=1
     )
     max_num_queued_tokens: int | None = option(
         None, "for a server: respond with 503 when prompts of this many tokens wait, in each API process", minimum=0

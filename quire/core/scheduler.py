@@ -132,6 +132,7 @@ class Scheduler:
             prefix_cache_hits=self.kv.prefix_hits,
             step_tokens=tuple(self._step_tokens),
             step_tokens_sum=self._step_tokens_sum,
+            residency=self.kv.pool.residency,
         )
 
     # A plan

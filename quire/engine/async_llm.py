@@ -48,7 +48,8 @@ class AsyncLLM:
         self._num_blocks = ready.num_blocks
         client = self._connection.client or 0
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client)
-        self.output_processor = OutputProcessor(self.tokenizer, self.config.scheduler.stream_interval)
+        interval, buckets = self.config.scheduler.stream_interval, self.config.observability.custom_histogram_buckets
+        self.output_processor = OutputProcessor(self.tokenizer, interval, buckets)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[dict[str, int]]] = {}

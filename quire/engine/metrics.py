@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.config import CacheConfig
 from quire.engine.outputs import RequestMetrics
-from quire.messages.requests import STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
+from quire.messages.requests import RESIDENCY_SECONDS, STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 
 # vLLM's buckets, preceded by smaller ones for small models and fast devices.
@@ -112,25 +112,32 @@ def _merged(a: Metric, b: Metric) -> Metric:
 class EngineMetrics:
     """A front end's metrics of its own requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, buckets: Mapping[str, Sequence[float]] | None = None) -> None:
+        """`buckets` are bounds of the user's own, by family of histograms."""
+        own = buckets or {}
+        first_token, token = (
+            own.get("time_to_first_token", FIRST_TOKEN_SECONDS),
+            own.get("inter_token_latency", TOKEN_SECONDS),
+        )
+        request, tokens = own.get("request_latency", REQUEST_SECONDS), own.get("request_tokens", TOKENS)
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.generation_tokens = 0
         self.finish_reasons: Tally[str] = Tally()
-        self.time_to_first_token = Observations(FIRST_TOKEN_SECONDS)
-        self.inter_token = Observations(TOKEN_SECONDS)
-        self.per_output_token = Observations(TOKEN_SECONDS)
-        self.latency = Observations(REQUEST_SECONDS)
-        self.queue = Observations(REQUEST_SECONDS)
-        self.prefill = Observations(REQUEST_SECONDS)
-        self.decode = Observations(REQUEST_SECONDS)
-        self.inference = Observations(REQUEST_SECONDS)
-        self.request_prompt_tokens = Observations(TOKENS)
-        self.request_computed_tokens = Observations(TOKENS)
-        self.request_generation_tokens = Observations(TOKENS)
-        self.request_longest = Observations(TOKENS)
-        self.request_max_tokens = Observations(TOKENS)
-        self.request_n = Observations(COMPLETIONS)
+        self.time_to_first_token = Observations(first_token)
+        self.inter_token = Observations(token)
+        self.per_output_token = Observations(token)
+        self.latency = Observations(request)
+        self.queue = Observations(request)
+        self.prefill = Observations(request)
+        self.decode = Observations(request)
+        self.inference = Observations(request)
+        self.request_prompt_tokens = Observations(tokens)
+        self.request_computed_tokens = Observations(tokens)
+        self.request_generation_tokens = Observations(tokens)
+        self.request_longest = Observations(tokens)
+        self.request_max_tokens = Observations(tokens)
+        self.request_n = Observations(own.get("request_params_n", COMPLETIONS))
 
     def generated(self, count: int) -> None:
         self.generation_tokens += count
@@ -211,6 +218,9 @@ class EngineMetrics:
         ]
 
 
+RESIDENCY = ("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds")
+
+
 def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Metric]:
     at, bounds = stats.time, STEP_TOKEN_BOUNDS
     return [
@@ -221,6 +231,10 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
         Counter("quire:prefix_cache_queries", labels, stats.prefix_cache_queries, as_of=at),
         Counter("quire:prefix_cache_hits", labels, stats.prefix_cache_hits, as_of=at),
         histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
+        *(
+            histogram(f"quire:{name}", labels, RESIDENCY_SECONDS, list(map(int, counts)), total, at)
+            for name, (*counts, total) in zip(RESIDENCY, stats.residency, strict=False)
+        ),
     ]
 
 
@@ -238,6 +252,9 @@ HELP = {
     "quire:num_preemptions": "Requests preempted: their KV blocks were freed and recomputed later.",
     "quire:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "quire:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "quire:kv_block_lifetime_seconds": "From a KV block's allocation to its eviction.",
+    "quire:kv_block_idle_before_evict_seconds": "From a KV block's last use to its eviction.",
+    "quire:kv_block_reuse_gap_seconds": "Between two hits of a KV block.",
     "quire:iteration_tokens_total": "Tokens per engine step.",
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,11 +59,17 @@ class UserRequest:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
-        """Streams get an output every `stream_interval` tokens, beside the first and the last."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+        buckets: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Streams get an output every `stream_interval` tokens, beside the first and the last. `buckets`: of
+        EngineMetrics."""
         self.tokenizer = tokenizer
         self.stream_interval = stream_interval
-        self.metrics = EngineMetrics()
+        self.metrics = EngineMetrics(buckets)
         self._running: dict[int, UserRequest] = {}  # by the core's index
         self._requests: dict[str, UserRequest] = {}
 

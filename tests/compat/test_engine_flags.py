@@ -7,6 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.engine.metrics import Histogram
 from quire.messages.structured import StructuredOutputsParams
 from quire.worker.graphs import graph_sizes
 from tests.compat.conftest import Start, arguments
@@ -162,6 +163,28 @@ def test_progress_of_loading(start: Start, monkeypatch: pytest.MonkeyPatch, caps
     assert "%|" not in capsys.readouterr().err
     start("--use-tqdm-on-load")
     assert "%|" in capsys.readouterr().err
+
+
+def test_bounds_of_histograms(start: Start) -> None:
+    llm = start("--custom-histogram-buckets", '{"request_tokens": [8, 64], "time_to_first_token": [0.5]}')
+    text(llm)
+    found = {metric.name: metric for metric in llm.get_metrics() if isinstance(metric, Histogram)}
+    assert found["quire:request_prompt_tokens"].buckets == {"8.0": 0, "64.0": 1, "+Inf": 1}
+    assert list(found["quire:time_to_first_token_seconds"].buckets) == ["0.5", "+Inf"]
+    assert len(found["quire:e2e_request_latency_seconds"].buckets) > 5
+    with pytest.raises(ValueError, match="custom_histogram_buckets has 'iteration_tokens'; allowed: request_latency"):
+        EngineConfig.from_kwargs(custom_histogram_buckets={"iteration_tokens": [1]})
+    with pytest.raises(ValueError, match="it must be a list of ascending numbers"):
+        EngineConfig.from_kwargs(custom_histogram_buckets={"request_latency": [2, 1]})
+
+
+def test_how_long_blocks_stay(start: Start) -> None:
+    name = "quire:kv_block_lifetime_seconds"
+    for words, measured in (((), False), (("--kv-cache-metrics", "--kv-cache-metrics-sample", "1"), True)):
+        llm = start("--num-gpu-blocks-override", "8", "--max-model-len", "96", *words)
+        llm.generate([f"{i} {PROMPT}" for i in range(6)], GREEDY, use_tqdm=False)
+        counts = [metric.count for metric in llm.get_metrics() if metric.name == name and isinstance(metric, Histogram)]
+        assert len(counts) == measured and all(counts)
 
 
 def test_attention_backends_by_vllms_names(start: Start) -> None:

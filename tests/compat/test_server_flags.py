@@ -121,14 +121,17 @@ def test_threads_that_render_prompts() -> None:
 
 
 def test_the_queue_is_limited() -> None:
-    given = engine_kwargs(serve.parser().parse(["--max-num-queued-reqs", "1"]))
-    engine = stub_engine()
+    given = engine_kwargs(serve.parser().parse(["--max-num-queued-reqs", "3"]))
+    engine = stub_engine(step_seconds=0.02)
     engine.config.scheduler.max_num_queued_reqs = EngineConfig.from_kwargs(**given).scheduler.max_num_queued_reqs
-    engine.max_num_seqs = 2
     with stub_server(engine) as server:
         assert server.post("/v1/completions", BODY | {"prompt": ["a"] * 3}).status_code == 200
-        refused = server.post("/v1/completions", BODY | {"prompt": ["a"] * 4})
-        assert refused.status_code == 400 and "2 can run and 1 may wait" in refused.text
+        assert server.post("/v1/completions", BODY | {"prompt": ["a"] * 4}).status_code == 400
+        with server.client().completions.create(model=MODEL, prompt="a", max_tokens=4000, stream=True) as stream:
+            next(iter(stream))
+            assert server.post("/v1/completions", BODY | {"n": 2}).status_code == 200
+            refused = server.post("/v1/completions", BODY | {"n": 3})
+            assert refused.status_code == 503 and "1 requests are in progress" in refused.text
 
 
 def test_waiting_tokens_are_limited() -> None:

@@ -8,7 +8,13 @@ from quire.config.fields import flag, option, options
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
 from quire.config.server import ServerConfig, add_server_flags, server_config
 
-OBJECTS = ("hf_overrides", "override_generation_config", "kv_transfer_config", "speculative_config")
+OBJECTS = (
+    "hf_overrides",
+    "override_generation_config",
+    "kv_transfer_config",
+    "speculative_config",
+    "custom_histogram_buckets",
+)
 
 
 def parse(*argv: str) -> dict[str, Any]:

@@ -29,6 +29,9 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "no metric is hidden": {
         "show_hidden_metrics_for_version": "text",
     },
+    "a request's span always has its times in the queue, in prefill and in decode": {
+        "collect_detailed_traces": "texts",
+    },
     "no method is refused for being deprecated": {
         "allow_deprecated_quantization": "switch",
     },

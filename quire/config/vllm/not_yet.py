@@ -280,16 +280,12 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "performance_mode": ("text", "balanced"),
     },
     "these metrics and traces": {
-        "collect_detailed_traces": ("texts",),
-        "kv_cache_metrics": ("switch",),
-        "kv_cache_metrics_sample": ("float", 0.01),
         "cudagraph_metrics": ("switch",),
         "enable_layerwise_nvtx_tracing": ("switch",),
         "enable_mfu_metrics": ("switch",),
         "enable_logging_iteration_details": ("switch",),
         "jit_monitor_mode": ("text", "warn"),
         "jit_monitor_verbose": ("switch",),
-        "custom_histogram_buckets": ("json",),
         "profiler_config": ("json",),
     },
 }

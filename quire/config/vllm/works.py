@@ -19,6 +19,9 @@ WORKS: dict[str, str] = {
     "disable_uvicorn_access_log": "compat/test_server_flags.py::test_the_access_log_can_be_off",
     "disable_access_log_for_endpoints": "entrypoints/http/test_middleware.py::test_the_access_log",
     "otlp_traces_endpoint": "entrypoints/http/test_tracing.py::test_a_missing_collector_fails_no_request",
+    "kv_cache_metrics": "compat/test_engine_flags.py::test_how_long_blocks_stay",
+    "kv_cache_metrics_sample": "core/test_measured_pool.py::test_only_a_sample_is_followed",
+    "custom_histogram_buckets": "compat/test_engine_flags.py::test_bounds_of_histograms",
     # The server
     "api_server_count": "entrypoints/http/test_api_servers.py::test_the_processes_are_one_server",
     "host": "entrypoints/http/test_lifecycle.py::test_a_port_in_use_is_reported_at_once",

@@ -131,15 +131,23 @@ class ServerContext:
         requests accepted since are counted too."""
         if self.draining:
             raise overloaded("the server is shutting down", 5)
+        most = self.engine_config.scheduler.max_num_queued_reqs
+        if most is not None:
+            if num_sequences > most:
+                what = f"prompts times n are {num_sequences} sequences; at most {most} are allowed"
+                raise bad_request(f"{what} (--max-num-queued-reqs)", "n", "too_many_sequences")
+            self.report_load()
+            if self.peers.num_unfinished + num_sequences > most:
+                raise overloaded(
+                    f"{self.peers.num_unfinished} requests are in progress (--max-num-queued-reqs {most})", 1
+                )
         limit = self.config.max_waiting_requests
-        if limit is None:
-            limit = self.engine_config.scheduler.max_num_queued_reqs
         if limit is None:
             return
         slots = self.engine.max_num_seqs
         if num_sequences > slots + limit:
-            most = f"{slots} can run and {limit} may wait (--max-num-seqs, --max-waiting-requests)"
-            raise bad_request(f"prompts times n are {num_sequences} sequences; {most}", "n", "too_many_sequences")
+            allowed = f"{slots} can run and {limit} may wait (--max-num-seqs, --max-waiting-requests)"
+            raise bad_request(f"prompts times n are {num_sequences} sequences; {allowed}", "n", "too_many_sequences")
         self.report_load()
         unfinished = self.peers.num_unfinished
         waiting = max(self.engine.stats.num_waiting, unfinished - slots)
