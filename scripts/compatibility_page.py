@@ -24,6 +24,20 @@ A command line of `vllm serve` 0.32 and the arguments of its `LLM` and `EngineAr
 made by `python -m scripts.compatibility_page` from the table that the command line itself reads (`quire/config/vllm/`);
 `tests/compat/` compares that with vLLM's own names.
 """
+DEFAULTS = """\
+## Defaults that differ
+
+| flag | here | vLLM |
+|---|---|---|
+| `--host` | 127.0.0.1 | all addresses; `--host 0.0.0.0` |
+| `--shutdown-timeout` | 30 s for running requests | 0 |
+| `--allowed-methods` | GET and POST | all |
+| `--h11-max-incomplete-event-size` | 64 KiB | 4 MiB |
+| `--block-size` | 16 | by backend |
+| `--gpu-memory-utilization` | 0.9 | 0.92 |
+
+With keys, every path is guarded except `--open-paths`; vLLM guards `/v1` and a few others.
+"""
 SYNTAX = """\
 ## Syntax
 
@@ -43,7 +57,13 @@ def page() -> str:
     summary += [f"| {status} | {counts[status]} | {about} |" for status, about in ABOUT.items()]
     short = ", ".join(f"`{word}` {flag(name)}" for word, name in SHORT.items())
     other = ", ".join(f"`{flag(old)}` {flag(new)}" for old, new in OTHER_NAMES.items())
-    parts = [INTRO, "\n".join(summary) + "\n", SYNTAX + f"  {short}, {other}\n", *(_section(s) for s in ABOUT)]
+    parts = [
+        INTRO,
+        "\n".join(summary) + "\n",
+        SYNTAX + f"  {short}, {other}\n",
+        DEFAULTS,
+        *(_section(s) for s in ABOUT),
+    ]
     return "\n".join([*parts, _environment()])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
-from quire.config.fields import FieldInfo, flag, options
+from quire.config.fields import FieldInfo, flag, is_optional, options
 from quire.config.vllm.syntax import human_integer, normalized, read_config_file
 from quire.config.vllm.table import TABLE
 
@@ -221,11 +221,15 @@ def add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotat
     elif info.choices is not None:
         parse = _parser_for(name, annotation)
         canonical = (lambda text: info.aliases.get(text, text)) if info.aliases else parse
-        group.add_argument(flag(name), choices=info.choices, type=canonical, **common)
+        choices, metavar = info.choices, f"{{{','.join(map(str, info.choices))}}}"
+        if is_optional(annotation):
+            choices, canonical = (*choices, None), _or_none(canonical)
+        group.add_argument(flag(name), choices=choices, metavar=metavar, type=canonical, **common)
     else:
         if info.several == "optional":
             common |= {"nargs": "?", "const": True}
         metavar, parse = _metavar(name, annotation), _or_word(info.words, _parser_for(name, annotation))
+        parse = _or_none(parse) if is_optional(annotation) else parse
         group.add_argument(flag(name), type=parse, metavar=metavar, **common)
 
 

@@ -43,6 +43,9 @@ from tests.compat.conftest import arguments
         (["--prefix-caching-hash-algo", "sha256_cbor"], {"prefix_caching_hash_algo": "sha256"}),
         (["--cudagraph-capture-sizes", "1", "2"], {"cudagraph_capture_sizes": [1, 2]}),
         (["--kv-offloading-size", "None"], {"kv_offloading_size": None}),
+        (["--quantization", "None", "--revision=None"], {"quantization": None, "revision": None}),
+        (["--safetensors-load-strategy", "None"], {"safetensors_load_strategy": None}),
+        (["--guided-decoding-backend", "guidance"], {"structured_outputs_backend": "guidance"}),
         (["--lora-modules", "a=b", "c=d"], {"lora_modules": ["a=b", "c=d"]}),
     ],
 )  # fmt: skip

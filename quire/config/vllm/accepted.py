@@ -56,6 +56,13 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "disable_async_output_proc": "switch",
         "max_seq_len_to_capture": "int",
         "num_lookahead_slots": "int",
+        "disable_frontend_multiprocessing": "switch",
+    },
+    "vLLM has removed it; requests are logged only with --enable-log-requests": {
+        "disable_log_requests": "switch",
+    },
+    "vLLM has removed it; reasoning is split off wherever there is a parser for it": {
+        "enable_reasoning": "switch",
     },
 }
 

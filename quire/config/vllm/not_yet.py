@@ -272,6 +272,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "scheduler_reserve_full_isl": ("switch", True),
         "watermark": ("float", 0.0),
         "prefill_schedule_interval": ("int", 1),
+        "num_scheduler_steps": ("int", 1),
     },
     "choice of kernels for linear layers": {
         "linear_backend": ("text", "auto"),

@@ -36,7 +36,10 @@ SHORT = {
     "-cc": "compilation_config",
     "-ac": "attention_config",
 }
-OTHER_NAMES = {"device_memory_utilization": "gpu_memory_utilization"}
+OTHER_NAMES = {
+    "device_memory_utilization": "gpu_memory_utilization",
+    "guided_decoding_backend": "structured_outputs_backend",  # of older releases
+}
 KINDS = dict.fromkeys(OBJECTS, "json") | {"fail_on_environ_validation": "switch"}  # of what works without an option
 # vLLM's default is None: it means the default here too.
 NONE_IS_DEFAULT = (
