@@ -86,7 +86,8 @@ def graph_sizes(
     if wanted is None:
         decode, mixed = [n for n in DECODE_ROWS if n < max_rows] + [max_rows], list(MIXED_TOKENS)
     else:
-        decode = mixed = sorted(set(wanted))
+        decode = sorted(set(wanted))
+        mixed = [n for n in decode if n >= MIXED_TOKENS[0]]  # a graph for many rows has many tokens
     most = largest if largest is not None else max(max_rows, max_tokens)
     return [n for n in decode if n <= min(max_rows, most)], [n for n in mixed if n <= min(max_tokens, most)]
 
