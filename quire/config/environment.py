@@ -189,6 +189,12 @@ VLLM_LOG_STATS_INTERVAL = Variable[float](
 VLLM_SERVER_DEV_MODE = Variable[bool](
     "VLLM_SERVER_DEV_MODE", _switch, False, "`1`: the same as `--enable-admin`", "`0`"
 )
+VLLM_SKIP_MODEL_NAME_VALIDATION = Variable[bool](
+    "VLLM_SKIP_MODEL_NAME_VALIDATION", _switch, False, "`1`: the same as `--skip-model-name-validation`", "`0`"
+)
+VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS = Variable[float](
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", float, 300.0, "default of `--engine-stall-timeout`"
+)
 VLLM_HTTP_TIMEOUT_KEEP_ALIVE = Variable[int](
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", int, 5, "default of `--timeout-keep-alive`"
 )
@@ -215,6 +221,8 @@ VLLM_CPU_KVCACHE_SPACE = Variable[int](
 # Options of the command line that have their default from a variable, if that is set.
 OPTION_DEFAULTS: dict[str, Variable[Any]] = {
     "enable_admin": VLLM_SERVER_DEV_MODE,
+    "skip_model_name_validation": VLLM_SKIP_MODEL_NAME_VALIDATION,
+    "engine_stall_timeout": VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
     "timeout_keep_alive": VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     "max_n": VLLM_MAX_N_SEQUENCES,
     "max_stop": VLLM_MAX_STOP_STRINGS,

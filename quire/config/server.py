@@ -28,6 +28,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "names of the model in requests, the first also in responses", several="many"
     )
+    skip_model_name_validation: bool = option(False, "serve requests that name any model")
     root_path: str = option("", "path prefix under which a proxy serves it; paths without it are served too")
 
     api_key: tuple[str, ...] = option(
@@ -103,7 +104,7 @@ class ServerConfig:
     max_log_len: int | None = option(None, "most characters and token ids of a logged prompt or response", minimum=0)
     log_error_stack: bool = option(False, "log where each error response was raised")
     disable_access_log_for_endpoints: str | None = option(None, "paths without one, comma-separated: /health,/metrics")
-    middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class")
+    middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class, or an async function")
 
     ssl_keyfile: str | None = option(None, "private key for TLS")
     ssl_certfile: str | None = option(None, "certificate for TLS")

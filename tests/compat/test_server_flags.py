@@ -120,6 +120,13 @@ def test_threads_that_render_prompts() -> None:
         assert server.server.context._threads._max_workers == 3
 
 
+def test_any_name_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, status in (("0", 404), ("1", 200)):
+        monkeypatch.setenv("VLLM_SKIP_MODEL_NAME_VALIDATION", value)
+        with stub_server(stub_engine(), flags()) as server:
+            assert server.post("/v1/completions", BODY | {"model": "other"}).status_code == status
+
+
 def test_the_queue_is_limited() -> None:
     given = engine_kwargs(serve.parser().parse(["--max-num-queued-reqs", "3"]))
     engine = stub_engine(step_seconds=0.02)

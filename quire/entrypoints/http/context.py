@@ -119,7 +119,7 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the default."""
-        if name is None or name == "":
+        if name is None or name == "" or self.config.skip_model_name_validation:
             return self.model_names[0]
         if name not in self.model_names:
             message = f"the model {shown(name)} does not exist; this server has {', '.join(self.model_names)}"

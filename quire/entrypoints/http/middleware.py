@@ -1,9 +1,11 @@
 """ASGI middleware: request tracking, error responses, API keys."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import importlib
+import inspect
 import logging
 import re
 import time
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -160,11 +163,13 @@ def _digest(key: bytes) -> bytes:
 
 
 def import_middleware(path: str) -> Any:
-    """`module:Class`, a class whose first argument is the app."""
-    module, _, name = path.partition(":")
+    """`module:Class` or `module.Class`, a class whose first argument is the app; or an async function of a request and
+    of what comes next."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not name:
         raise ValueError(f"middleware {path!r} must be written module:Class (--middleware)")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"middleware {path!r} cannot be imported: {error} (--middleware)") from error
+    return functools.partial(BaseHTTPMiddleware, dispatch=found) if inspect.iscoroutinefunction(found) else found

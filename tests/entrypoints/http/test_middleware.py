@@ -4,6 +4,9 @@ import logging
 from typing import Any
 
 import pytest
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig, load_api_keys
@@ -196,10 +199,18 @@ class Stamp:
         await self.app(scope, receive, stamped)
 
 
+async def mark(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    response.headers["x-mark"] = "yes"
+    return response
+
+
 def test_custom_middleware() -> None:
-    config = ServerConfig(middleware=("tests.entrypoints.http.test_middleware:Stamp",))
-    with stub_server(stub_engine(), config) as server:
-        assert server.get("/version").headers["x-stamp"] == "yes"
+    here = "tests.entrypoints.http.test_middleware"
+    for path in (f"{here}:Stamp", f"{here}.Stamp"):
+        with stub_server(stub_engine(), ServerConfig(middleware=(path, f"{here}.mark"))) as server:
+            headers = server.get("/version").headers
+            assert (headers["x-stamp"], headers["x-mark"]) == ("yes", "yes")
     for wrong in ("nowhere:Stamp", "json:Stamp", "json"):
         with pytest.raises(ValueError, match="--middleware"):
             import_middleware(wrong)
