@@ -3,6 +3,7 @@
 python -m scripts.compatibility_page
 """
 
+import textwrap
 from pathlib import Path
 
 from quire.config.environment import OPTION_DEFAULTS, TRUE_ALREADY, VARIABLES
@@ -55,12 +56,13 @@ def page() -> str:
     counts = {status: sum(row.status == status for row in TABLE.values()) for status in ABOUT}
     summary = ["| | flags and arguments | |", "|---|---|---|"]
     summary += [f"| {status} | {counts[status]} | {about} |" for status, about in ABOUT.items()]
-    short = ", ".join(f"`{word}` {flag(name)}" for word, name in SHORT.items())
-    other = ", ".join(f"`{flag(old)}` {flag(new)}" for old, new in OTHER_NAMES.items())
+    other = {flag(old): new for old, new in OTHER_NAMES.items()}
+    names = ", ".join(f"`{word}` {flag(name)}" for word, name in (SHORT | other).items())
+    short = textwrap.fill(names, 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     parts = [
         INTRO,
         "\n".join(summary) + "\n",
-        SYNTAX + f"  {short}, {other}\n",
+        SYNTAX + short + "\n",
         DEFAULTS,
         *(_section(s) for s in ABOUT),
     ]

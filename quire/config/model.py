@@ -69,6 +69,7 @@ class ModelConfig:
         minimum=1,
         words=("auto",),
     )
+    disable_sliding_window: bool = option(False, "no sequence longer than the model's sliding window")
     max_logprobs: int = option(20, "most logprobs a request may ask for", minimum=-1)
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs or logits, before or after penalties, masks and temperature", choices=LOGPROBS_MODES

@@ -190,7 +190,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "kv_sharing_fast_prefill": ("switch",),
     },
     "other handling of sliding windows": {
-        "disable_sliding_window": ("switch",),
         "disable_hybrid_kv_cache_manager": ("switch",),
         "swa_bounded_replay": ("switch", True),
     },

@@ -65,6 +65,7 @@ WORKS: dict[str, str] = {
     "seed": "compat/test_engine_flags.py::test_the_seed_of_requests_without_one",
     "revision": "checkpoint/test_resolve.py::test_hub_model_is_downloaded",
     "max_model_len": "compat/test_engine_flags.py::test_the_longest_sequence",
+    "disable_sliding_window": "engine/test_resolve_config.py::test_without_a_sliding_window",
     "quantization": "compat/test_engine_flags.py::test_weights_are_quantized",
     "max_logprobs": "compat/test_engine_flags.py::test_the_most_logprobs",
     "logprobs_mode": "sample/test_user_processors.py::test_logprobs_are_raw_or_processed",
