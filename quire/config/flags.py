@@ -71,9 +71,9 @@ class FlagParser(argparse.ArgumentParser):
             return
         for action in self._actions:
             values = getattr(args, action.dest, None)
-            if isinstance(action, Several) and action.nargs and values is not None and len(values) > 1:
-                last = values[-1]
-                if "/" in last or last.endswith(".gguf") or Path(last).exists():
+            if isinstance(action, Several) and action.nargs and isinstance(values, list) and len(values) > 1:
+                last = str(values[-1])
+                if ("/" in last and "*" not in last) or last.endswith(".gguf") or Path(last).is_dir():
                     taken = f"{action.option_strings[0]} took {last!r} as one of its values"
                     self.error(f"{taken}; write the model before it, or as --model")
 

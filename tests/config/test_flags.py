@@ -167,3 +167,5 @@ def test_a_model_behind_a_flag_of_several_values_is_not_a_key(flag: str, capsys:
         serve(flag, "secret", "org/model")
     assert f"{flag} took 'org/model' as one of its values; write the model before it" in capsys.readouterr().err
     assert serve("m", flag, "secret", "base64/key=").port == 8000
+    assert parse("--cudagraph-capture-sizes", "1", "2") == {"cudagraph_capture_sizes": [1, 2]}
+    assert parse("--ignore-patterns", "a", "b/*") == {"ignore_patterns": ["a", "b/*"]}
