@@ -9,7 +9,7 @@ import functools
 import logging
 from importlib.metadata import EntryPoint, entry_points
 
-from quire.config.environment import QUIRE_PLUGINS
+from quire.config.environment import QUIRE_PLUGINS, VLLM_PLUGINS
 
 logger = logging.getLogger("quire")
 
@@ -29,14 +29,15 @@ def chosen_plugins() -> list[EntryPoint]:
     """Sorted by name, independent of the order of installation."""
     # A package that is on the path twice is listed twice.
     installed = {plugin.name: plugin for plugin in reversed(list(entry_points(group=GROUP)))}
-    names = QUIRE_PLUGINS.get()
+    variable = QUIRE_PLUGINS if QUIRE_PLUGINS.is_set() else VLLM_PLUGINS
+    names = variable.get()
     if names is None:
         return [installed[name] for name in sorted(installed)]
     for name in names:
         if name not in installed:
             logger.warning(
                 "%s names %r, which no installed package provides; installed: %s",
-                QUIRE_PLUGINS.name,
+                variable.name,
                 name,
                 ", ".join(sorted(installed)) or "none",
             )

@@ -1,9 +1,11 @@
 """What a checkpoint says about its model: config.json, generation defaults, and where generation ends."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from quire.checkpoint.json_file import read_json
-from quire.checkpoint.resolve import Checkpoint
+from quire.checkpoint.resolve import HUB_ID, Checkpoint
 from quire.config.shown import shown
 from quire.config.values import whole_number
 
@@ -17,8 +19,10 @@ KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-def load_hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's config.json, or its equivalent from a GGUF's metadata."""
+def load_hf_config(checkpoint: Checkpoint, elsewhere: str | None = None) -> dict[str, Any]:
+    """The model's config.json, or its equivalent from a GGUF's metadata, or the one of another folder or hub id."""
+    if elsewhere is not None:
+        checkpoint = replace(checkpoint, path=_config_folder(elsewhere))
     if checkpoint.is_gguf:
         from quire.checkpoint.gguf_config import gguf_to_hf_config
         from quire.checkpoint.gguf_header import read_header
@@ -29,6 +33,17 @@ def load_hf_config(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ValueError(f"{checkpoint.path} has no config.json; it is not a Hugging Face model folder")
     check_kinds(config, str(checkpoint.path / "config.json"))
     return config
+
+
+def _config_folder(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.exists():
+        return path if path.is_dir() else path.parent
+    if HUB_ID.fullmatch(name) is None:
+        raise ValueError(f"{name} is neither a folder with a config.json nor a hub id (--hf-config-path)")
+    from quire.checkpoint import hub
+
+    return hub.download(name, ("config.json",), revision=None, download_dir=None)
 
 
 def load_generation_config(checkpoint: Checkpoint) -> dict[str, Any]:

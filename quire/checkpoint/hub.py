@@ -8,13 +8,25 @@ MODEL_PATTERNS = ("*.safetensors", *TOKENIZER_PATTERNS)
 PT_PATTERNS = ("pytorch_model*.bin", *TOKENIZER_PATTERNS)
 
 
-def download(repo: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | None) -> Path:
+def download(
+    repo: str,
+    patterns: tuple[str, ...],
+    revision: str | None,
+    download_dir: str | None,
+    ignore_patterns: tuple[str, ...] = (),
+) -> Path:
     """The local snapshot folder of a hub repository, restricted to files that match `patterns`."""
     from huggingface_hub import errors as hub_errors
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(repo, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns))
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignore_patterns),
+        )
     except hub_errors.GatedRepoError as error:
         raise ValueError(
             f"{repo} is gated: accept its terms on its hub page, then set HF_TOKEN or run `hf auth login`"

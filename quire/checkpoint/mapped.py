@@ -10,14 +10,18 @@ import torch
 
 CAST_ELEMENTS = 4 * 1024 * 1024
 
+READ_BYTES = 16 << 20
 
-def read_ahead(files: Iterable[Path]) -> None:
-    """Start reading files into the page cache in the background: initializing a GPU takes seconds meanwhile."""
-    if not hasattr(os, "posix_fadvise"):
-        return
+
+def read_ahead(files: Iterable[Path], wait: bool = False) -> None:
+    """Start reading files into the page cache in the background: initializing a GPU takes seconds meanwhile. Or `wait`
+    until they have been read."""
     for path in files:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        with path.open("rb", buffering=0) as file:
+            while wait and file.read(READ_BYTES):
+                pass
+            if not wait and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def map_bytes(path: Path) -> torch.Tensor:

@@ -43,9 +43,10 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     remote_code: bool = False,
+    ignore_patterns: tuple[str, ...] = (),
 ) -> Checkpoint:
     """Find the files of `model`: a folder, a .gguf file, a hub id, or None for the embedded SmolLM2. Python files of a
-    hub repository are only fetched with `remote_code`."""
+    hub repository are only fetched with `remote_code`, files that match `ignore_patterns` never."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format is {load_format!r}; allowed: {', '.join(LOAD_FORMATS)}")
     if model is None:
@@ -65,7 +66,9 @@ def resolve_model(
             f"No model at {model!r}: there is no such file or folder, and it is not a hub id. "
             "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id like 'org/name'."
         )
-    return _from_hub(hub_id["repo"], hub_id["gguf"], model, load_format, revision, download_dir, remote_code)
+    return _from_hub(
+        hub_id["repo"], hub_id["gguf"], model, load_format, revision, download_dir, remote_code, ignore_patterns
+    )
 
 
 def _embedded_model() -> Path:
@@ -89,6 +92,7 @@ def _from_hub(
     revision: str | None,
     download_dir: str | None,
     remote_code: bool,
+    ignore_patterns: tuple[str, ...],
 ) -> Checkpoint:
     from quire.checkpoint import hub
 
@@ -96,11 +100,12 @@ def _from_hub(
         folder, file = hub.download_gguf(repo, gguf, revision, download_dir)
         return replace(_from_gguf(file, name, load_format), revision=hub.commit_of(folder, revision))
     patterns = {"dummy": hub.TOKENIZER_PATTERNS, "pt": hub.PT_PATTERNS}.get(load_format, hub.MODEL_PATTERNS)
-    folder = hub.download(repo, (*patterns, "*.py") if remote_code else patterns, revision, download_dir)
+    wanted = (*patterns, "*.py") if remote_code else patterns
+    folder = hub.download(repo, wanted, revision, download_dir, ignore_patterns)
     revision = hub.commit_of(folder, revision)
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
         # Only as a fallback: most repositories have the same weights in both formats.
-        folder = hub.download(repo, hub.PT_PATTERNS, revision, download_dir)
+        folder = hub.download(repo, hub.PT_PATTERNS, revision, download_dir, ignore_patterns)
     return replace(_from_folder(folder, name, load_format), revision=revision)
 
 

@@ -15,6 +15,7 @@ class CacheConfig:
         "sha256",
         "sha256 is stable across processes; xxhash is faster, with a secret key per process",
         choices=("sha256", "xxhash"),
+        aliases={"sha256_cbor": "sha256", "xxhash_cbor": "xxhash"},
     )
     kv_cache_dtype: str = option(
         "auto",

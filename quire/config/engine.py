@@ -7,16 +7,20 @@ from typing import Any
 
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
+from quire.config.environment import option_defaults
 from quire.config.fields import options
 from quire.config.load import LoadConfig
+from quire.config.logs import check_environment
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
-from quire.config.structured_outputs import StructuredOutputsConfig, backend_of
+from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.config.transfer import TransferConfig
+from quire.config.vllm.table import settle
+from quire.config.vllm.unpack import unpack
 
 
 @dataclass
@@ -60,10 +64,11 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Build from flat vLLM-style arguments; an unknown one is an error that suggests the nearest."""
-        kwargs = {name: value for name, value in kwargs.items() if not _is_unavailable(name, value)}
-        kwargs |= backend_of(kwargs.pop("structured_outputs_config", None))
+        """Build from flat vLLM-style arguments; an unknown one is an error that suggests the nearest. vLLM's that
+        are no options here are handled as its table says."""
         known = {name: part for part, config in cls.parts().items() for name in options(config)}
+        check_environment(bool(kwargs.pop("fail_on_environ_validation", False)))
+        kwargs = option_defaults(known) | settle(unpack(kwargs), known)
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
@@ -77,24 +82,3 @@ class EngineConfig:
 
     def replace(self, **parts: Any) -> "EngineConfig":
         return dataclasses.replace(self, **parts)
-
-
-# vLLM's arguments for features that Quire does not have yet: the neutral value, and the feature.
-UNAVAILABLE: dict[str, tuple[Any, str]] = {
-    "spec_method": (None, "speculative decoding"),
-    "spec_model": (None, "speculative decoding"),
-    "spec_tokens": (None, "speculative decoding"),
-    "enable_lora": (False, "LoRA"),
-    "runner": ("generate", "pooling models"),
-    "compilation_config": (None, "compilation"),
-}
-
-
-def _is_unavailable(name: str, value: Any) -> bool:
-    """Whether the argument can be dropped; ValueError if it requests a feature that is not available yet."""
-    if name not in UNAVAILABLE:
-        return False
-    neutral, feature = UNAVAILABLE[name]
-    if value != neutral:
-        raise ValueError(f"{name}={value!r}: {feature} is not available yet; leave it out or pass {neutral!r}")
-    return True

@@ -7,9 +7,10 @@ import typing
 from dataclasses import make_dataclass
 from typing import Any
 
-from quire.config.engine import UNAVAILABLE, EngineConfig
+from quire.config.engine import EngineConfig
 from quire.config.fields import options
 from quire.config.flags import FlagParser, add_engine_flags
+from quire.config.vllm.table import TABLE
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
@@ -19,8 +20,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
         hints, defaults = typing.get_type_hints(config), {f.name: f.default for f in dataclasses.fields(config)}
         found += [(name, hints[name], dataclasses.field(default=defaults[name])) for name in options(config)]
     known = {name for name, *_ in found}
-    later = {name: neutral for name, (neutral, _) in UNAVAILABLE.items() if name not in known}
-    later |= {} if "structured_outputs_config" in known else {"structured_outputs_config": None}
+    later = {row.name: next(iter(row.neutral), None) for row in TABLE.values() if row.name not in known}
     return [*found, *((name, Any, dataclasses.field(default=value)) for name, value in later.items())]
 
 

@@ -4,9 +4,9 @@ docs/environment.md lists them for users.
 """
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Environ = MutableMapping[str, str]
@@ -28,7 +28,10 @@ class Variable(Generic[T]):
         text = (os.environ if environ is None else environ).get(self.name)
         if text is None:
             return self.default
-        value = self.parse(text)
+        try:
+            value = self.parse(text)
+        except ValueError:
+            raise ValueError(f"{self.name} is {text!r}; it must be a number like {self.default}") from None
         if self.choices and value not in self.choices:
             raise ValueError(f"{self.name} is {text!r}; allowed: {', '.join(map(str, self.choices))}")
         return value
@@ -57,6 +60,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _path(text: str) -> str | None:
     return text or None
+
+
+def _switch(text: str) -> bool:
+    return text.strip().lower() in ("1", "true", "yes", "on")
+
+
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 
 
 QUIRE_API_KEY = Variable[tuple[str, ...]](
@@ -111,6 +121,9 @@ TRITON_INTERPRET = Variable[bool](
     "`0`",
     documented=False,
 )
+HF_TOKEN = Variable[str | None](
+    "HF_TOKEN", _path, None, "token for gated and private models of the hub; `--hf-token` sets it", "the stored one"
+)
 OTEL_SERVICE_NAME = Variable[str]("OTEL_SERVICE_NAME", str, "quire", "service name of OpenTelemetry spans")
 OTEL_EXPORTER_OTLP_TRACES_PROTOCOL = Variable[str](
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
@@ -146,4 +159,110 @@ ATEN_CPU_CAPABILITY = Variable[str | None](
     "ATEN_CPU_CAPABILITY", str, None, "highest instruction set of torch's own kernels", "by `QUIRE_CPU_ISA`"
 )
 
+# vLLM's, for those who come from there; all others of its variables are reported as without effect.
+VLLM_API_KEY = Variable[str](
+    "VLLM_API_KEY", str, "", "the key that `quire serve` accepts if no other source has one", default_text="none"
+)
+VLLM_PLUGINS = Variable[tuple[str, ...] | None](
+    "VLLM_PLUGINS", _names, None, "what `QUIRE_PLUGINS` is if that is not set", default_text="not set"
+)
+VLLM_CONFIGURE_LOGGING = Variable[bool](
+    "VLLM_CONFIGURE_LOGGING", _switch, True, "`0`: your program configures logging", "`1`"
+)
+VLLM_LOGGING_LEVEL = Variable[str](
+    "VLLM_LOGGING_LEVEL", str.upper, "INFO", "lowest level of log lines", choices=LOG_LEVELS
+)
+VLLM_LOGGING_CONFIG_PATH = Variable[str | None](
+    "VLLM_LOGGING_CONFIG_PATH", _path, None, "default of `--log-config-file`", "not set"
+)
+VLLM_LOGGING_PREFIX = Variable[str]("VLLM_LOGGING_PREFIX", str, "", "text before each log line", "none")
+VLLM_LOGGING_STREAM = Variable[str](
+    "VLLM_LOGGING_STREAM",
+    str,
+    "ext://sys.stderr",
+    "where log lines go",
+    choices=("ext://sys.stderr", "ext://sys.stdout"),
+)
+VLLM_LOG_STATS_INTERVAL = Variable[float](
+    "VLLM_LOG_STATS_INTERVAL", float, 10.0, "seconds between log lines about load and throughput"
+)
+VLLM_SERVER_DEV_MODE = Variable[bool](
+    "VLLM_SERVER_DEV_MODE", _switch, False, "`1`: the same as `--enable-admin`", "`0`"
+)
+VLLM_SKIP_MODEL_NAME_VALIDATION = Variable[bool](
+    "VLLM_SKIP_MODEL_NAME_VALIDATION", _switch, False, "`1`: the same as `--skip-model-name-validation`", "`0`"
+)
+VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS = Variable[float](
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", float, 300.0, "default of `--engine-stall-timeout`"
+)
+VLLM_HTTP_TIMEOUT_KEEP_ALIVE = Variable[int](
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", int, 5, "default of `--timeout-keep-alive`"
+)
+VLLM_MAX_N_SEQUENCES = Variable[int]("VLLM_MAX_N_SEQUENCES", int, 128, "default of `--max-n`")
+VLLM_MAX_STOP_STRINGS = Variable[int]("VLLM_MAX_STOP_STRINGS", int, 64, "default of `--max-stop`")
+VLLM_MAX_COMPLETION_PROMPTS = Variable[int]("VLLM_MAX_COMPLETION_PROMPTS", int, 1024, "default of `--max-prompts`")
+VLLM_XGRAMMAR_CACHE_MB = Variable[int](
+    "VLLM_XGRAMMAR_CACHE_MB",
+    lambda text: int(text) << 20,
+    256 << 20,
+    "default of `--structured-outputs-cache-bytes`, in MiB",
+    "`256`",
+)
+VLLM_REGEX_COMPILATION_TIMEOUT_S = Variable[float](
+    "VLLM_REGEX_COMPILATION_TIMEOUT_S", float, 10.0, "default of `--structured-outputs-compile-seconds`"
+)
+VLLM_CPU_KVCACHE_SPACE = Variable[int](
+    "VLLM_CPU_KVCACHE_SPACE",
+    lambda text: int(float(text) * (1 << 30)),
+    0,
+    "on a CPU: default of `--kv-cache-memory-bytes`, in GiB; `0`: a part of the memory",
+)
+
+# Options of the command line that have their default from a variable, if that is set.
+OPTION_DEFAULTS: dict[str, Variable[Any]] = {
+    "enable_admin": VLLM_SERVER_DEV_MODE,
+    "skip_model_name_validation": VLLM_SKIP_MODEL_NAME_VALIDATION,
+    "engine_stall_timeout": VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+    "timeout_keep_alive": VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+    "max_n": VLLM_MAX_N_SEQUENCES,
+    "max_stop": VLLM_MAX_STOP_STRINGS,
+    "max_prompts": VLLM_MAX_COMPLETION_PROMPTS,
+    "structured_outputs_cache_bytes": VLLM_XGRAMMAR_CACHE_MB,
+    "structured_outputs_compile_seconds": VLLM_REGEX_COMPILATION_TIMEOUT_S,
+}
+
+# vLLM's variables that ask for what is so already, or that only its build and images read.
+TRUE_ALREADY = frozenset(
+    {
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_DO_NOT_TRACK",
+        "VLLM_USAGE_SOURCE",
+        "VLLM_USAGE_STATS_SERVER",
+        "VLLM_DISABLE_LOG_LOGO",
+        "VLLM_TARGET_DEVICE",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_BUILD_COMMIT",
+        "VLLM_BUILD_PIPELINE",
+        "VLLM_BUILD_URL",
+        "VLLM_DOCKER_BUILD_CONTEXT",
+        "VLLM_IMAGE_TAG",
+        "VLLM_MAIN_CUDA_VERSION",
+        "VLLM_USE_PRECOMPILED",
+    }
+)
+
 VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
+
+
+def option_defaults(names: Collection[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The defaults that the environment sets for these options."""
+    found = {name: variable for name, variable in OPTION_DEFAULTS.items() if name in names}
+    return {name: variable.get(environ) for name, variable in found.items() if variable.is_set(environ)}
+
+
+def without_effect(environ: Mapping[str, str] | None = None) -> list[str]:
+    """vLLM's variables that are set and that nothing here reads."""
+    read = TRUE_ALREADY | {variable.name for variable in VARIABLES}
+    return sorted(
+        name for name in (os.environ if environ is None else environ) if name.startswith("VLLM_") and name not in read
+    )

@@ -2,7 +2,8 @@
 
 import dataclasses
 import typing
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -13,6 +14,9 @@ class FieldInfo:
     minimum: float | None = None
     maximum: float | None = None
     words: tuple[str, ...] = ()  # accepted in place of a number
+    several: str = "repeat"  # how a tuple is given: one value per flag, "many" values, or one or a "json" list;
+    # "optional": a flag without a value is True
+    aliases: Mapping[str, Any] = field(default_factory=dict)  # other spellings of choices
     internal: bool = False  # filled in by Quire, no flag
 
 
@@ -24,9 +28,11 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     words: tuple[str, ...] = (),
+    several: str = "repeat",
+    aliases: Mapping[str, Any] | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line flag."""
-    info = FieldInfo(help, choices, minimum, maximum, words)
+    info = FieldInfo(help, choices, minimum, maximum, words, several, aliases or {})
     return dataclasses.field(default=default, metadata={"info": info})
 
 
@@ -59,6 +65,9 @@ def validate(config: Any) -> None:
         value = getattr(config, name)
         if value is None and is_optional(hints[name]):
             continue
+        if str(value) in info.aliases:
+            value = info.aliases[str(value)]
+            setattr(config, name, value)
         if info.choices is not None and value not in info.choices:
             allowed = ", ".join(str(c) for c in info.choices)
             raise ValueError(f"{name} is {value!r}; allowed: {allowed} ({flag(name)})")

@@ -6,12 +6,15 @@ import difflib
 import json
 import typing
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
-from quire.config.fields import FieldInfo, flag, options
+from quire.config.fields import FieldInfo, flag, is_optional, options
+from quire.config.vllm.syntax import human_integer, normalized, read_config_file
+from quire.config.vllm.table import TABLE
 
-SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+HIDDEN = "vllm."  # before the names of flags that are only in vLLM's table
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -25,11 +28,54 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse flags and positionals in any order; anything left over is an error."""
+        with_engine = self.is_flag("--config")
+        if with_engine:
+            add_table_flags(self)
+        try:
+            words = normalized(argv, self.is_flag)
+            words, file = _config_file(words) if with_engine else (words, None)
+            args = self._parsed(words, self._from_file(file))
+        except (ValueError, OSError) as error:
+            self.error(str(error))
+        self._check_model(args)
+        return args
+
+    def is_flag(self, word: str) -> bool:
+        return word in self._option_string_actions
+
+    def _parsed(self, words: list[str], namespace: argparse.Namespace) -> argparse.Namespace:
         # parse_args considers an optional positional absent if a flag precedes it.
-        args, unknown = self.parse_known_intermixed_args(argv)
+        args, unknown = self.parse_known_intermixed_args(words, namespace)
         if unknown:
             self.error(self._unknown_message(unknown))
         return args
+
+    def _from_file(self, file: str | None) -> argparse.Namespace:
+        """The values of --config. Those that are lists become tuples, which the command line replaces."""
+        if file is None:
+            return argparse.Namespace()
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        found = self._parsed(normalized(read_config_file(file), self.is_flag), argparse.Namespace())
+        for action in required:
+            action.required = True
+        given = {name: value for name, value in vars(found).items() if value != self.get_default(name)}
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return argparse.Namespace(**(given | lists))
+
+    def _check_model(self, args: argparse.Namespace) -> None:
+        """`--api-key KEY ORG/MODEL` must not serve the default model with the model's name as a key."""
+        takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
+        if not takes_model or hasattr(args, "model"):
+            return
+        for action in self._actions:
+            values = getattr(args, action.dest, None)
+            if isinstance(action, Several) and action.nargs and isinstance(values, list) and len(values) > 1:
+                last = str(values[-1])
+                if ("/" in last and "*" not in last) or last.endswith(".gguf") or Path(last).is_dir():
+                    taken = f"{action.option_strings[0]} took {last!r} as one of its values"
+                    self.error(f"{taken}; write the model before it, or as --model")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"quire: error: {message}\nsee {self.prog} --help\n")
@@ -43,8 +89,62 @@ class FlagParser(argparse.ArgumentParser):
         return f"unknown flag {flags[0]}" + (f"; did you mean {near[0]}?" if near else "")
 
 
+class Several(argparse.Action):
+    """Collects the values of a flag that may be given several times, with one or more values each."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        new = [each for value in (values if self.nargs else [values]) for each in _as_list(value)]
+        before = getattr(namespace, self.dest, [])
+        setattr(namespace, self.dest, [*(before if isinstance(before, list) else []), *new])
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _config_file(words: list[str]) -> tuple[list[str], str | None]:
+    """The words without --config, and its value."""
+    files = [word.partition("=")[2] for word in words if word.startswith("--config=")]
+    words = [word for word in words if not word.startswith("--config=")]
+    while "--config" in words:
+        at = words.index("--config")
+        if at + 1 == len(words):
+            raise ValueError("--config needs a value: a YAML file of flags")
+        files.append(words[at + 1])
+        del words[at : at + 2]
+    if len(files) > 1:
+        raise ValueError("--config is given more than once; one file is allowed")
+    return words, files[0] if files else None
+
+
+def add_table_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of vLLM that are no options here, so that each gets an answer of its own."""
+    about = "these are accepted without effect, or refused with the feature to come: docs/compatibility.md"
+    group = parser.add_argument_group("vLLM's other flags", about)
+    parsers: dict[str, Callable[[str], Any]] = {"int": integer, "float": number, "json": json_value}
+    for row in TABLE.values():
+        name = flag(row.name)
+        if row.kind == "option" or row.name.startswith("_") or name in parser._option_string_actions:
+            continue
+        common: dict[str, Any] = {"dest": HIDDEN + row.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if row.kind == "switch":
+            group.add_argument(name, action=argparse.BooleanOptionalAction, **common)
+        else:
+            if row.kind == "texts":
+                common["nargs"] = "*"
+            group.add_argument(name, type=_or_none(parsers.get(row.kind, str)), **common)
+
+
+def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: None if text == "None" else parse(text)
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """Add a flag for every engine option, one group per config class, except the options named in `leave_out`."""
+    text = "YAML file of flags; those of the command line have precedence"
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     for config in EngineConfig.parts().values():
         group = parser.add_argument_group((config.__doc__ or config.__name__).strip().rstrip("."))
         types = typing.get_type_hints(config)
@@ -60,25 +160,19 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_kwargs(args: argparse.Namespace, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The engine options that the user gave, ready for `EngineConfig.from_kwargs` or `LLM`."""
+    """The engine options that the user gave, and those of vLLM's table, for `EngineConfig.from_kwargs` or `LLM`."""
     names = [name for config in EngineConfig.parts().values() for name in options(config) if name not in leave_out]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def size(text: str) -> int:
-    """Bytes from `4G`, `512M`, `1.5K` or a plain number; units are powers of 1024."""
-    unit = SIZE_UNITS.get(text[-1:].upper())
-    try:
-        return int(float(text[:-1]) * unit) if unit else int(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number, or one with K, M, G or T") from None
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return given | {n.removeprefix(HIDDEN): value for n, value in vars(args).items() if n.startswith(HIDDEN)}
 
 
 def integer(text: str) -> int:
+    """Also `8k` (8000), `8K` (8192), `1.5M`."""
     try:
-        return int(text)
+        return human_integer(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        hint = "write a number, or one with K, M, G or T (of 1024), k, m, g or t (of 1000)"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; {hint}") from None
 
 
 def number(text: str) -> float:
@@ -88,14 +182,28 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_value(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json_value(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; write {{...}}")
     return value
+
+
+def text_list(text: str) -> str | list[str]:
+    """One text, or several as a JSON list: `["a", "b"]`."""
+    if not text.startswith("["):
+        return text
+    values = json_value(text)
+    if not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a list of texts; write ["...", "..."]')
+    return values
 
 
 def add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotation: Any, default: Any) -> None:
@@ -103,13 +211,25 @@ def add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotat
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(info, default)}
     if annotation is bool:
         group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
-    elif typing.get_origin(annotation) is tuple:
-        common["help"] = f"{info.help}; may be given several times".replace("%", "%%")
-        group.add_argument(flag(name), action="append", metavar="TEXT", **common)
+    elif (item := _item_of(annotation)) is not None:
+        how = {"many": "several may be given", "json": "may be given several times, or as a JSON list"}
+        common["help"] = f"{info.help}; {how.get(info.several, 'may be given several times')}".replace("%", "%%")
+        if info.several == "many":
+            common["nargs"] = "+"
+        common["type"] = text_list if info.several == "json" else integer if item is int else str
+        group.add_argument(flag(name), action=Several, metavar=_metavar(name, item), **common)
     elif info.choices is not None:
-        group.add_argument(flag(name), choices=info.choices, type=_parser_for(name, annotation), **common)
+        parse = _parser_for(name, annotation)
+        canonical = (lambda text: info.aliases.get(text, text)) if info.aliases else parse
+        choices, metavar = info.choices, f"{{{','.join(map(str, info.choices))}}}"
+        if is_optional(annotation):
+            choices, canonical = (*choices, None), _or_none(canonical)
+        group.add_argument(flag(name), choices=choices, metavar=metavar, type=canonical, **common)
     else:
+        if info.several == "optional":
+            common |= {"nargs": "?", "const": True}
         metavar, parse = _metavar(name, annotation), _or_word(info.words, _parser_for(name, annotation))
+        parse = _or_none(parse) if is_optional(annotation) else parse
         group.add_argument(flag(name), type=parse, metavar=metavar, **common)
 
 
@@ -117,6 +237,12 @@ def _help(info: FieldInfo, default: Any) -> str:
     shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
     text = info.help if default is None else f"{info.help} (default: {shown})"
     return text.replace("%", "%%")
+
+
+def _item_of(annotation: Any) -> Any:
+    """What a tuple of any length holds: of `tuple[int, ...] | None` int. None for other types."""
+    tuples = [kind for kind in (annotation, *typing.get_args(annotation)) if typing.get_origin(kind) is tuple]
+    return typing.get_args(tuples[0])[0] if tuples else None
 
 
 def _plain_types(annotation: Any) -> tuple[Any, ...]:
@@ -130,9 +256,7 @@ def _is_object(types: tuple[Any, ...]) -> bool:
 
 def _parser_for(name: str, annotation: Any) -> Callable[[str], Any]:
     parsers: dict[Any, Callable[[str], Any]] = {int: integer, float: number, str: str}
-    types = _plain_types(annotation)
-    if types == (int,) and name.endswith("_bytes"):
-        return size
+    types = tuple(kind for kind in _plain_types(annotation) if kind is not bool)  # which has no text
     if _is_object(types):
         return json_object
     unsupported = [t for t in types if t not in parsers]

@@ -8,6 +8,7 @@ from quire.config.fields import internal, option, require_object, validate
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
 QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors", "mxfp4", "gguf", "dequantized", "int8", "int4")
 MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
 
@@ -20,8 +21,19 @@ class ModelConfig:
 
     model: str | None = option(None, "HF folder, .gguf file or hub id; without it the embedded SmolLM2-135M-Instruct")
     tokenizer: str | None = option(None, "tokenizer folder, tokenizer.json or hub id, if not the model's own")
+    tokenizer_mode: str = option(
+        "auto",
+        "auto or hf: tokenizer.json if there is one; slow: transformers' tokenizer in Python",
+        choices=("auto", "hf", "slow"),
+    )
+    tokenizer_revision: str | None = option(None, "branch, tag or commit of the tokenizer, if not the model's")
     chat_template: str | None = option(None, "Jinja file or text for chats, if not the tokenizer's own template")
     revision: str | None = option(None, "branch, tag or commit of a hub model")
+    hf_token: str | bool | None = option(
+        None, "token for gated and private hub models; without a value: the stored one", several="optional"
+    )
+    hf_config_path: str | None = option(None, "folder or hub id with the config.json to use, if not the model's own")
+    config_format: str = option("auto", "format of the model's config: Hugging Face's", choices=("auto", "hf"))
     model_impl: str = option(
         "auto",
         "implementation: ours, transformers', or auto: ours if there is one; vllm means quire",
@@ -39,7 +51,12 @@ class ModelConfig:
     override_generation_config: dict[str, Any] | None = option(
         None, 'changes to those defaults, as JSON: {"temperature": 0.6}'
     )
-    dtype: str = option("auto", "compute precision; auto: the fastest that platform and model share", choices=DTYPES)
+    dtype: str = option(
+        "auto",
+        "compute precision; auto: the fastest that platform and model share; half and float are float16 and float32",
+        choices=DTYPES,
+        aliases=DTYPE_ALIASES,
+    )
     quantization: str | None = option(
         None,
         "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 (CPU) quantize while loading; "
@@ -52,11 +69,12 @@ class ModelConfig:
         minimum=1,
         words=("auto",),
     )
+    disable_sliding_window: bool = option(False, "no sequence longer than the model's sliding window")
     max_logprobs: int = option(20, "most logprobs a request may ask for", minimum=-1)
     logprobs_mode: str = option(
         "raw_logprobs", "logprobs or logits, before or after penalties, masks and temperature", choices=LOGPROBS_MODES
     )
-    logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class")
+    logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class", several="many")
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
     enable_prompt_embeds: bool = option(False, "accept prompts that are embeddings instead of token ids")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)

@@ -3,13 +3,25 @@
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.environment import LOG_LEVELS
 from quire.config.fields import option, require_object, validate
+
+# Of histograms that have the same bounds, with vLLM's names.
+FAMILIES = ("request_latency", "time_to_first_token", "inter_token_latency", "request_tokens", "request_params_n")
 
 
 @dataclass
 class ObservabilityConfig:
     """Logging and health checks."""
 
+    log_level: str | None = option(None, "lowest level of log lines; default: INFO", choices=LOG_LEVELS)
+    log_config_file: str | None = option(None, "JSON file that configures logging, for logging.config.dictConfig")
+    kv_cache_metrics: bool = option(False, "measure how long blocks stay in the KV cache")
+    kv_cache_metrics_sample: float = option(0.01, "part of the blocks that are measured", minimum=1e-6, maximum=1.0)
+    custom_histogram_buckets: dict[str, Any] | None = option(
+        None,
+        f'bounds of histograms in /metrics, as JSON: {{"request_latency": [0.1, 1]}}; also {", ".join(FAMILIES[1:])}',
+    )
     disable_log_stats: bool = option(False, "no log line about load and throughput every 10 s of a server's work")
 
     profiler_config: dict[str, Any] | None = option(
@@ -28,3 +40,15 @@ class ObservabilityConfig:
     def __post_init__(self) -> None:
         require_object("profiler_config", self.profiler_config)
         validate(self)
+        require_object("custom_histogram_buckets", self.custom_histogram_buckets)
+        for family, bounds in (self.custom_histogram_buckets or {}).items():
+            if family not in FAMILIES:
+                allowed = ", ".join(FAMILIES)
+                raise ValueError(
+                    f"custom_histogram_buckets has {family!r}; allowed: {allowed} (--custom-histogram-buckets)"
+                )
+            if not isinstance(bounds, list | tuple) or not bounds or list(bounds) != sorted(set(bounds)):
+                raise ValueError(
+                    f"custom_histogram_buckets: {family} is {bounds!r}; it must be a list of ascending numbers "
+                    "(--custom-histogram-buckets)"
+                )

@@ -3,33 +3,48 @@
 import argparse
 import dataclasses
 import logging
+import re
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.config.environment import QUIRE_API_KEY
+from quire.config.environment import QUIRE_API_KEY, VLLM_API_KEY, option_defaults
 from quire.config.fields import option, options, require_object, validate
 from quire.config.flags import add_flag
 
 logger = logging.getLogger("quire")
+
+UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
 @dataclass
 class ServerConfig:
     """The HTTP server."""
 
+    uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
     api_server_count: int = option(1, "API server processes for one engine", minimum=1, maximum=64)
-    served_model_name: tuple[str, ...] = option((), "name of the model in requests, the first also in responses")
-    root_path: str = option("", "path prefix under which a proxy serves it")
+    served_model_name: tuple[str, ...] = option(
+        (), "names of the model in requests, the first also in responses", several="many"
+    )
+    skip_model_name_validation: bool = option(False, "serve requests that name any model")
+    root_path: str = option("", "path prefix under which a proxy serves it; paths without it are served too")
 
     api_key: tuple[str, ...] = option(
-        (), f"key that clients must send; also from {QUIRE_API_KEY.name}, comma-separated"
+        (),
+        f"keys, of which clients must send one; also from {QUIRE_API_KEY.name}, comma-separated",
+        several="many",
     )
     api_key_file: str | None = option(None, "file with one key per line; lines that begin with # are ignored")
+    open_paths: str = option(
+        "/health,/ready,/readyz,/ping,/metrics,/version",
+        "paths that need no key and have no rate limit, comma-separated",
+    )
+    disable_fastapi_docs: bool = option(False, "do not serve the API's schema and documentation")
+    renderer_num_workers: int = option(2, "threads that render and tokenize long prompts", minimum=1, maximum=64)
     enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
     chat_template_content_format: str = option(
@@ -58,6 +73,23 @@ class ServerConfig:
         choices=("key", "none"),
     )
 
+    error_format: str = option(
+        "openai", "schema of errors: type and code as OpenAI or vLLM", choices=("openai", "vllm")
+    )
+    metrics_prefix: str = option("quire", "of the names in /metrics; vllm: for its dashboards")
+    enable_force_include_usage: bool = option(False, "token counts in every event of a stream")
+    enable_prompt_tokens_details: bool = option(False, "usage.prompt_tokens_details: how many tokens were cached")
+    enable_per_request_metrics: bool = option(False, "a request's times in its response (metrics)")
+    return_tokens_as_token_ids: bool = option(False, "tokens in logprobs as token_id:N, where a request does not say")
+    fingerprint_mode: str = option(
+        "full", "system_fingerprint in responses", choices=("full", "hash", "custom", "none")
+    )
+    fingerprint_value: str | None = option(None, "the fingerprint of --fingerprint-mode custom")
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds without a token after which a stream gets a comment; 0: never", minimum=0
+    )
+    enable_tokenizer_info_endpoint: bool = option(False, "serve /tokenizer_info, which includes the chat template")
+
     max_request_bytes: int = option(32 << 20, "largest request body", minimum=1)
     max_request_bytes_in_all: int = option(1 << 30, "most bytes of request bodies being read at a time", minimum=1)
     max_request_values: int | None = option(
@@ -76,8 +108,11 @@ class ServerConfig:
     request_timeout: float | None = option(None, "seconds after which a request fails with an error", minimum=0.001)
     max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
     max_n: int = option(128, "most choices per prompt (n)", minimum=1)
-    max_logprob_entries: int = option(
-        1 << 20, "most logprobs in one response: tokens times (logprobs + 1), of all choices", minimum=1
+    max_logprob_entries: int | None = option(
+        None,
+        "most logprobs in one response, tokens times (logprobs + 1); default: 1048576, 16 times as many with "
+        "--max-logprobs -1",
+        minimum=1,
     )
     max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
@@ -88,19 +123,34 @@ class ServerConfig:
         None, "prompt and output tokens per interval for a key, or an address", minimum=1
     )
 
-    allowed_origins: tuple[str, ...] = option((), "origin whose web pages may call the server (CORS); *: all")
-    allowed_methods: tuple[str, ...] = option((), "method they may use (default: GET and POST)")
-    allowed_headers: tuple[str, ...] = option((), "header they may send (default: all)")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origin whose web pages may call the server (CORS); *: all", several="json"
+    )
+    allowed_methods: tuple[str, ...] = option((), "method they may use (default: GET and POST)", several="json")
+    allowed_headers: tuple[str, ...] = option((), "header they may send (default: all)", several="json")
     allow_credentials: bool = option(False, "let web pages send cookies")
 
     otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector for a span per request (extra: otel)")
     access_log: bool = option(True, "a log line for each request")
+    disable_uvicorn_access_log: bool = option(False, "the same as --no-access-log")
+    uvicorn_log_level: str | None = option(
+        None, "lowest level of the HTTP server's log lines, those for each request included", choices=UVICORN_LEVELS
+    )
+    enable_log_requests: bool = option(False, "log each request's parameters; its prompt at level DEBUG")
+    enable_log_outputs: bool = option(False, "log responses too; needs --enable-log-requests")
+    enable_log_deltas: bool = option(True, "with those, log each part of a stream")
+    max_log_len: int | None = option(None, "most characters and token ids of a logged prompt or response", minimum=0)
+    log_error_stack: bool = option(False, "log where each error response was raised")
     disable_access_log_for_endpoints: str | None = option(None, "paths without one, comma-separated: /health,/metrics")
-    middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class")
+    middleware: tuple[str, ...] = option((), "your own ASGI middleware as module:Class, or an async function")
 
     ssl_keyfile: str | None = option(None, "private key for TLS")
     ssl_certfile: str | None = option(None, "certificate for TLS")
     ssl_keyfile_password: str | None = option(None, "password of the private key")
+    ssl_ca_certs: str | None = option(None, "certificates of authorities for clients' certificates")
+    ssl_cert_reqs: int = option(0, "clients' certificates: 0 none, 1 optional, 2 required", minimum=0, maximum=2)
+    ssl_ciphers: str | None = option(None, "ciphers of TLS 1.2, in OpenSSL's notation")
+    enable_ssl_refresh: bool = option(False, "use new certificate files without a restart")
     timeout_keep_alive: int = option(5, "seconds after which an idle connection is closed", minimum=1)
     timeout_request_headers: float = option(30.0, "seconds in which a request's headers must arrive", minimum=0.001)
     timeout_request_body: float = option(60.0, "seconds in which its body must arrive", minimum=0.001)
@@ -122,6 +172,16 @@ class ServerConfig:
         validate(self)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile")
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.metrics_prefix, re.ASCII):
+            raise ValueError(
+                f"metrics_prefix is {self.metrics_prefix!r}; it must be letters, digits and _ (--metrics-prefix)"
+            )
+        if (self.fingerprint_mode == "custom") != (self.fingerprint_value is not None):
+            raise ValueError("--fingerprint-mode custom and --fingerprint-value need each other")
+        if self.enable_log_outputs and not self.enable_log_requests:
+            raise ValueError("--enable-log-outputs needs --enable-log-requests")
+        if self.disable_uvicorn_access_log:
+            self.access_log = False
         require_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r}; it must begin with / (--root-path)")
@@ -129,8 +189,15 @@ class ServerConfig:
 
     @property
     def unlogged_paths(self) -> frozenset[str]:
-        listed = (self.disable_access_log_for_endpoints or "").split(",")
-        return frozenset(path.strip() for path in listed if path.strip())
+        return _paths(self.disable_access_log_for_endpoints or "")
+
+    @property
+    def unguarded_paths(self) -> frozenset[str]:
+        return _paths(self.open_paths)
+
+
+def _paths(listed: str) -> frozenset[str]:
+    return frozenset(path.strip() for path in listed.split(",") if path.strip())
 
 
 def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
@@ -145,7 +212,7 @@ def add_server_flags(parser: argparse.ArgumentParser, only: Collection[str] | No
 
 def server_config(args: argparse.Namespace, only: Collection[str] | None = None) -> ServerConfig:
     names = options(ServerConfig) if only is None else only
-    given: dict[str, Any] = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = option_defaults(names) | {name: getattr(args, name) for name in names if hasattr(args, name)}
     several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return ServerConfig(**(given | several))
 
@@ -172,4 +239,8 @@ def load_api_keys(config: ServerConfig, environ: Mapping[str, str] | None = None
                 f"{QUIRE_API_KEY.name} is set but empty; give a key, or unset it for a server without keys"
             )
         keys += in_environment
+    if not keys and VLLM_API_KEY.is_set(environ):  # --api-key replaces it, as in vLLM
+        if not VLLM_API_KEY.get(environ).strip():
+            raise ValueError(f"{VLLM_API_KEY.name} is set but empty; give a key, or unset it for a server without keys")
+        keys.append(VLLM_API_KEY.get(environ))
     return tuple(dict.fromkeys(keys))

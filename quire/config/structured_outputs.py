@@ -1,7 +1,6 @@
 """Options of structured output."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from quire.config.fields import option, validate
 
@@ -14,6 +13,10 @@ class StructuredOutputsConfig:
 
     structured_outputs_backend: str = option(
         "auto", "grammar library; auto: one that enforces the request exactly", choices=BACKENDS
+    )
+    structured_outputs_disable_any_whitespace: bool = option(False, "JSON of all requests without spaces and newlines")
+    structured_outputs_disable_additional_properties: bool = option(
+        False, "objects of all requests have the properties of their schema only"
     )
     structured_outputs_compile_seconds: float = option(10.0, "limit of a grammar's compile time", minimum=0.01)
     structured_outputs_max_queue: int | None = option(
@@ -30,12 +33,3 @@ class StructuredOutputsConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-
-
-def backend_of(config: Any) -> dict[str, Any]:
-    """From vLLM's structured_outputs_config: a mapping, of which only the backend is supported."""
-    given = dict(config or {}) if config is None or isinstance(config, dict) else vars(config)
-    unknown = given.keys() - {"backend"}
-    if unknown:
-        raise ValueError(f"structured_outputs_config has {sorted(unknown)}; only 'backend' is supported")
-    return {"structured_outputs_backend": given["backend"]} if given.get("backend") else {}

@@ -131,6 +131,7 @@ class Admission:
             return
         if start.hit is not None and start.looked_up:
             self._kv.count_lookup(len(request.token_ids), start.hit)
+            self._transfers.count_lookup(len(request.token_ids) - start.hit.num_tokens, start.external)
         request.num_cached = min(start.num_computed, request.num_prompt_tokens)
         request.scheduled_at = time.monotonic()
 

@@ -44,6 +44,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def residency(self) -> tuple[tuple[float, ...], ...]:
+        """See SchedulerStats; not measured here."""
+        return ()
+
+    @property
     def usage(self) -> float:
         return 1.0 - self.num_free / self.num_blocks
 

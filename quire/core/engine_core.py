@@ -36,6 +36,7 @@ class EngineCore:
         self.depth = config.scheduler.depth
         assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
         step_tokens = config.scheduler.max_num_batched_tokens
+        step_tokens = min(step_tokens, config.scheduler.max_num_scheduled_tokens or step_tokens)
         self.max_num_seqs = config.scheduler.max_num_seqs
         # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
         num_drafts = config.speculative.num_drafts
@@ -69,11 +70,13 @@ class EngineCore:
             f"KV cache: {layout.num_blocks} blocks of {config.cache.block_size} tokens ({size:.2f} GiB), "
             f"{layout.num_blocks / one:.1f} requests of {self.max_model_len} tokens at a time",
         )
+        observed = config.observability
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
             root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
+            residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
         )
         self.scheduler = Scheduler(
             kv,

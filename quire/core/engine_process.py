@@ -326,7 +326,7 @@ def _unsent(message: Any, error: Exception) -> Any:
 def engine_process_main(config: EngineConfig, address: str, log_level: int = logging.WARNING) -> None:
     """What the started process runs. `log_level` is the one of the process that starts it."""
     die_with_parent()
-    set_up_logging(log_level)
+    set_up_logging(log_level, config.observability.log_config_file)
     # Before torch is imported. libgomp's threads would spin for milliseconds between operations on cores that front
     # ends need; sleeping at once costs a single request a third of its speed. docs/performance.md has the figures.
     if not environment.OMP_WAIT_POLICY.is_set():
@@ -343,7 +343,7 @@ def engine_process_main(config: EngineConfig, address: str, log_level: int = log
         complete = with_platform_defaults(config)
         core = EngineCore(complete, make_executor(complete))
         if not complete.observability.disable_log_stats and logger.isEnabledFor(logging.INFO):
-            StatsLogger(core.scheduler).start()
+            StatsLogger(core.scheduler, environment.VLLM_LOG_STATS_INTERVAL.get()).start()
         return core
 
     timeout = config.observability.engine_heartbeat_timeout

@@ -8,6 +8,7 @@ import numpy as np
 from quire.core.block_pool import BlockKey, BlockPool, KVCacheBlock
 from quire.core.hashing import BlockHasher, make_digest
 from quire.core.kv_groups import SlidingWindowGroup, cdiv, make_group
+from quire.core.measured_pool import MeasuredBlockPool
 from quire.core.request import Request
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends
@@ -29,8 +30,12 @@ class KVCacheManager:
         enable_caching: bool = True,
         root: bytes = b"",
         hash_algorithm: str = "sha256",
+        residency_sample: float | None = None,
     ) -> None:
+        """`residency_sample`: the part of blocks of which is measured how long they stay."""
         self.pool = BlockPool(config.num_blocks)
+        if residency_sample is not None:
+            self.pool = MeasuredBlockPool(config.num_blocks, residency_sample)
         sizes = [group.spec.block_size for group in config.groups]
         hash_size = math.gcd(*sizes)
         self.alignment = math.lcm(*sizes)

@@ -50,6 +50,7 @@ class KVTransfers:
         self._must_plan = False  # metadata of a transfer that waits for a plan
         self._notified = False  # the worker's side has something to report
         self._wake = threading.Event()
+        self.num_queried = self.num_matched = 0  # tokens, since the start
 
     @property
     def pending(self) -> bool:
@@ -85,6 +86,12 @@ class KVTransfers:
                 if count > best.num_tokens:
                     best = Match(count, loads_async, i)
         return best
+
+    def count_lookup(self, num_tokens: int, match: Match) -> None:
+        """Connectors were asked for `num_tokens`."""
+        if self.connectors:
+            self.num_queried += num_tokens
+            self.num_matched += match.num_tokens
 
     def start(self, request: Request, match: Match) -> bool:
         """The request has blocks for the tokens of its match. False if its connector raised: it is in `failed`."""

@@ -136,9 +136,20 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             prefix_cache_queries=self.kv.prefix_queries,
             prefix_cache_hits=self.kv.prefix_hits,
+            external_cache_queries=self.transfers.num_queried,
+            external_cache_hits=self.transfers.num_matched,
+            num_deferred=len(self.queue.blocked),
             step_tokens=tuple(self._step_tokens),
             step_tokens_sum=self._step_tokens_sum,
+            residency=self.kv.pool.residency,
         )
+
+    def _count_tokens(self, used: int, rows: np.ndarray, computed: np.ndarray) -> None:
+        """A step's prompt tokens and generated ones: a row that ends its prompt also generates its first."""
+        if self.running.num_awaiting_first_token:
+            used += int((computed == self.running.num_prompt_tokens[rows]).sum())
+        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, used)] += 1
+        self._step_tokens_sum += used
 
     # A plan
 
@@ -165,10 +176,9 @@ class Scheduler:
         if not len(rows) and not self.transfers.needs_plan:
             return None
 
-        if used:  # an empty plan only polls the connector
-            self._step_tokens[bisect.bisect_left(STEP_TOKEN_BOUNDS, used)] += 1
-            self._step_tokens_sum += used
         computed, samples = self.running.advance(rows, counts, drafts)
+        if used:  # an empty plan only polls the connector
+            self._count_tokens(used, rows, computed)
         self.blocks.register_full(rows, computed)
         requests = self.running.requests[rows]
         self.forks.note_planned(requests, computed)

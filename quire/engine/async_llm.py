@@ -26,7 +26,7 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from quire.tokenizer.load import load_tokenizer
+from quire.tokenizer.load import tokenizer_of
 
 logger = logging.getLogger("quire")
 
@@ -45,7 +45,7 @@ class AsyncLLM(VllmInterface):
         self._connection = channel or EngineConnection(self.config)
         try:
             model = self.config.model
-            self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
+            self.tokenizer = None if model.skip_tokenizer_init else tokenizer_of(checkpoint, model)
             ready = self._connection.wait_ready()
         except BaseException:
             self._connection.close(timeout=0)
@@ -55,7 +55,8 @@ class AsyncLLM(VllmInterface):
         self._num_blocks = ready.num_blocks
         client = self._connection.client or 0
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client, ready.features)
-        self.output_processor = OutputProcessor(self.tokenizer)
+        interval, buckets = self.config.scheduler.stream_interval, self.config.observability.custom_histogram_buckets
+        self.output_processor = OutputProcessor(self.tokenizer, interval, buckets)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream[Any]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -241,7 +242,7 @@ class AsyncLLM(VllmInterface):
 
     def get_metrics(self) -> list[Metric]:
         own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
-        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
+        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name, self.max_model_len)]
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """Stop the engine process, after `timeout` seconds by force; a shared one keeps running. Open streams end with

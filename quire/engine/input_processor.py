@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+import msgspec
 import numpy as np
 
 from quire.config import EngineConfig
@@ -77,6 +78,12 @@ class InputProcessor:
         self._validators = validators(classes)
         embeds, positions = model.enable_prompt_embeds, model.derived_max_model_len
         self._features = FeatureChecker(features, embeds, max_model_len, positions)
+        structured = config.structured_outputs
+        switches = {
+            "disable_any_whitespace": structured.structured_outputs_disable_any_whitespace,
+            "disable_additional_properties": structured.structured_outputs_disable_additional_properties,
+        }
+        self._structured = {name: value for name, value in switches.items() if value}
         self._seeds = random.Random(f"{model.seed} {client}" if client else model.seed)
         self._count = client << CLIENT_SHIFT
         self._prefix = f"{client}\0" if client else ""
@@ -107,6 +114,9 @@ class InputProcessor:
         else:
             self._check(parsed.token_ids, params)
             resumed = self._resumed(parsed, params) if parsed.output_token_ids else None
+            if params.structured_outputs is not None and self._structured:
+                replaced = msgspec.structs.replace(params.structured_outputs, checked=True, **self._structured)
+                params = params.replace_unchecked(structured_outputs=replaced)
             if params.bad_words:
                 params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -173,7 +183,7 @@ class InputProcessor:
         for name, ids in named.items():
             if ids:
                 self._array(name, list(ids))
-        params.check_logprobs(self.max_logprobs)
+        params.check_logprobs(ALL_LOGPROBS if self.max_logprobs >= self.vocab_size else self.max_logprobs)
         if params.prompt_logprob_token_ids is not None:
             self._check_candidates(params.prompt_logprob_token_ids, len(token_ids), params.prompt_logprob_start or 0)
 
@@ -245,11 +255,13 @@ class InputProcessor:
         except (OverflowError, TypeError):
             wrong = next(i for i in token_ids if not isinstance(i, int) or not 0 <= i < self.vocab_size)
             raise ValueError(
-                f"{name} has token id {shown(wrong)}; the model's ids are 0 to {self.vocab_size - 1}"
+                f"{name} has token id {shown(wrong)}, out of vocabulary: the model has {self.vocab_size} ids, from 0"
             ) from None
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
-            raise ValueError(f"{name} has token id {wrong}; the model's ids are 0 to {self.vocab_size - 1}")
+            raise ValueError(
+                f"{name} has token id {wrong}, out of vocabulary: the model has {self.vocab_size} ids, from 0"
+            )
         return ids.astype(np.int32)
 
     def _truncate(self, token_ids: list[int], keep: int, longest: int) -> list[int]:

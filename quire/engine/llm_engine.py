@@ -23,7 +23,7 @@ from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.platforms.defaults import with_platform_defaults
-from quire.tokenizer.load import load_tokenizer
+from quire.tokenizer.load import tokenizer_of
 
 logger = logging.getLogger("quire")
 
@@ -38,13 +38,14 @@ class LLMEngine(VllmInterface):
         self.config, checkpoint = resolve_config(config)
         self.model_name = checkpoint.name
         model = self.config.model
-        self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(checkpoint, model.tokenizer)
+        self.tokenizer = None if model.skip_tokenizer_init else tokenizer_of(checkpoint, model)
         self.client: EngineCoreClient
         self.client, ready = self._start_process() if multiprocess else self._start_in_process(times)
         times.append(time.perf_counter())
         self.max_model_len = ready.max_model_len
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, features=ready.features)
-        self.output_processor = OutputProcessor(self.tokenizer)
+        interval, buckets = self.config.scheduler.stream_interval, self.config.observability.custom_histogram_buckets
+        self.output_processor = OutputProcessor(self.tokenizer, interval, buckets)
         self.stats = SchedulerStats()
         self._num_blocks = ready.num_blocks
         for line in (*ready.summary.lines(checkpoint.name), _time_line(times, import_seconds)):
@@ -143,7 +144,7 @@ class LLMEngine(VllmInterface):
 
     def get_metrics(self) -> list[Metric]:
         own = self.output_processor.metrics.snapshot(self.stats, self.model_name)
-        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name)]
+        return [*own, cache_config_info(self.config.cache, self._num_blocks, self.model_name, self.max_model_len)]
 
     def has_unfinished_requests(self) -> bool:
         return len(self.output_processor) > 0

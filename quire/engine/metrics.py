@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.config import CacheConfig
 from quire.engine.outputs import RequestMetrics
-from quire.messages.requests import STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
+from quire.messages.requests import RESIDENCY_SECONDS, STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 
 # vLLM's buckets, preceded by smaller ones for small models and fast devices.
@@ -26,6 +26,8 @@ REQUEST_SECONDS = (
 )
 TOKENS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
 COMPLETIONS = (1, 2, 5, 10, 20)
+ENGINE = "0"  # the label that tells data-parallel engines apart
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    value: int
+    value: float
 
 
 @dataclass(frozen=True)
@@ -119,25 +121,32 @@ def _merged(a: Metric, b: Metric) -> Metric:
 class EngineMetrics:
     """A front end's metrics of its own requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, buckets: Mapping[str, Sequence[float]] | None = None) -> None:
+        """`buckets` are bounds of the user's own, by family of histograms."""
+        own = buckets or {}
+        first_token, token = (
+            own.get("time_to_first_token", FIRST_TOKEN_SECONDS),
+            own.get("inter_token_latency", TOKEN_SECONDS),
+        )
+        request, tokens = own.get("request_latency", REQUEST_SECONDS), own.get("request_tokens", TOKENS)
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.generation_tokens = 0
         self.finish_reasons: Tally[str] = Tally()
-        self.time_to_first_token = Observations(FIRST_TOKEN_SECONDS)
-        self.inter_token = Observations(TOKEN_SECONDS)
-        self.per_output_token = Observations(TOKEN_SECONDS)
-        self.latency = Observations(REQUEST_SECONDS)
-        self.queue = Observations(REQUEST_SECONDS)
-        self.prefill = Observations(REQUEST_SECONDS)
-        self.decode = Observations(REQUEST_SECONDS)
-        self.inference = Observations(REQUEST_SECONDS)
-        self.request_prompt_tokens = Observations(TOKENS)
-        self.request_computed_tokens = Observations(TOKENS)
-        self.request_generation_tokens = Observations(TOKENS)
-        self.request_longest = Observations(TOKENS)
-        self.request_max_tokens = Observations(TOKENS)
-        self.request_n = Observations(COMPLETIONS)
+        self.time_to_first_token = Observations(first_token)
+        self.inter_token = Observations(token)
+        self.per_output_token = Observations(token)
+        self.latency = Observations(request)
+        self.queue = Observations(request)
+        self.prefill = Observations(request)
+        self.decode = Observations(request)
+        self.inference = Observations(request)
+        self.request_prompt_tokens = Observations(tokens)
+        self.request_computed_tokens = Observations(tokens)
+        self.request_generation_tokens = Observations(tokens)
+        self.request_longest = Observations(tokens)
+        self.request_max_tokens = Observations(tokens)
+        self.request_n = Observations(own.get("request_params_n", COMPLETIONS))
 
     def generated(self, count: int) -> None:
         self.generation_tokens += count
@@ -192,7 +201,8 @@ class EngineMetrics:
             self.per_output_token.add(times.time_in_decode / (longest - 1))
 
     def snapshot(self, stats: SchedulerStats, model_name: str) -> list[Metric]:
-        labels = {"model_name": model_name}
+        labels = {"model_name": model_name, "engine": ENGINE}
+        cached, computed = self.cached_prompt_tokens, self.prompt_tokens - self.cached_prompt_tokens
         named = {
             "time_to_first_token_seconds": self.time_to_first_token,
             "inter_token_latency_seconds": self.inter_token,
@@ -212,7 +222,9 @@ class EngineMetrics:
         return [
             *scheduler_metrics(stats, labels),
             Counter("quire:prompt_tokens", labels, self.prompt_tokens),
-            Counter("quire:prompt_tokens_cached", labels, self.cached_prompt_tokens),
+            Counter("quire:prompt_tokens_cached", labels, cached),
+            Counter("quire:prompt_tokens_by_source", {**labels, "source": "local_compute"}, computed),
+            Counter("quire:prompt_tokens_by_source", {**labels, "source": "local_cache_hit"}, cached),
             Counter("quire:generation_tokens", labels, self.generation_tokens),
             *(
                 Counter("quire:request_success", {**labels, "finished_reason": reason}, self.finish_reasons[reason])
@@ -223,36 +235,64 @@ class EngineMetrics:
         ]
 
 
+RESIDENCY = ("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds")
+
+
 def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Metric]:
     at, bounds = stats.time, STEP_TOKEN_BOUNDS
+    waiting = {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
     return [
         Gauge("quire:num_requests_running", labels, stats.num_running, as_of=at),
         Gauge("quire:num_requests_waiting", labels, stats.num_waiting, as_of=at),
+        *(
+            Gauge("quire:num_requests_waiting_by_reason", {**labels, "reason": reason}, count, as_of=at)
+            for reason, count in waiting.items()
+        ),
+        *(
+            Gauge("quire:engine_sleep_state", {**labels, "sleep_state": state}, int(state == "awake"), as_of=at)
+            for state in SLEEP_STATES
+        ),
         Gauge("quire:kv_cache_usage_perc", labels, stats.kv_cache_usage, as_of=at),
         Counter("quire:num_preemptions", labels, stats.num_preemptions, as_of=at),
         Counter("quire:prefix_cache_queries", labels, stats.prefix_cache_queries, as_of=at),
         Counter("quire:prefix_cache_hits", labels, stats.prefix_cache_hits, as_of=at),
+        Counter("quire:external_prefix_cache_queries", labels, stats.external_cache_queries, as_of=at),
+        Counter("quire:external_prefix_cache_hits", labels, stats.external_cache_hits, as_of=at),
         histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
+        *(
+            histogram(f"quire:{name}", labels, RESIDENCY_SECONDS, list(map(int, counts)), total, at)
+            for name, (*counts, total) in zip(RESIDENCY, stats.residency, strict=False)
+        ),
     ]
 
 
-def cache_config_info(config: CacheConfig, num_blocks: int, model_name: str) -> Gauge:
+def cache_config_info(config: CacheConfig, num_blocks: int, model_name: str, max_model_len: int) -> Gauge:
     """The KV cache's configuration, as labels."""
     labels = {name: str(value) for name, value in sorted(dataclasses.asdict(config).items())}
-    labels |= {"model_name": model_name, "num_gpu_blocks": str(num_blocks)}
+    labels |= {"model_name": model_name, "engine": ENGINE, "num_gpu_blocks": str(num_blocks)}
+    tokens = num_blocks * config.block_size
+    labels |= {"kv_cache_size_tokens": str(tokens), "kv_cache_max_concurrency": f"{tokens / max_model_len:.2f}"}
     return Gauge("quire:cache_config_info", labels, 1, as_of=0.0)
 
 
 HELP = {
     "quire:num_requests_running": "Requests running in the engine.",
     "quire:num_requests_waiting": "Requests waiting to be scheduled.",
+    "quire:num_requests_waiting_by_reason": "Those waiting for capacity, and those deferred for something else.",
+    "quire:engine_sleep_state": "1 for the state the engine is in.",
     "quire:kv_cache_usage_perc": "Used fraction of the KV cache, from 0 to 1.",
     "quire:num_preemptions": "Requests preempted: their KV blocks were freed and recomputed later.",
     "quire:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "quire:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "quire:external_prefix_cache_queries": "Prompt tokens that KV connectors were asked for.",
+    "quire:external_prefix_cache_hits": "Prompt tokens that KV connectors load.",
+    "quire:kv_block_lifetime_seconds": "From a KV block's allocation to its eviction.",
+    "quire:kv_block_idle_before_evict_seconds": "From a KV block's last use to its eviction.",
+    "quire:kv_block_reuse_gap_seconds": "Between two hits of a KV block.",
     "quire:iteration_tokens_total": "Tokens per engine step.",
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token or pooled vector.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",
+    "quire:prompt_tokens_by_source": "Prompt tokens that were computed, and those from the cache.",
     "quire:generation_tokens": "Tokens generated.",
     "quire:request_success": "Finished completions, by reason.",
     "quire:time_to_first_token_seconds": "From arrival to the first token.",

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +66,17 @@ class UserRequest:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+        buckets: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Streams get an output every `stream_interval` tokens, beside the first and the last. `buckets`: of
+        EngineMetrics."""
         self.tokenizer = tokenizer
-        self.metrics = EngineMetrics()
+        self.stream_interval = stream_interval
+        self.metrics = EngineMetrics(buckets)
         self._running: dict[int, UserRequest] = {}  # by the core's index
         self._requests: dict[str, UserRequest] = {}
 
@@ -174,8 +183,8 @@ class OutputProcessor:
                 if completion.finish_reason is not None:
                     self._end(index, request, completion, now)
                 if request.params.output_kind != RequestOutputKind.FINAL_ONLY:
-                    interval = request.params.stream_interval
-                    if interval is None or completion.is_due(interval):
+                    interval = request.params.stream_interval or self.stream_interval
+                    if interval <= 1 or completion.is_due(interval):
                         ready.append(_output(request, [completion.output()]))
                 elif request.num_running == 0:
                     ready.append(self._final_output(request))

@@ -7,6 +7,7 @@ from typing import Any
 from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
+from quire.config.environment import HF_TOKEN
 from quire.config.shown import shown
 from quire.config.values import INT32_MAX, finite_number, whole_number
 from quire.engine.generation_defaults import default_sampling
@@ -33,21 +34,33 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
     engine process (`platforms/defaults.py`)."""
     model_config = config.model
     processor_classes(model_config.logits_processors)  # fails before the model is loaded
+    if isinstance(model_config.hf_token, str):
+        HF_TOKEN.set(model_config.hf_token)  # the hub's library reads it, in child processes too
     checkpoint = resolve_model(
         model_config.model,
         load_format=config.load.load_format,
         revision=model_config.revision,
         download_dir=config.load.download_dir,
         remote_code=model_config.trust_remote_code,
+        ignore_patterns=config.load.ignore_patterns,
     )
     if model_config.hf_config:
         return config, checkpoint  # already resolved by the parent process
-    hf_config, overrides = apply_overrides(load_hf_config(checkpoint), model_config.hf_overrides)
+    hf_config, overrides = apply_overrides(
+        load_hf_config(checkpoint, model_config.hf_config_path), model_config.hf_overrides
+    )
     check_kinds(hf_config, "the model's config")  # again, after --hf-overrides
     longest = longest_sequence(hf_config)
-    if model_config.max_model_len is not None and model_config.max_model_len > longest:
+    window = sliding_window(hf_config) if model_config.disable_sliding_window else None
+    max_model_len = model_config.max_model_len or window
+    if window is not None and max_model_len is not None and max_model_len > window:
         raise ValueError(
-            f"max_model_len is {model_config.max_model_len}, but {checkpoint.name} has positions for {longest} tokens; "
+            f"max_model_len is {max_model_len}, but without its sliding window {checkpoint.name} serves {window} "
+            "tokens; use at most that, or leave the window (--max-model-len, --disable-sliding-window)"
+        )
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, but {checkpoint.name} has positions for {longest} tokens; "
             f"use at most that (--max-model-len)"
         )
     defaults, source = default_sampling(checkpoint, model_config)
@@ -56,6 +69,8 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         logger.info("sampling defaults: %s (from %s)", values, source)
     model = dataclasses.replace(
         model_config,
+        max_model_len=max_model_len,
+        hf_token=None,  # a secret, which is not passed on
         revision=checkpoint.revision,  # a commit: the engine process must not resolve a branch that has moved
         hf_overrides=overrides,
         hf_config=hf_config,
@@ -93,6 +108,12 @@ def longest_sequence(hf_config: dict[str, Any]) -> int:
         stretched = int(whole_number(original, rope.get(original) or positions) * factor)
         return max(positions, whole_number("the longest sequence, by the rope parameters,", stretched, minimum=0))
     return positions
+
+
+def sliding_window(hf_config: dict[str, Any]) -> int | None:
+    config = text_part(hf_config)
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    return None if window is None else min(longest_sequence(hf_config), whole_number("sliding_window", window))
 
 
 def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:

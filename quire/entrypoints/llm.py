@@ -40,7 +40,7 @@ class LLM(UnavailableMethods):
     """
 
     def __init__(self, model: str | None = None, *, multiprocess: bool = False, **engine_args: Any) -> None:
-        set_up_logging()
+        set_up_logging(engine_args.get("log_level"), engine_args.get("log_config_file"))
         self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args), multiprocess=multiprocess)
         self._counter = 0
         self._enqueued: list[str] = []

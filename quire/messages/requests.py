@@ -158,6 +158,10 @@ class PromptLogprobs(msgspec.Struct):
     candidates: bool = False  # these are of the tokens that the request named, [m, k] without ranks
 
 
+RESIDENCY_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0),
+    *(600.0, 1200.0, 1800.0),
+)
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -171,8 +175,14 @@ class SchedulerStats(msgspec.Struct):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    external_cache_queries: int = 0  # tokens that connectors were asked for
+    external_cache_hits: int = 0  # tokens that they load
+    num_deferred: int = 0  # of those waiting: not for room, but for a grammar, KV blocks, a fork or frames
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)  # steps per bucket; the last is unbounded
     step_tokens_sum: int = 0
+    # Seconds that blocks lived, were idle before eviction, and between two hits, if measured: each the blocks per
+    # bucket of RESIDENCY_SECONDS, the last unbounded, and the sum.
+    residency: tuple[tuple[float, ...], ...] = ()
 
 
 class EngineCoreOutputs(msgspec.Struct):

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from quire.config import EngineConfig
+from quire.config import CacheConfig, EngineConfig
+from quire.config.environment import VLLM_CPU_KVCACHE_SPACE
 from quire.platforms import current_platform
 
 
@@ -20,5 +21,13 @@ def with_platform_defaults(config: EngineConfig) -> EngineConfig:
             max_num_seqs=scheduler.max_num_seqs or platform.default_max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens or platform.default_max_num_batched_tokens,
         ),
+        cache=_cache(config.cache, platform.name),
         device=dataclasses.replace(config.device, device=platform.name),
     )
+
+
+def _cache(cache: CacheConfig, platform: str) -> CacheConfig:
+    given = VLLM_CPU_KVCACHE_SPACE.get()
+    if platform != "cpu" or not given or cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override:
+        return cache
+    return dataclasses.replace(cache, kv_cache_memory_bytes=given)

@@ -5,7 +5,7 @@ from functools import cached_property
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.structured_output.backends.base import GrammarError
-from quire.tokenizer.load import load_tokenizer
+from quire.tokenizer.load import tokenizer_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 
@@ -40,4 +40,4 @@ class Vocabulary:
             revision=model.revision,
             download_dir=config.load.download_dir,
         )
-        return cls(load_tokenizer(checkpoint, model.tokenizer), model.vocab_size, model.eos_token_ids)
+        return cls(tokenizer_of(checkpoint, model), model.vocab_size, model.eos_token_ids)

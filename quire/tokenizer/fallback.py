@@ -16,7 +16,7 @@ REMEDY = (
 )
 
 
-def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer:
+def load_with_transformers(folder: Path, chat_template: str | None, slow: bool = False) -> Tokenizer:
     """Load the folder's files with AutoTokenizer; code that comes with a model is never run."""
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer.json and no other tokenizer files. {REMEDY}")
@@ -32,7 +32,9 @@ def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer
             f"pip install transformers. {REMEDY}"
         ) from error
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), use_fast=not slow, trust_remote_code=False, local_files_only=True
+        )
     except (ImportError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:400]
         raise ValueError(
@@ -43,7 +45,7 @@ def load_with_transformers(folder: Path, chat_template: str | None) -> Tokenizer
     if wanted and not any((folder / name).is_file() for name in wanted):
         raise ValueError(f"{folder} has none of the files of its tokenizer: {', '.join(sorted(wanted))}. {REMEDY}")
     return Tokenizer(
-        loaded.backend_tokenizer if loaded.is_fast else SlowBackend(loaded),
+        loaded.backend_tokenizer if loaded.is_fast and not slow else SlowBackend(loaded),
         bos_token_id=loaded.bos_token_id,
         eos_token_id=loaded.eos_token_id,
         pad_token_id=loaded.pad_token_id,

@@ -5,15 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 from quire.checkpoint.json_file import is_readable, read_json
 from quire.checkpoint.resolve import HUB_ID, Checkpoint
+from quire.config import ModelConfig
 from quire.tokenizer.tokenizer import SAMPLE_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
 
-def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Tokenizer:
-    """The checkpoint's own tokenizer, or `override`: a folder, a tokenizer.json, a .gguf file or a hub id."""
-    path = checkpoint.path if override is None else _find(override)
+def tokenizer_of(checkpoint: Checkpoint, model: ModelConfig) -> Tokenizer:
+    """The tokenizer that the options name."""
+    override, revision = model.tokenizer, model.tokenizer_revision
+    if override is None and revision is not None and not Path(checkpoint.name).exists() and not checkpoint.is_gguf:
+        override = checkpoint.name  # the same repository at another revision
+    return load_tokenizer(checkpoint, override, revision, slow=model.tokenizer_mode == "slow")
+
+
+def load_tokenizer(
+    checkpoint: Checkpoint, override: str | None = None, revision: str | None = None, slow: bool = False
+) -> Tokenizer:
+    """The checkpoint's own tokenizer, or `override`: a folder, a tokenizer.json, a .gguf file or a hub id. With `slow`
+    transformers' tokenizer in Python."""
+    path = checkpoint.path if override is None else _find(override, revision)
     if path.suffix == ".gguf":
         from quire.checkpoint.gguf_header import read_header
         from quire.tokenizer.gguf import build_gguf_tokenizer
@@ -21,12 +33,12 @@ def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Token
         return build_gguf_tokenizer(read_header(path))
     folder, file = (path.parent, path) if path.is_file() else (path, path / "tokenizer.json")
     try:
-        return _load_folder(folder, file)
+        return _load_folder(folder, file, slow)
     except (TypeError, LookupError, AttributeError, OverflowError) as error:
         raise ValueError(f"{folder} has tokenizer files that are malformed: {error!r}") from error
 
 
-def _find(override: str) -> Path:
+def _find(override: str, revision: str | None) -> Path:
     path = Path(override).expanduser()
     if path.exists():
         return path
@@ -38,16 +50,16 @@ def _find(override: str) -> Path:
         )
     from quire.checkpoint import hub
 
-    return hub.download(override, hub.TOKENIZER_PATTERNS, revision=None, download_dir=None)
+    return hub.download(override, hub.TOKENIZER_PATTERNS, revision=revision, download_dir=None)
 
 
-def _load_folder(folder: Path, file: Path) -> Tokenizer:
+def _load_folder(folder: Path, file: Path, slow: bool) -> Tokenizer:
     config = read_json(folder / "tokenizer_config.json") or {}
     chat_template = _chat_template(folder, config)
-    if not is_readable(file):
+    if slow or not is_readable(file):
         from quire.tokenizer.fallback import load_with_transformers
 
-        return load_with_transformers(folder, chat_template)
+        return load_with_transformers(folder, chat_template, slow)
     from tokenizers import Tokenizer as Backend
 
     try:

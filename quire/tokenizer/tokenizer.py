@@ -90,6 +90,14 @@ class Tokenizer:
             raise _cannot_encode(texts, error) from error
         return [list(encoding.ids) for encoding in encodings]
 
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Also where each token begins and ends in the text; None if this tokenizer does not know."""
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        offsets = getattr(encoding, "offsets", None)
+        return None if offsets is None else (list(encoding.ids), list(offsets))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 

@@ -79,6 +79,20 @@ class StepBuffers:
         write_to(self.ints, self.host)
 
 
+def graph_sizes(
+    max_rows: int, max_tokens: int, wanted: Sequence[int] | None = None, largest: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Rows of decode steps and tokens of mixed steps for which graphs are captured: `wanted` or the default ones, up to
+    `largest`. Steps above the largest are launched kernel by kernel."""
+    if wanted is None:
+        decode, mixed = [n for n in DECODE_ROWS if n < max_rows] + [max_rows], list(MIXED_TOKENS)
+    else:
+        decode = sorted(set(wanted))
+        mixed = [n for n in decode if n >= MIXED_TOKENS[0]]  # a graph for many rows has many tokens
+    most = largest if largest is not None else max(max_rows, max_tokens)
+    return [n for n in decode if n <= min(max_rows, most)], [n for n in mixed if n <= min(max_tokens, most)]
+
+
 class StepGraphs:
     def __init__(
         self,
@@ -90,19 +104,20 @@ class StepGraphs:
         reset_workspaces: Callable[[], None],
         num_drafts: int = 0,
         adapters: bool = False,
+        sizes: tuple[list[int], list[int]] | None = None,
     ) -> None:
         """`compute` runs a step of the key's size from the buffers and returns its logits. `reset_workspaces` is called
-        after a capture that failed. `adapters`: steps may have some, so each size is captured with and without."""
+        after a capture that failed. `adapters`: steps may have some, so each size is captured with and without.
+        `sizes`: of `graph_sizes`."""
         self.compute = compute
         self.backends = backends
         self.reset_workspaces = reset_workspaces
         self.device = device
-        self.decode_rows = [n for n in DECODE_ROWS if n < max_rows] + [max_rows]
+        self.decode_rows, self.mixed_tokens = sizes or graph_sizes(max_rows, max_tokens)
         # Without drafts for any row, or with the most for all; other steps are rare.
         self.tokens_per_row = sorted({1, 1 + num_drafts}, reverse=True)
         self.adapters = (False, True) if adapters else (False,)
         self.mixed_rows = min(MIXED_ROWS, max_rows)
-        self.mixed_tokens = [n for n in MIXED_TOKENS if n <= max_tokens]
         max_mixed_tokens = self.mixed_tokens[-1] if self.mixed_tokens else 0
         self.decode_buffers = StepBuffers(max_rows, 0, (), device)
         max_blocks = backends.max_query_blocks(max_mixed_tokens, self.mixed_rows)
@@ -136,10 +151,11 @@ class StepGraphs:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows and logits of all tokens, both padded, of a step of as many tokens in each row; None if there is no
         graph for it (yet)."""
-        bucket = self.decode_rows[bisect_left(self.decode_rows, len(rows))]
-        key = GraphKey(bucket * tokens_per_row, bucket, True, prefix_len > 0, tokens_per_row, adapters)
-        if tokens_per_row not in self.tokens_per_row:
+        at = bisect_left(self.decode_rows, len(rows))
+        if at == len(self.decode_rows) or tokens_per_row not in self.tokens_per_row:
             return None
+        bucket = self.decode_rows[at]
+        key = GraphKey(bucket * tokens_per_row, bucket, True, prefix_len > 0, tokens_per_row, adapters)
         if key not in self._captured and not self._capture_if_frequent(key):
             return None
         self.decode_buffers.fill_decode(rows, bucket, prefix_len)

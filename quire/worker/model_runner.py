@@ -27,7 +27,7 @@ from quire.sample.sampler import Sampler
 from quire.spec_decode.proposer import Proposer
 from quire.worker.cache_pages import new_pages, page_views
 from quire.worker.features import FeatureStore
-from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs
+from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs, graph_sizes
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
@@ -69,9 +69,13 @@ class ModelRunner:
         proposer: Proposer | None = None,
         num_drafts: int = 0,
         lora: LoRAState | None = None,
+        graph_sizes: Sequence[int] | None = None,
+        largest_graph: int | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step. `lora`:
-        that of the model's layers, if rows may have adapters."""
+        that of the model's layers, if rows may have adapters. `graph_sizes` and `largest_graph` are those of users, if
+        they set any."""
         self.model = model
         self.backends = backends
         self.device = device
@@ -84,6 +88,8 @@ class ModelRunner:
         self.proposer = proposer
         self.num_drafts = num_drafts
         self.lora = lora
+        self.graph_sizes, self.largest_graph = graph_sizes, largest_graph
+        self.share_prefixes = share_prefixes
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
         self._pending: PendingStep | None = None
@@ -137,6 +143,7 @@ class ModelRunner:
                 self.reset_workspaces,
                 self.num_drafts,
                 self.lora is not None,
+                graph_sizes(max_rows, max_tokens, self.graph_sizes, self.largest_graph),
             )
             self.graphs.capture_at_start(largest_only)
             if not largest_only:
@@ -414,6 +421,8 @@ class ModelRunner:
     def _shared_prefix(self, plan: SchedulerOutput) -> int:
         """Length of the prefix that all rows share, if attending to it once for all is faster; else 0."""
         if len(self.rows.block_sizes) != 1 or len(plan.rows) < MIN_SHARING_ROWS or not plan.common_prefix_blocks:
+            return 0
+        if not self.share_prefixes:
             return 0
         length = plan.common_prefix_blocks[0] * self.block_sizes[0]
         return length if length >= MIN_SHARED_PREFIX else 0

@@ -49,9 +49,11 @@ class Worker:
             revision=config.model.revision,
             download_dir=config.load.download_dir,
             remote_code=config.model.trust_remote_code,
+            ignore_patterns=config.load.ignore_patterns,
         )
-        if checkpoint.format != "dummy" and not config.load.packed_weights_cache:  # else it may not be read at all
-            read_ahead(checkpoint.files)
+        strategy = config.load.safetensors_load_strategy
+        if checkpoint.format != "dummy" and not config.load.packed_weights_cache and strategy != "lazy":
+            read_ahead(checkpoint.files, wait=strategy == "eager")  # with packed weights it may not be read at all
         device = config.device
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
         for note in self.platform.prepare():
@@ -95,6 +97,9 @@ class Worker:
             proposer=make_proposer(config, self.platform.device),
             num_drafts=config.speculative.num_drafts,
             lora=self.adapters.state if self.adapters is not None else None,
+            graph_sizes=device.cudagraph_capture_sizes,
+            largest_graph=device.max_cudagraph_capture_size,
+            share_prefixes=not device.disable_cascade_attn,
         )
         self.profiler = TorchProfiler(config.observability.profiler_config, rank)
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)

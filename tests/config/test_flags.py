@@ -6,8 +6,16 @@ import pytest
 from quire.config import EngineConfig
 from quire.config.fields import flag, option, options
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
+from quire.config.server import ServerConfig, add_server_flags, server_config
 
-OBJECTS = ("hf_overrides", "override_generation_config", "kv_transfer_config", "speculative_config", "profiler_config")
+OBJECTS = (
+    "hf_overrides",
+    "override_generation_config",
+    "kv_transfer_config",
+    "speculative_config",
+    "custom_histogram_buckets",
+    "profiler_config",
+)
 
 
 def parse(*argv: str) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def test_booleans_come_in_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1000", 1000), ("4G", 4 << 30), ("512m", 512 << 20), ("1.5K", 1536), ("1T", 1 << 40)],
+    [("1000", 1000), ("4G", 4 << 30), ("512m", 512_000_000), ("1.5K", 1536), ("1T", 1 << 40)],
 )
 def test_sizes_accept_a_unit(text: str, size: int) -> None:
     assert parse("--kv-cache-memory-bytes", text) == {"kv_cache_memory_bytes": size}
@@ -72,14 +80,14 @@ def test_the_model_argument_may_be_anywhere(argv: list[str]) -> None:
     ("argv", "message"),
     [
         (["--max-model-length", "5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
-        (["--max_model_len=5"], "unknown flag --max_model_len; did you mean --max-model-len?"),
+        (["--max_model_length=5"], "unknown flag --max-model-length; did you mean --max-model-len?"),
         (["--max-model", "5"], "unknown flag --max-model"),
         (["--zzz"], "unknown flag --zzz\n"),
         (["one", "two"], "unexpected argument 'two'"),
         (["--block-size", "many"], "--block-size: 'many' is not a whole number"),
         (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization: 'x' is not a number"),
-        (["--kv-cache-memory-bytes", "4X"], "'4X' is not a size; write a number, or one with K, M, G or T"),
-        (["--kv-cache-memory-bytes", "G"], "'G' is not a size"),
+        (["--kv-cache-memory-bytes", "4X"], "'4X' is not a whole number; write a number, or one with K, M, G or T"),
+        (["--kv-cache-memory-bytes", "G"], "'G' is not a whole number"),
         (["--hf-overrides", "{x"], "--hf-overrides: '{x' is not JSON: "),
         (["--hf-overrides", "[1]"], "--hf-overrides: '[1]' is not a JSON object; write {...}"),
         (["--model-impl", "torch"], "--model-impl: invalid choice: 'torch' (choose from"),
@@ -124,3 +132,41 @@ def test_a_number_or_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineConfig, "parts", staticmethod(lambda: {"either": Either}))
     assert parse("--threads", "4") == {"threads": 4}
     assert parse("--threads", "auto") == {"threads": "auto"}
+
+
+def serve(*argv: str) -> ServerConfig:
+    parser = FlagParser(prog="quire test")
+    add_model_argument(parser)
+    add_server_flags(parser)
+    return server_config(parser.parse(argv))
+
+
+def test_several_values_of_one_flag() -> None:
+    assert serve("m", "--api-key", "a", "b", "--port", "1", "--api-key", "c").api_key == ("a", "b", "c")
+    assert serve("m", "--served-model-name", "big", "small").served_model_name == ("big", "small")
+
+
+def test_lists_as_json_or_one_by_one() -> None:
+    assert serve("--allowed-origins", '["*"]', "--allowed-headers", "[]").allowed_origins == ("*",)
+    assert serve("--allowed-methods", '["GET", "PUT"]').allowed_methods == ("GET", "PUT")
+    assert serve("--allowed-origins", "http://a", "--allowed-origins", "http://b").allowed_origins == (
+        "http://a",
+        "http://b",
+    )
+
+
+@pytest.mark.parametrize("text", ["[1]", "[x"])
+def test_a_list_that_is_no_list_of_texts(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve("--allowed-origins", text)
+    assert "--allowed-origins: '[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_model_behind_a_flag_of_several_values_is_not_a_key(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve(flag, "secret", "org/model")
+    assert f"{flag} took 'org/model' as one of its values; write the model before it" in capsys.readouterr().err
+    assert serve("m", flag, "secret", "base64/key=").port == 8000
+    assert parse("--cudagraph-capture-sizes", "1", "2") == {"cudagraph_capture_sizes": [1, 2]}
+    assert parse("--ignore-patterns", "a", "b/*") == {"ignore_patterns": ["a", "b/*"]}

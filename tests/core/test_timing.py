@@ -76,8 +76,8 @@ def test_forks_count_their_prompt_once():
 def test_steps_are_counted_by_size():
     engine = FakeEngine(max_num_batched_tokens=20)
     noted = FirstTokens(engine)
-    engine.add("a", range(30), max_tokens=3)  # steps of 20, 10, 1, 1 tokens
+    engine.add("a", range(30), max_tokens=3)  # steps of 20, 10 + 1, 1, 1 tokens
     engine.run()
     sizes = dict(zip([*STEP_TOKEN_BOUNDS, None], noted.stats.step_tokens, strict=True))
     assert {bound: count for bound, count in sizes.items() if count} == {1: 2, 16: 1, 32: 1}
-    assert noted.stats.step_tokens_sum == 32
+    assert noted.stats.step_tokens_sum == 33

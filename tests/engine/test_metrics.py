@@ -17,7 +17,7 @@ from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Finish
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from tests.core.fake_engine import FakeEngine
 
-LABELS = {"model_name": "m"}
+LABELS = {"model_name": "m", "engine": "0"}
 
 
 class Clock:
@@ -65,7 +65,7 @@ def step(processor, index, finish=FinishReason.NONE, tokens_each=1, scheduled=No
 
 def metrics(processor):
     return {
-        (m.name.removeprefix("quire:"), *[v for k, v in m.labels.items() if k != "model_name"]): m
+        (m.name.removeprefix("quire:"), *[v for k, v in m.labels.items() if k not in LABELS]): m
         for m in processor.metrics.snapshot(SchedulerStats(), "m")
     }
 
@@ -201,7 +201,7 @@ def test_reports_of_several_front_ends():
 
 
 def test_cache_config_is_in_labels():
-    info = cache_config_info(CacheConfig(block_size=32), 77, "m")
+    info = cache_config_info(CacheConfig(block_size=32), 77, "m", 616)
     assert info.value == 1
     assert info.labels["block_size"] == "32" and info.labels["num_gpu_blocks"] == "77"
     assert info.labels["enable_prefix_caching"] == "True"

@@ -51,6 +51,17 @@ def test_a_limit_beyond_the_models_positions_is_allowed_by_an_override(tmp_path:
     )
 
 
+def test_without_a_sliding_window(tmp_path: Path) -> None:
+    model = write(tmp_path, CONFIG | {"sliding_window": 32})
+    assert resolved(model).max_model_len is None
+    assert resolved(model, disable_sliding_window=True).max_model_len == 32
+    assert resolved(model, disable_sliding_window=True, max_model_len=16).max_model_len == 16
+    with pytest.raises(ValueError, match=r"without its sliding window .* serves 32 tokens"):
+        resolved(model, disable_sliding_window=True, max_model_len=64)
+    unused = CONFIG | {"sliding_window": 32, "use_sliding_window": False}
+    assert resolved(write(tmp_path, unused), disable_sliding_window=True).max_model_len is None
+
+
 def test_old_names_of_rope_reach_a_new_config(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     model = resolved(write(tmp_path), hf_overrides={"rope_scaling": scaling, "rope_theta": 7.0})

@@ -44,6 +44,8 @@ def test_the_same_outputs_as_row_by_row(tmp_path, monkeypatch):
     assert tokens == wanted
     assert logprobs == [pytest.approx(row, abs=1e-3) for row in wanted_logprobs]
     lengths.clear()
+    assert answers(str(tmp_path), prompts, attention_backend="native", disable_cascade_attn=True)[0] == tokens
+    assert not any(lengths)
     monkeypatch.setattr(model_runner, "MIN_SHARED_PREFIX", 10**6)
     assert answers(str(tmp_path), prompts, attention_backend="native")[0] == tokens
     assert not any(lengths)

@@ -17,7 +17,7 @@ HOST = b"Host: 127.0.0.1\r\n"
 AUTH = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
 BODY = b'{"prompt": "ab", "max_tokens": 2}'
 GET = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + AUTH
+POST = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST + AUTH
 
 
 def post(headers: bytes, body: bytes) -> bytes:

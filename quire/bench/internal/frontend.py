@@ -153,7 +153,7 @@ class Counter(asyncio.Protocol):
         transport.write(self.request)  # type: ignore[attr-defined]  # uvloop's is no asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
-        self.events += data.count(b'"finish_reason":null')  # a chunk is one write, never split
+        self.events += data.count(b'"finish_reason":')  # a chunk is one write, never split
         self.tail = (self.tail + data)[-32:]
         if b"[DONE]" in self.tail and not self.done.done():
             self.done.set_result(None)

@@ -7,6 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
+from quire.config.logs import set_up_logging
 from quire.config.server import ServerConfig, add_server_flags, load_api_keys, server_config
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ ENGINE_DEFAULTS = {"structured_outputs_max_queue": 64, "structured_outputs_queue
 def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire serve",
-        description="Serve a model over OpenAI's HTTP API; without MODEL the embedded SmolLM2. /health, /ready and "
-        "/ping need no API key, everything else does if there is one.",
+        description="Serve a model over OpenAI's HTTP API; without MODEL the embedded SmolLM2. --open-paths "
+        "need no API key, everything else does if there is one.",
     )
     add_model_argument(parser)
     add_server_flags(parser)
@@ -33,12 +34,16 @@ def parser() -> FlagParser:
 def run(args: argparse.Namespace) -> int:
     """Flags are checked before the model is loaded."""
     from quire.config import EngineConfig
-    from quire.config.logs import set_up_logging
 
-    set_up_logging()
+    set_up_logging(getattr(args, "log_level", None), getattr(args, "log_config_file", None))
+    engine_args = ENGINE_DEFAULTS | engine_kwargs(args)
+    for name in ("reasoning_parser", "reasoning_parser_plugin"):  # vLLM has them in an object, too
+        value = (engine_args.get("structured_outputs_config") or {}).pop(name, None)
+        if value and not hasattr(args, name):
+            setattr(args, name, value)
     config = server_config(args)
     api_keys = load_api_keys(config)
-    engine_config = EngineConfig.from_kwargs(**ENGINE_DEFAULTS | engine_kwargs(args))
+    engine_config = EngineConfig.from_kwargs(**engine_args)
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.http.dialect import dialects
     from quire.entrypoints.http.middleware import import_middleware
@@ -53,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     for dialect in dialects():
         if dialect.check is not None:
             dialect.check(config)
-    for file in (config.ssl_keyfile, config.ssl_certfile):
+    for file in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
         if file is not None and not os.path.isfile(file):
-            raise ValueError(f"{file} is not a file (--ssl-keyfile, --ssl-certfile)")
+            raise ValueError(f"{file} is not a file (--ssl-keyfile, --ssl-certfile, --ssl-ca-certs)")
     sock = bind(config)
     try:
         return _serve(config, engine_config, api_keys, sock)
@@ -64,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     finally:
         sock.close()
+        if config.uds is not None:
+            os.unlink(config.uds)
 
 
 def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[str, ...], sock: socket.socket) -> int:

@@ -17,8 +17,8 @@ def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "
     from quire.config import EngineConfig
     from quire.config.logs import set_up_logging
 
+    set_up_logging(getattr(args, "log_level", None), getattr(args, "log_config_file", None))
     config = EngineConfig.from_kwargs(**engine_kwargs(args, leave_out))
-    set_up_logging()
     began = time.perf_counter()
     from quire.engine.llm_engine import LLMEngine
 

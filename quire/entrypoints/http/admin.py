@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Protocol, cast
 
 import msgspec
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from quire.engine.metrics import combined
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
 from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
+from quire.entrypoints.http.process_metrics import process_metrics
 
 Handler = Callable[[Request], Awaitable[Response]]
 SECRETS = ("api_key", "ssl_keyfile_password")
@@ -21,6 +23,14 @@ SECRETS = ("api_key", "ssl_keyfile_password")
 
 class AbortRequest(msgspec.Struct, kw_only=True):
     request_ids: list[str]
+
+
+class ProfiledEngine(Protocol):
+    """An engine that was given a profiler_config."""
+
+    async def start_profile(self) -> None: ...
+
+    async def stop_profile(self) -> None: ...
 
 
 class AdminEndpoints:
@@ -32,11 +42,18 @@ class AdminEndpoints:
         routes: list[tuple[str, Handler, tuple[str, ...]]] = [
             ("/health", self.health, ("GET",)),
             ("/ready", self.ready, ("GET",)),
+            ("/readyz", self.ready, ("GET",)),
             ("/ping", self.health, ("GET", "POST")),
             ("/version", self.version, ("GET",)),
             ("/metrics", self.metrics, ("GET",)),
             ("/load", self.load, ("GET",)),
+            ("/get_world_size", self.world_size, ("GET",)),
         ]
+        if getattr(self.context.engine_config.observability, "profiler_config", None):
+            routes += [
+                ("/start_profile", self.start_profile, ("POST",)),
+                ("/stop_profile", self.stop_profile, ("POST",)),
+            ]
         if self.context.config.enable_admin:
             routes += [
                 ("/reset_prefix_cache", self.reset_prefix_cache, ("POST",)),
@@ -65,13 +82,28 @@ class AdminEndpoints:
         others = await self.context.peers.metrics()
         if others is None:  # a partial sum would look like a counter reset
             raise overloaded("an API process of this server does not respond", 1)
-        metrics = combined([self.context.own_metrics(), *others])
-        return Response(prometheus_text(metrics), headers={"content-type": CONTENT_TYPE})
+        metrics = [*combined([self.context.own_metrics(), *others]), *process_metrics()]
+        text = prometheus_text(metrics, self.context.config.metrics_prefix)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def load(self, request: Request) -> Response:
         stats, jobs = self.engine.stats, self.context.peers.num_jobs
         shape = {"server_load": jobs, "running": stats.num_running, "waiting": stats.num_waiting}
         return json_response(shape)
+
+    async def world_size(self, request: Request) -> Response:
+        parallel = self.context.engine_config.parallel
+        return json_response({"world_size": parallel.tensor_parallel_size * parallel.pipeline_parallel_size})
+
+    # With --profiler-config
+
+    async def start_profile(self, request: Request) -> Response:
+        await cast(ProfiledEngine, self.engine).start_profile()
+        return Response(status_code=200)
+
+    async def stop_profile(self, request: Request) -> Response:
+        await cast(ProfiledEngine, self.engine).stop_profile()
+        return Response(status_code=200)
 
     # With --enable-admin
 

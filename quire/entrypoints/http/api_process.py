@@ -39,7 +39,7 @@ class ApiProcess:
 def api_process_main(args: ApiProcess) -> None:
     die_with_parent()
     leave_signals_to_parent()
-    set_up_logging(args.log_level)
+    set_up_logging(args.log_level, args.engine_config.observability.log_config_file)
     try:
         code = _serve(args)
     except EngineDeadError:

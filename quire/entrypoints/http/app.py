@@ -17,9 +17,10 @@ from quire.entrypoints.http.admin import AdminEndpoints
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import ErrorBodies, dialects
 from quire.entrypoints.http.errors import ApiError
-from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, Tracking, import_middleware
+from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, RootPath, Tracking, import_middleware
 from quire.entrypoints.http.peers import Peers, RemotePeers
 from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimit
+from quire.entrypoints.http.route_table import unserved
 
 
 def build_app(
@@ -34,9 +35,10 @@ def build_app(
     context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
     served = dialects()
     routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
+    routes += unserved({route.path for route in routes})
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, routes, ErrorBodies(served), api_keys or config.api_key),
+        middleware=_middleware(context, routes, ErrorBodies(served, config.error_format), api_keys or config.api_key),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
@@ -52,7 +54,8 @@ def _middleware(
 ) -> list[Middleware]:
     """Outermost first."""
     config = context.config
-    middleware = [Middleware(Tracking, context.http_metrics, routes, config.access_log, config.unlogged_paths)]
+    middleware = [Middleware(RootPath, config.root_path)] if config.root_path else []
+    middleware.append(Middleware(Tracking, context.http_metrics, routes, config.access_log, config.unlogged_paths))
     if config.allowed_origins:
         middleware.append(
             Middleware(
@@ -64,12 +67,13 @@ def _middleware(
                 expose_headers=("x-request-id",),
             )
         )
-    middleware.append(Middleware(ErrorResponses, error_bodies))
+    middleware.append(Middleware(ErrorResponses, error_bodies, config.log_error_stack))
     if api_keys:
-        middleware.append(Middleware(ApiKeys, api_keys))
+        middleware.append(Middleware(ApiKeys, api_keys, config.unguarded_paths))
     windows = FixedWindowLimiter.of(config)
     if windows is not None:
-        middleware.append(Middleware(RateLimit, context.peers if isinstance(context.peers, RemotePeers) else windows))
+        limiter = context.peers if isinstance(context.peers, RemotePeers) else windows
+        middleware.append(Middleware(RateLimit, limiter, config.unguarded_paths))
     return middleware + [Middleware(import_middleware(path)) for path in config.middleware]
 
 

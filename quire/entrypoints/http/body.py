@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Collection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -22,7 +22,11 @@ SMALL_BODY = 1 << 16  # bytes, which are counted and decoded on the event loop w
 DEFAULT_VALUES = 1 << 18
 MAX_WARNINGS = 1000  # clients choose the names: bound the memory for them
 MAX_HINTS = 4  # in one request
+JSON_TYPE = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
+MAX_KEYS = 16  # named in one error
+SWITCH_WORDS = {"yes": True, "y": True, "on": True, "t": True, "no": False, "n": False, "off": False, "f": False}
+SWITCH_BYTES = tuple(f'"{word}"'.encode() for word in SWITCH_WORDS)
 FIELD = re.compile(r"`\$\.?([A-Za-z_]\w*)")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -46,10 +50,22 @@ class BodyReader:
 
     async def read(self, scope: Scope, receive: Receive, into: type[T]) -> tuple[T, int]:
         """The request, and the size of its body in bytes."""
+        content_type = Headers(scope=scope).get("content-type", "")
+        if not JSON_TYPE.fullmatch(content_type):
+            raise _wrong_content_type(content_type)
         received = bytearray()
         try:
             await self._read(scope, receive, received)
             return await self.decoder.decode(bytes(received), into), len(received)
+        finally:
+            self._held -= len(received)
+
+    async def read_bytes(self, scope: Scope, receive: Receive) -> bytes:
+        """The body as it is, within the limits on its size."""
+        received = bytearray()
+        try:
+            await self._read(scope, receive, received)
+            return bytes(received)
         finally:
             self._held -= len(received)
 
@@ -79,6 +95,13 @@ class BodyReader:
             raise ApiError(408, late, code="timeout", headers={"Connection": "close"}) from None
 
 
+def _wrong_content_type(content_type: str) -> ApiError:
+    """Also protects from web pages of other origins, which may send anything but JSON without asking first."""
+    given = f"is {content_type[:100]!r}" if content_type else "is missing"
+    message = f"the header Content-Type {given}; it must be application/json"
+    return ApiError(415, message, code="unsupported_media_type", headers={"Connection": "close"})
+
+
 def _too_large(limit: int) -> ApiError:
     message = f"the request body is larger than {limit} bytes (--max-request-bytes)"
     # The rest of the body is not read, so the connection cannot be reused.
@@ -98,23 +121,16 @@ class BodyDecoder:
             self._check(await asyncio.to_thread(count_json, body, self.limits))
         elif self._may_exceed(body):
             self._check(count_json(body, self.limits))
-        try:
+        unknown = None
+        for strict in (True, False):
             try:
-                return msgspec.json.decode(body, type=_without_unknown(into))
-            except msgspec.ValidationError as error:
+                return msgspec.json.decode(body, type=_without_unknown(into), strict=strict)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 unknown = UNKNOWN.search(str(error))
-                if unknown is None:
-                    raise
-            request = msgspec.json.decode(body, type=into)
-            names: Collection[str] = (unknown[1],)  # the first unknown field; enough for a large body
-            if len(body) <= SMALL_BODY:
-                names = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
-        except msgspec.ValidationError as error:
-            raise _wrong_type(str(error)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
-        except RecursionError:
-            raise bad_request("the body is nested too deeply", code="invalid_json") from None
+        request = decoded(body, into)
+        names: Collection[str] = (unknown[1],) if unknown is not None else ()  # the first; enough for a large body
+        if len(body) <= SMALL_BODY:
+            names = _fields(body)
         self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
         return request
 
@@ -147,6 +163,44 @@ class BodyDecoder:
                 logger.warning("a request has the unknown field %r, which is ignored%s", name, hint)
 
 
+def decoded(body: bytes, into: type[T]) -> T:
+    """The request, where strings that spell numbers and booleans count as those."""
+    try:
+        try:
+            return msgspec.json.decode(body, type=into, strict=False)
+        except msgspec.ValidationError:
+            if len(body) > SMALL_BODY or not any(word in body.lower() for word in SWITCH_BYTES):
+                raise
+            return msgspec.convert(_with_switches(msgspec.json.decode(body), into), into, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error), body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+def _not_json(error: Exception) -> ApiError:
+    return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _fields(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """An object's keys, and their values undecoded; a key that is no UTF-8 may have been skipped until here."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from None
+
+
+def _with_switches(body: Any, into: type[T]) -> Any:
+    """Words such as "yes" and "off" as booleans, in the fields that are."""
+    if not isinstance(body, dict):
+        return body
+    switches = {field.name for field in msgspec.structs.fields(into) if field.type == bool | None}
+    words = {name: SWITCH_WORDS.get(value.lower(), value) for name, value in body.items() if isinstance(value, str)}
+    return body | {name: value for name, value in words.items() if name in switches}
+
+
 @functools.cache
 def _without_unknown(into: type[T]) -> type[T]:
     return msgspec.defstruct(f"Known{into.__name__}", [], bases=(into,), forbid_unknown_fields=True)  # type: ignore[return-value]
@@ -157,8 +211,18 @@ def _hint(name: str, known: tuple[str, ...]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _wrong_type(message: str) -> ApiError:
+def _wrong_keys(field: str, body: bytes) -> ApiError:
+    """Keys of an object that must be token ids; a message should name all that are not."""
+    keys = [key[:64] for key in _fields(_fields(body)[field]) if not key.isdecimal()]
+    named = ", ".join(map(repr, keys[:MAX_KEYS]))
+    return bad_request(f"{field}: the keys must be token ids; these are not: {named or 'those too large'}", field)
+
+
+def _wrong_type(message: str, body: bytes) -> ApiError:
     """msgspec says: Expected `int`, got `str` - at `$.max_tokens`."""
+    key = re.search(r"at `key` in `\$\.(\w+)`", message)
+    if key:
+        return _wrong_keys(key[1], body)
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         return bad_request(f"{missing[1]} is required", missing[1], "missing_field")

@@ -4,10 +4,10 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,19 +18,20 @@ from quire.config import EngineConfig
 from quire.config.server import ServerConfig
 from quire.config.shown import shown
 from quire.engine.async_engine import AsyncEngine
+from quire.engine.input_processor import ParsedPrompt
 from quire.engine.metrics import Metric
 from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
 from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.http.request_log import RequestLog
 from quire.entrypoints.parsers.detect import ParserNames, parser_names
 from quire.entrypoints.tool_prompt import takes_tools
 from quire.entrypoints.tracing import Tracer
 from quire.tokenizer.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters; tokenizing them on the event loop would stall every stream
-PROMPT_THREADS = 2  # tokenize and render long prompts
 
 T = TypeVar("T")
 
@@ -45,10 +46,22 @@ class Job:
     beams: set[str] = field(default_factory=set)  # engine request ids of a running beam search
     aborted_by_admin: bool = False
     engine_died: bool = False  # the reason it was aborted
+    queued_tokens: int = 0  # of its prompts, until the first output
 
     def engine_ids(self) -> list[str]:
         """One for each prompt. Clients cannot choose ids with spaces, so these never collide."""
         return [self.id] if self.num_prompts == 1 else [f"{self.id} {i}" for i in range(self.num_prompts)]
+
+
+def _fingerprint(config: ServerConfig, engine: EngineConfig, model_name: str) -> str | None:
+    """Tells servers apart whose output may differ; `full` names the parallelism, which the hash leaves out."""
+    if config.fingerprint_mode in ("custom", "none"):
+        return config.fingerprint_value
+    facts = (__version__, model_name, engine.model.dtype, engine.device.device)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
+    size = engine.parallel.tensor_parallel_size
+    parallel = f"tp{size}-" if config.fingerprint_mode == "full" and size > 1 else ""
+    return f"fp_{__version__}-{parallel}{digest}"
 
 
 class ServerContext:
@@ -75,9 +88,9 @@ class ServerContext:
         self.draining = False
         self.has_keys = num_keys > 0
         self.isolate_by_key = (config.prefix_cache_isolation or ("key" if num_keys > 1 else "none")) == "key"
-        self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="quire-prompt")
-        facts = (__version__, engine.model_name, engine_config.model.dtype, engine_config.device.device)
-        self.fingerprint = "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
+        self.request_log = RequestLog.of(config)
+        self._threads = ThreadPoolExecutor(config.renderer_num_workers, thread_name_prefix="quire-prompt")
+        self.fingerprint = _fingerprint(config, engine_config, engine.model_name)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,7 +142,7 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the default."""
-        if name is None or name == "":
+        if name is None or name == "" or self.config.skip_model_name_validation:
             return self.model_names[0]
         if name not in self.model_names:
             message = f"the model {shown(name)} does not exist; this server has {', '.join(self.model_names)}"
@@ -141,19 +154,41 @@ class ServerContext:
         requests accepted since are counted too."""
         if self.draining:
             raise overloaded("the server is shutting down", 5)
+        most = self.engine_config.scheduler.max_num_queued_reqs
+        if most is not None:
+            if num_sequences > most:
+                what = f"prompts times n are {num_sequences} sequences; at most {most} are allowed"
+                raise bad_request(f"{what} (--max-num-queued-reqs)", "n", "too_many_sequences")
+            self.report_load()
+            if self.peers.num_unfinished + num_sequences > most:
+                raise overloaded(
+                    f"{self.peers.num_unfinished} requests are in progress (--max-num-queued-reqs {most})", 1
+                )
         limit = self.config.max_waiting_requests
         if limit is None:
             return
         slots = self.engine.max_num_seqs
         if num_sequences > slots + limit:
-            most = f"{slots} can run and {limit} may wait (--max-num-seqs, --max-waiting-requests)"
-            raise bad_request(f"prompts times n are {num_sequences} sequences; {most}", "n", "too_many_sequences")
+            allowed = f"{slots} can run and {limit} may wait (--max-num-seqs, --max-waiting-requests)"
+            raise bad_request(f"prompts times n are {num_sequences} sequences; {allowed}", "n", "too_many_sequences")
         self.report_load()
         unfinished = self.peers.num_unfinished
         waiting = max(self.engine.stats.num_waiting, unfinished - slots)
         free = max(0, slots - unfinished)
         if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
+            self.http_metrics.rejections += 1
             raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
+
+    def admit_tokens(self, job: Job, prompts: Sequence[ParsedPrompt]) -> None:
+        """Refuse prompts beyond the limit of tokens that wait. One that nothing waits for is never refused."""
+        limit = self.engine_config.scheduler.max_num_queued_tokens
+        if limit is None:
+            return
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        waiting = sum(other.queued_tokens for other in self.jobs.values())
+        if waiting and waiting + num_tokens > limit:
+            raise overloaded(f"prompts of {waiting} tokens are waiting already (--max-num-queued-tokens {limit})", 1)
+        job.queued_tokens = num_tokens
 
     @contextmanager
     def job(self, prefix: str, wanted: str | None, num_prompts: int, num_sequences: int) -> Iterator[Job]:
@@ -176,7 +211,11 @@ class ServerContext:
 
     def own_metrics(self) -> list[Metric]:
         """This process's metrics."""
-        return [*self.engine.get_metrics(), *self.http_metrics.snapshot()]
+        return [*map(self._as_served, self.engine.get_metrics()), *self.http_metrics.snapshot()]
+
+    def _as_served(self, metric: Metric) -> Metric:
+        """Labelled with the name that clients use."""
+        return replace(metric, labels={**metric.labels, "model_name": self.model_names[0]})
 
     async def abort(self, request_ids: list[str]) -> list[str]:
         """Abort this process's requests among `request_ids`; returns the ids found."""

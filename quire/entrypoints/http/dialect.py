@@ -1,8 +1,8 @@
 """API dialects: families of endpoints with their own request, response and error schemas, such as OpenAI's."""
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from starlette.routing import Route
 
@@ -23,6 +23,7 @@ class Dialect:
     prefixes: tuple[str, ...]  # such as /v1/messages; / is every path that is no other dialect's
     check: Callable[[ServerConfig], None] | None = None  # ValueError for wrong flags, before the model is loaded
     example: Callable[[str, str], str] | None = None  # a command to try, from the server's URL and the model's name
+    error_formats: Mapping[str, Callable[[ApiError], bytes]] = field(default_factory=dict)  # by --error-format
 
 
 BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI",)  # imported only by servers
@@ -49,9 +50,14 @@ def dialects() -> list[Dialect]:
 class ErrorBodies:
     """Encodes errors in the schema of the dialect whose path it is; in the first one's if it is no dialect's."""
 
-    def __init__(self, dialects: Sequence[Dialect]) -> None:
-        by_prefix = [(prefix.rstrip("/") + "/", each.error_body) for each in dialects for prefix in each.prefixes]
-        self._default = dialects[0].error_body
+    def __init__(self, dialects: Sequence[Dialect], format: str = "openai") -> None:
+        bodies = [each.error_formats.get(format, each.error_body) for each in dialects]
+        by_prefix = [
+            (prefix.rstrip("/") + "/", body)
+            for each, body in zip(dialects, bodies, strict=True)
+            for prefix in each.prefixes
+        ]
+        self._default = bodies[0]
         self._by_prefix = sorted(by_prefix, key=lambda pair: len(pair[0]), reverse=True)
 
     def encode(self, path: str, error: ApiError) -> bytes:

@@ -50,6 +50,14 @@ async def outputs(
             yield batch
 
 
+async def until_first(outputs: AsyncGenerator[Batch, None], job: Job) -> AsyncGenerator[Batch, None]:
+    """Passes outputs through; with the first one the job's prompts wait no longer."""
+    async with aclosing(outputs):
+        async for batch in outputs:
+            job.queued_tokens = 0
+            yield batch
+
+
 async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator[Batch, None]:
     # A slow client fills the queue; the engine then merges the outputs of each prompt.
     queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(2 * len(streams))

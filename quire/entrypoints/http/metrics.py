@@ -4,18 +4,26 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 
 from quire.engine.metrics import HELP, REQUEST_SECONDS, Counter, Gauge, Histogram, Metric, Observations
+from quire.entrypoints.http.process_metrics import PROCESS_HELP
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-HELP_TEXTS = HELP | {
-    "quire:http_requests": "HTTP requests completed.",
-    "quire:http_requests_in_progress": "HTTP requests in progress.",
-    "quire:http_request_duration_seconds": "From an HTTP request's headers to the last byte of its response.",
-}
+PREFIX = "quire:"
+HELP_TEXTS = (
+    HELP
+    | PROCESS_HELP
+    | {
+        "quire:admission_rejections": "Requests refused with 503, because too many were waiting.",
+        "quire:http_requests": "HTTP requests completed.",
+        "quire:http_requests_in_progress": "HTTP requests in progress.",
+        "quire:http_request_duration_seconds": "From an HTTP request's headers to the last byte of its response.",
+    }
+)
 
 
 class HttpMetrics:
     def __init__(self) -> None:
         self.in_progress = 0
+        self.rejections = 0
         self.requests: Tally[tuple[str, str, int]] = Tally()
         self.seconds: dict[str, Observations] = {}
 
@@ -33,14 +41,21 @@ class HttpMetrics:
             seconds.histogram("quire:http_request_duration_seconds", {"handler": handler})
             for handler, seconds in sorted(self.seconds.items())
         ]
-        return [Gauge("quire:http_requests_in_progress", {}, self.in_progress), *counters, *times]
+        load = [
+            Gauge("quire:http_requests_in_progress", {}, self.in_progress),
+            Counter("quire:admission_rejections", {}, self.rejections),
+        ]
+        return [*load, *counters, *times]
 
 
-def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """Metrics of one name are grouped under one HELP and one TYPE line, as the format requires."""
+def prometheus_text(metrics: Iterable[Metric], prefix: str = "quire") -> str:
+    """Metrics of one name are grouped under one HELP and one TYPE line, as the format requires; `prefix` replaces
+    ours."""
     families: dict[str, list[str]] = {}
     for metric in metrics:
         name, kind = metric.name, _kind(metric)
+        if name.startswith(PREFIX):
+            name = f"{prefix}:{name.removeprefix(PREFIX)}"
         if isinstance(metric, Counter) and not name.endswith("_total"):
             name += "_total"
         if name not in families:

@@ -1,9 +1,11 @@
 """ASGI middleware: request tracking, error responses, API keys."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import importlib
+import inspect
 import logging
 import re
 import time
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,10 +23,9 @@ from quire.entrypoints.http.dialect import ErrorBodies
 from quire.entrypoints.http.errors import ApiError, as_api_error
 from quire.entrypoints.http.metrics import HttpMetrics
 
+logger = logging.getLogger("quire")
 access_logger = logging.getLogger("quire.access")
 
-# Need no API key and have no rate limit, for load balancers' probes.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
@@ -32,6 +34,19 @@ def path_of(scope: Scope) -> str:
     """The path as routes spell it, without --root-path."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+class RootPath:
+    """Serves every path with and without the prefix, whether a proxy strips it or not."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self.app = app
+        self.root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self.root + "/"):
+            scope = {**scope, "root_path": self.root}
+        await self.app(scope, receive, send)
 
 
 class Tracking:
@@ -91,9 +106,10 @@ class Tracking:
 class ErrorResponses:
     """Turns exceptions into error responses, in the schema of the path's dialect."""
 
-    def __init__(self, app: ASGIApp, bodies: ErrorBodies) -> None:
+    def __init__(self, app: ASGIApp, bodies: ErrorBodies, log_stack: bool = False) -> None:
         self.app = app
         self.bodies = bodies
+        self.log_stack = log_stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,20 +130,23 @@ class ErrorResponses:
             raise
         except BaseException as error:  # also panics of Rust libraries
             api_error = as_api_error(error, scope)
+            if self.log_stack and api_error is error:  # other errors have been logged
+                logger.error("request %s: %s", scope.get("quire.request_id", ""), error, exc_info=error)
             if not started:
                 body = self.bodies.encode(path_of(scope), api_error)
                 await api_error.response(body)(scope, receive, send)
 
 
 class ApiKeys:
-    """`Authorization: Bearer KEY` for everything but OPEN_PATHS. Every key is compared, each in constant time."""
+    """`Authorization: Bearer KEY` for everything but `open_paths`. Every key is compared, each in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
+        if scope["type"] == "http" and path_of(scope) not in self.open_paths:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             given = _digest(key.strip().encode("latin-1"))  # the header's own bytes
             matches = [hmac.compare_digest(given, digest) for digest in self.digests]
@@ -144,11 +163,13 @@ def _digest(key: bytes) -> bytes:
 
 
 def import_middleware(path: str) -> Any:
-    """`module:Class`, a class whose first argument is the app."""
-    module, _, name = path.partition(":")
+    """`module:Class` or `module.Class`, a class whose first argument is the app; or an async function of a request and
+    of what comes next."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module or not name:
         raise ValueError(f"middleware {path!r} must be written module:Class (--middleware)")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"middleware {path!r} cannot be imported: {error} (--middleware)") from error
+    return functools.partial(BaseHTTPMiddleware, dispatch=found) if inspect.iscoroutinefunction(found) else found

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.errors import ApiError, retry
-from quire.entrypoints.http.middleware import OPEN_PATHS, path_of
+from quire.entrypoints.http.middleware import path_of
 from quire.entrypoints.http.process_messages import RateLimitExceeded
 
 MAX_CLIENTS = 65536  # tracked; the least recently seen is evicted
@@ -89,12 +89,13 @@ class FixedWindowLimiter:
 class RateLimit:
     """Middleware. A client is an API key, or an address if the server has no keys."""
 
-    def __init__(self, app: ASGIApp, limiter: RateLimiter) -> None:
+    def __init__(self, app: ASGIApp, limiter: RateLimiter, open_paths: frozenset[str]) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and path_of(scope) not in OPEN_PATHS:
+        if scope["type"] == "http" and path_of(scope) not in self.open_paths:
             address = scope["client"][0] if scope.get("client") else ""
             client: bytes = scope.get("quire.key") or address.encode()
 

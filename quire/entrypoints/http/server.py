@@ -9,9 +9,11 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvicorn.config
 from starlette.applications import Starlette
 
 from quire.config.server import ServerConfig
@@ -19,6 +21,7 @@ from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.entrypoints.http.connection import connection_factory
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import dialects
+from quire.entrypoints.http.middleware import access_logger
 
 logger = logging.getLogger("quire")
 
@@ -31,6 +34,8 @@ TICKS_PER_CHECK = 5  # uvicorn ticks every 0.1 s
 def bind(config: ServerConfig) -> socket.socket:
     """Reserve the port before the slow start. It does not listen yet, so early clients are refused instead of
     waiting."""
+    if config.uds is not None:
+        return _bind_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -50,7 +55,29 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def _bind_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            try:
+                sock.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink()  # of a server that has ended
+            else:
+                raise ValueError(f"{path} is in use; stop what listens there, or choose another path (--uds)")
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"cannot listen on {path}: {error.strerror or error} (--uds)") from None
+    except ValueError:
+        sock.close()
+        raise
+    return sock
+
+
 def base_url(sock: socket.socket, config: ServerConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     shown = f"[{host}]" if ":" in host else host
@@ -78,19 +105,24 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning",
+                log_level=config.uvicorn_log_level or "warning",
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                root_path=config.root_path,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile_password=config.ssl_keyfile_password,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
+                ssl_ciphers=config.ssl_ciphers or "TLSv1",
                 timeout_keep_alive=config.timeout_keep_alive,
                 timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE + 1),
             )
         )
+        if config.uvicorn_log_level is not None:
+            access_logger.setLevel(uvicorn.config.LOG_LEVELS[config.uvicorn_log_level])
         self.context: ServerContext = app.state.context
+        self._certificate = Certificate(self.config) if config.enable_ssl_refresh and config.ssl_certfile else None
         self.drain_seconds = config.shutdown_timeout
         self.ready = ready
         self.supervised = supervised
@@ -105,6 +137,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self.context.report_load()
+        if counter % TICKS_PER_CHECK == 0 and self._certificate is not None:
+            self._certificate.refresh()
         if counter % TICKS_PER_CHECK == 0 and not self.should_exit:
             try:
                 await self.context.engine.check_health()
@@ -165,9 +199,34 @@ def handled_signals() -> list[signal.Signals]:
     return [sig for sig in SIGNALS if signal.getsignal(sig) is not signal.SIG_IGN]
 
 
+class Certificate:
+    """Loads the certificate's files again when they have changed. Connections that exist keep the old one."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self.config = config
+        self._files = [Path(str(name)) for name in (config.ssl_certfile, config.ssl_keyfile)]
+        self._loaded = self._state()
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [(stat.st_mtime_ns, stat.st_ino) for stat in (file.stat() for file in self._files)]
+
+    def refresh(self) -> None:
+        try:
+            state = self._state()
+            if state == self._loaded or self.config.ssl is None:
+                return
+            certificate, key = self._files
+            self.config.ssl.load_cert_chain(certificate, key, self.config.ssl_keyfile_password)
+        except (OSError, ValueError) as error:  # between two writes, the files do not fit
+            logger.debug("the certificate cannot be loaded yet: %s", error)
+        else:
+            self._loaded = state
+            logger.info("the TLS certificate was loaded again")
+
+
 def announce(url: str, name: str, parsers: str) -> None:
     logger.info("serving %s at %s", name, url)
     logger.info(parsers)
-    for dialect in dialects():
+    for dialect in [] if url.startswith("unix:") else dialects():
         if dialect.example is not None:
             logger.info("try: %s", dialect.example(url, name))

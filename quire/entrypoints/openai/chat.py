@@ -12,7 +12,7 @@ from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningSetup
-from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.params import ParamsBuilder, truncated_right
 from quire.entrypoints.openai.parsed_chat_response import ParsedChatResponse
 from quire.entrypoints.openai.protocol import ChatRequest, TokenizeRequest
 from quire.entrypoints.openai.response import ResponseBuilder
@@ -44,13 +44,24 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
     def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         self.tools.check(request)
+        forwarded = (request.kv_transfer_params or {}).get("prompt_token_ids")
+        if forwarded is not None:
+            return [self._forwarded(forwarded)]
         if request.tool_choice == "none" and self.context.config.exclude_tools_when_tool_choice_none:
             request.tools = None
         named = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         kwargs = {name: value for name, value in named.items() if value is not None}
         prompt = render(self.context, request, kwargs, size)
-        self.check_length(request, len(prompt.token_ids))
+        self.check_length(request.truncate_prompt_tokens is not None, len(prompt.token_ids))
+        prompt.token_ids = truncated_right(request, prompt.token_ids, self.context.engine.max_model_len - 1)
         return [prompt]
+
+    def _forwarded(self, ids: Any) -> ParsedPrompt:
+        """The prompt as the server that prefills it has tokenized it."""
+        if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
+            raise bad_request("kv_transfer_params: prompt_token_ids must be a list of token ids", "kv_transfer_params")
+        self.check_length(False, len(ids))
+        return ParsedPrompt(self.context.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
     def takes_long(self, request: ChatRequest, size: int) -> bool:
         return takes_long(request, size)
@@ -60,11 +71,11 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return params if parsing is None else parsing.adjust(params, prompts[0].text or "")
 
     def response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> ResponseBuilder:
-        parsing, fingerprint = self.parsing(request), self.context.fingerprint
+        parsing = self.parsing(request)
         role = self.context.config.response_role if generates_message(request) else role_of(request.messages[-1])
         if parsing is None:
-            return ChatResponse(id, model, fingerprint, request, logprobs, role)
-        return ParsedChatResponse(id, model, fingerprint, request, logprobs, role, parsing)
+            return ChatResponse(id, model, self.options, request, logprobs, role)
+        return ParsedChatResponse(id, model, self.options, request, logprobs, role, parsing)
 
     def parsing(self, request: ChatRequest) -> OutputParsing | None:
         """None if the generated text is the content, unparsed."""

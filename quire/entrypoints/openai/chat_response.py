@@ -5,7 +5,8 @@ from typing import Any
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.protocol import ChatRequest
-from quire.entrypoints.openai.response import ResponseBuilder, encode
+from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
+from quire.messages.sampling_params import ALL_LOGPROBS
 
 
 class ChatResponse(ResponseBuilder):
@@ -14,12 +15,12 @@ class ChatResponse(ResponseBuilder):
     no_text = b',"delta":{}'
 
     def __init__(
-        self, id: str, model: str, fingerprint: str, request: ChatRequest, logprobs: LogprobFormat, role: str
+        self, id: str, model: str, options: ResponseOptions, request: ChatRequest, logprobs: LogprobFormat, role: str
     ) -> None:
         self.request = request
         self.role = role
         self.echoed = text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
-        super().__init__(id, model, fingerprint, request, logprobs)
+        super().__init__(id, model, options, request, logprobs)
 
     @property
     def with_logprobs(self) -> bool:
@@ -31,34 +32,47 @@ class ChatResponse(ResponseBuilder):
             event_fields += b',"prompt_token_ids":' + encode(output.prompt_token_ids)
         if choice == 0 and self.with_prompt_logprobs:
             event_fields += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
+        if choice == 0 and self.request.return_prompt_text:
+            event_fields += b',"prompt_text":' + encode(output.prompt)
         delta = b',"delta":{"role":%b,"content":%b}' % (encode(self.role), encode(self.echoed))
         return [self.event(choice, delta, event_fields=event_fields)]
 
     def choice(
         self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
-        message = {"role": self.role, "content": self.echoed + completion.text, "refusal": None}
-        shape = {
+        return {
             "index": index,
-            "message": message,
+            "message": self.message(self.echoed + completion.text),
             "logprobs": self.logprobs(index, completion) if self.with_logprobs else None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            "token_ids": completion.token_ids if self.with_token_ids else None,
+            "routed_experts": None,
         }
-        return shape | ({"token_ids": completion.token_ids} if self.with_token_ids else {})
+
+    def message(self, content: str | None, reasoning: str | None = None) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "content": content,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": reasoning,
+        }
 
     def logprobs(self, choice: int, completion: CompletionOutput) -> dict[str, Any]:
-        num_top = self.request.top_logprobs or 0
+        num_top = ALL_LOGPROBS if self.request.logprob_token_ids else self.request.top_logprobs or 0
         content = self.logprob_format.chat(completion.token_ids, completion.logprobs or [], num_top)
         return {"content": content, "refusal": None}
 
     def extras(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        extras: dict[str, Any] = {}
-        if self.with_token_ids:
-            extras["prompt_token_ids"] = outputs[0].prompt_token_ids
-        if self.with_prompt_logprobs:
-            extras["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
-        return extras
+        first = outputs[0]
+        return {
+            "prompt_logprobs": prompt_logprobs(first.prompt_logprobs) if self.with_prompt_logprobs else None,
+            "prompt_token_ids": first.prompt_token_ids if self.with_token_ids else None,
+            "prompt_text": first.prompt if self.request.return_prompt_text else None,
+        }
 
 
 def text_of(message: dict[str, Any]) -> str:

@@ -11,8 +11,9 @@ from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
+from quire.entrypoints.openai.params import truncated_right
 from quire.entrypoints.openai.protocol import CompletionRequest
-from quire.entrypoints.openai.response import ResponseBuilder, encode
+from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
 from quire.messages.sampling_params import SamplingParams
 
 GROUP_CHARS = 1 << 20  # characters of prompts tokenized in one call
@@ -35,11 +36,12 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         return given
 
     def prompts(self, request: CompletionRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        multiple = len(sources) > 1
+        multiple, truncated = len(sources) > 1, request.truncate_prompt_tokens is not None
+        longest = self.context.engine.max_model_len - 1
         if not isinstance(sources[0], str):
             for prompt_index, ids in enumerate(sources):
-                self.check_length(request, len(ids), prompt_index if multiple else None)
-            return [ParsedPrompt(None, ids) for ids in sources]
+                self.check_length(truncated, len(ids), prompt_index if multiple else None)
+            return [ParsedPrompt(None, truncated_right(request, ids, longest)) for ids in sources]
         for text in sources:
             self.context.check_chars(len(text), "prompt")
         prompts: list[ParsedPrompt] = []
@@ -49,8 +51,8 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
             except ValueError as error:
                 raise refused_value(error, (), "prompt") from None
             for text, ids in zip(texts, encoded, strict=True):
-                self.check_length(request, len(ids), len(prompts) if multiple else None)
-                prompts.append(ParsedPrompt(text, ids))
+                self.check_length(truncated, len(ids), len(prompts) if multiple else None)
+                prompts.append(ParsedPrompt(text, truncated_right(request, ids, longest)))
         return prompts
 
     def prompt_copies(self, request: CompletionRequest, params: SamplingParams) -> int:
@@ -59,7 +61,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         return params.n * shown
 
     def response(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> ResponseBuilder:
-        return CompletionResponse(id, model, self.context.fingerprint, request, logprobs)
+        return CompletionResponse(id, model, self.options, request, logprobs)
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -94,12 +96,13 @@ class CompletionResponse(ResponseBuilder):
     no_text = b',"text":""'
 
     def __init__(
-        self, id: str, model: str, fingerprint: str, request: CompletionRequest, logprobs: LogprobFormat
+        self, id: str, model: str, options: ResponseOptions, request: CompletionRequest, logprobs: LogprobFormat
     ) -> None:
         self.request = request
         self._offsets: dict[int, int] = {}
+        self._first_fields: dict[int, bytes] = {}  # of the choice's first event with a token
         self.only_prompt = bool(request.echo) and request.max_tokens == 0
-        super().__init__(id, model, fingerprint, request, logprobs)
+        super().__init__(id, model, options, request, logprobs)
 
     @property
     def with_logprobs(self) -> bool:
@@ -114,13 +117,16 @@ class CompletionResponse(ResponseBuilder):
     def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
         choice_fields = b""
         if self.with_token_ids:
-            choice_fields += b',"prompt_token_ids":' + encode(output.prompt_token_ids) + b',"token_ids":[]'
+            self._first_fields[choice] = b',"prompt_token_ids":' + encode(output.prompt_token_ids)
         if self.with_prompt_logprobs:
             choice_fields += b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
         if not self.request.echo:
             return [self.event(choice, self.no_text, choice_fields=choice_fields)] if choice_fields else []
         logprobs = encode(self._prompt_part(choice, output)) if self.with_logprobs else b"null"
         return [self.event(choice, self.text(self._prompt_text(output)), logprobs, choice_fields=choice_fields)]
+
+    def token_fields(self, completion: CompletionOutput, choice: int) -> bytes:
+        return super().token_fields(completion, choice) + self._first_fields.pop(choice, b"")
 
     def choice(
         self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
@@ -131,18 +137,17 @@ class CompletionResponse(ResponseBuilder):
             parts = [self._prompt_part(index, output)] if echo else []
             parts.append(self.logprobs(index, completion))
             logprobs = {name: [item for part in parts for item in part[name]] for name in parts[0]}
-        shape = {
+        return {
             "index": index,
             "text": self._prompt_text(output) + completion.text if echo else completion.text,
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            "token_ids": completion.token_ids if self.with_token_ids else None,
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs) if self.with_prompt_logprobs else None,
+            "prompt_token_ids": output.prompt_token_ids if self.with_token_ids else None,
+            "routed_experts": None,
         }
-        if self.with_prompt_logprobs:
-            shape["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        if self.with_token_ids:
-            shape |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
-        return shape
 
     def logprobs(self, choice: int, completion: CompletionOutput) -> dict[str, Any]:
         offset = self._offsets.get(choice, 0)
@@ -160,8 +165,7 @@ class CompletionResponse(ResponseBuilder):
         if output.prompt is not None and self.request.truncate_prompt_tokens is None:
             return output.prompt
         tokenizer = self.logprob_format.tokenizer
-        skip = self.request.skip_special_tokens is not False
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
 
 def without_generated(output: RequestOutput) -> RequestOutput:

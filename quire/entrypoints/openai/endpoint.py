@@ -22,24 +22,26 @@ from quire.entrypoints.http.errors import (
     bad_request,
 )
 from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.http.load_report import load_report
 from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
-from quire.entrypoints.openai.errors import error_body, refused_value
+from quire.entrypoints.openai.errors import ERROR_BODIES, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
-from quire.entrypoints.openai.protocol import GenerationRequest
-from quire.entrypoints.openai.response import DONE, ResponseBuilder, event
+from quire.entrypoints.openai.protocol import EngineRequest, GenerationRequest
+from quire.entrypoints.openai.response import DONE, ResponseBuilder, ResponseOptions, event
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
 LARGE_RESPONSE = 10_000  # logprobs; encoding them on the event loop would stall every stream
+KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=EngineRequest)
 T = TypeVar("T")
 
 
@@ -51,6 +53,14 @@ class GenerationEndpoint(ABC, Generic[R]):
     def __init__(self, context: ServerContext, params: ParamsBuilder) -> None:
         self.context = context
         self.builder = params
+        config = context.config
+        self.error_body = ERROR_BODIES[config.error_format]
+        self.options = ResponseOptions(
+            context.fingerprint,
+            config.enable_force_include_usage,
+            config.enable_prompt_tokens_details,
+            config.enable_per_request_metrics,
+        )
 
     @abstractmethod
     def params(self, request: R) -> SamplingParams: ...
@@ -77,7 +87,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         context.admit()
 
         def prepare() -> tuple[BeamRequest | None, SamplingParams, Sequence[Any]]:
-            search = beam.beam_request(request, context, self.builder) if request.use_beam_search else None
+            search = self._search(request)
             params = self.params(request) if search is None else search.params
             return search, params, self.sources(request)
 
@@ -94,13 +104,20 @@ class GenerationEndpoint(ABC, Generic[R]):
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
-            logprobs = LogprobFormat(context.engine.tokenizer, bool(request.return_tokens_as_token_ids))
+            context.admit_tokens(job, prompts)
+            logprobs = LogprobFormat(context.engine.tokenizer, self.as_token_ids(request))
             response = self.response(job.id, model, request, logprobs)
             priority = request.priority or 0
             if search is not None:
                 outputs = beam.outputs(context, job, prompts, search, params, priority)
             else:
                 outputs = generation.outputs(context.engine, job, prompts, params, priority)
+            if job.queued_tokens:
+                outputs = generation.until_first(outputs, job)
+            if context.request_log is not None:
+                context.request_log.received(job.engine_ids(), prompts, params)
+                if context.request_log.outputs:
+                    outputs = context.request_log.logged(outputs, job.engine_ids(), bool(request.stream))
             if context.tracer is not None:
                 outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:
@@ -110,7 +127,8 @@ class GenerationEndpoint(ABC, Generic[R]):
                     collected = self._collect(outputs, len(prompts))
                     finals = await self._while_connected(collected, receive, job)
                     body = await context.in_thread_if(large, lambda: response.body(finals))
-                    await Response(body, media_type="application/json")(scope, receive, send)
+                    headers = load_report(scope, context.engine.stats)
+                    await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
             finally:
                 charge = scope.get("quire.charge")
                 if charge is not None:
@@ -119,6 +137,16 @@ class GenerationEndpoint(ABC, Generic[R]):
     def takes_long(self, request: R, size: int) -> bool:
         """Whether rendering and tokenizing would stall the event loop."""
         return size > LONG_TEXT
+
+    def as_token_ids(self, request: R) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        given = request.return_tokens_as_token_ids if isinstance(request, GenerationRequest) else None
+        return self.context.config.return_tokens_as_token_ids if given is None else given
+
+    def _search(self, request: R) -> BeamRequest | None:
+        if isinstance(request, GenerationRequest) and request.use_beam_search:
+            return beam.beam_request(request, self.context, self.builder)
+        return None
 
     async def _admit(self, num_sequences: int, scope: Scope) -> None:
         """Enforce limits on the number of sequences, before anything is tokenized."""
@@ -140,7 +168,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * per_prompt * self.prompt_copies(request, params)
         of_outputs = len(prompts) * params.n * min(params.max_tokens or longest, longest) * per_output
         count = of_prompts + (of_outputs if len(prompts) * params.n > 1 else 0)
-        most = self.context.config.max_logprob_entries
+        most = self.builder.max_logprob_entries
         if count > most:
             message = f"the response may hold {count} logprobs; at most {most} are allowed (--max-logprob-entries)"
             raise bad_request(message, "logprobs", "too_many_logprobs")
@@ -183,15 +211,20 @@ class GenerationEndpoint(ABC, Generic[R]):
         receive: Receive,
         send: Send,
     ) -> None:
-        started = False
+        started = quiet = False
+
+        async def start() -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
 
         async def events() -> None:
-            nonlocal started
+            nonlocal quiet
             async with aclosing(outputs):
                 batch = await self._first(outputs)
                 generation.check_outputs(batch)
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                await start()
                 data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
@@ -199,10 +232,27 @@ class GenerationEndpoint(ABC, Generic[R]):
                     # Per-token path: avoid an extra coroutine.
                     data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
                     if data:
+                        quiet = False
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 
+        async def kept_alive(interval: float) -> None:
+            """The events, and a comment for every interval without one, so that proxies do not time out."""
+            nonlocal quiet
+            task = asyncio.create_task(events())
+            try:
+                while not (await asyncio.wait({task}, timeout=interval))[0]:
+                    if quiet:
+                        await start()
+                        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                    quiet = True
+                await task
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+        interval = self.context.config.sse_keep_alive_interval
         try:
-            await self._while_connected(events(), receive, job)
+            await self._while_connected(kept_alive(interval) if interval else events(), receive, job)
             last = response.end()
         except ClientDisconnected:
             return
@@ -211,12 +261,12 @@ class GenerationEndpoint(ABC, Generic[R]):
         except BaseException as error:  # also panics of Rust libraries
             if not started:
                 raise
-            last = event(error_body(as_api_error(error, scope))) + DONE
+            last = event(self.error_body(as_api_error(error, scope))) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def check_length(self, request: R, num_tokens: int, prompt_index: int | None = None) -> None:
+    def check_length(self, truncated: bool, num_tokens: int, prompt_index: int | None = None) -> None:
         longest = self.context.engine.max_model_len - 1
-        if num_tokens > longest and request.truncate_prompt_tokens is None:
+        if num_tokens > longest and not truncated:
             which = "the prompt" if prompt_index is None else f"prompt[{prompt_index}]"
             message = f"{which} has {num_tokens} tokens; at most {longest} are allowed, plus one generated token"
             raise bad_request(message, self.prompt_field, "context_length_exceeded")

@@ -1,6 +1,7 @@
-"""Errors in OpenAI's schema, which name the request's field."""
+"""Errors in OpenAI's schema, or with vLLM's types and codes; both name the request's field."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from http import HTTPStatus
 
 import msgspec
 
@@ -12,6 +13,26 @@ OTHER_NAMES = {"extra_args": "vllm_xargs"}  # SamplingParams field -> request fi
 def error_body(error: ApiError) -> bytes:
     shape = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return msgspec.json.encode({"error": shape})
+
+
+# By status; others have its phrase.
+VLLM_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+}
+
+
+def vllm_error_body(error: ApiError) -> bytes:
+    """The code is the status."""
+    kind = VLLM_TYPES.get(error.status) or HTTPStatus(error.status).phrase
+    shape = {"message": error.message, "type": kind, "param": error.param, "code": error.status}
+    return msgspec.json.encode({"error": shape})
+
+
+ERROR_BODIES: dict[str, Callable[[ApiError], bytes]] = {"openai": error_body, "vllm": vllm_error_body}
 
 
 def refused_value(error: ValueError, fields: Collection[str], default: str | None = None) -> ApiError:

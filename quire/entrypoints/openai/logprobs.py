@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.outputs import Logprob
+from quire.messages.sampling_params import ALL_LOGPROBS
 from quire.tokenizer.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
@@ -44,7 +45,8 @@ class LogprobFormat:
     def chat(self, token_ids: Sequence[int], entries: Sequence[Entry], num_top: int) -> list[dict[str, Any]]:
         content = []
         for token, entry in zip(token_ids, entries, strict=True):
-            best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+            best = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+            best = best if num_top == ALL_LOGPROBS else best[:num_top]
             top = [self._chat_token(id, found) for id, found in best]
             content.append({**self._chat_token(token, entry[token]), "top_logprobs": top})
         return content

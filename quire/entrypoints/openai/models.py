@@ -19,7 +19,9 @@ class ModelEndpoints:
         self.engine = context.engine
 
     def routes(self) -> list[Route]:
+        info = [Route("/tokenizer_info", self.tokenizer_info, methods=["GET"])]
         return [
+            *(info if self.context.config.enable_tokenizer_info_endpoint else []),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -41,7 +43,43 @@ class ModelEndpoints:
             "root": self.engine.model_name,
             "parent": None,
             "max_model_len": self.engine.max_model_len,
+            "permission": [self._permission(name)],
         }
+
+    def _permission(self, name: str) -> dict[str, Any]:
+        """OpenAI's old schema, which some clients still read."""
+        allowed = ("create_engine", "sampling", "logprobs", "search_indices", "view", "fine_tuning")
+        return {
+            "id": f"modelperm-{name}",
+            "object": "model_permission",
+            "created": self.context.created,
+            **{f"allow_{what}": what in ("sampling", "logprobs", "view") for what in allowed},
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What tokenizer_config.json would say, as far as the tokenizer knows it."""
+        tokenizer = self.context.tokenizer
+        added = tokenizer.backend.get_added_tokens_decoder()
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_text(token_id)
+
+        shape = {
+            "tokenizer_class": type(tokenizer.backend).__name__,
+            "model_max_length": self.engine.max_model_len,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token": text(tokenizer.bos_token_id),
+            "eos_token": text(tokenizer.eos_token_id),
+            "chat_template": self.context.engine_config.model.chat_template or tokenizer.chat_template,
+            "additional_special_tokens": [added[id].content for id in sorted(tokenizer.special_ids)],
+            "added_tokens_decoder": {
+                str(id): {"content": token.content, "special": token.special} for id, token in sorted(added.items())
+            },
+        }
+        return json_response(shape)
 
     async def tokenize(self, http: Request) -> Response:
         context = self.context

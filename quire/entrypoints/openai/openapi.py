@@ -12,21 +12,28 @@ from quire.config.server import ServerConfig
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
-from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID, OPEN_PATHS
+from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    TokensRequest,
 )
 from quire.entrypoints.openai.structured import FORMATS
 from quire.messages.sampling_params import MAX_TEMPERATURE
 
-GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+TIMED_PATHS = (*GENERATION_PATHS, "/v1/chat/completions/batch")
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
+    "/v1/completions/render": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/batch": BatchChatRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/inference/v1/generate": TokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest,
@@ -37,13 +44,15 @@ ERRORS = {
     "404": "the model does not exist",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
+    "415": "the body is not declared as JSON",
     "429": "the rate limit is exceeded",
     "500": "internal error",
     "503": "too many requests are waiting, or the engine is not running",
     "504": "the request took longer than the server allows",
 }
 COMMON_STATUSES = ("401", "429", "500", "503")
-BODY_STATUSES = ("400", "404", "408", "413")
+BODY_STATUSES = ("400", "404", "408", "413", "415")
+STATUS_PATHS = ("/health", "/ready", "/ping")  # their responses have no body
 TEXT_PATHS = {"/metrics": "text/plain"}
 ERROR_SCHEMA = {
     "type": "object",
@@ -92,14 +101,21 @@ MESSAGE = {
 }
 
 
+SPECIAL_LIMITS: dict[type[msgspec.Struct], dict[str, Any]] = {
+    CompletionRequest: COMPLETION_LIMITS,
+    BatchChatRequest: {"messages": {"minItems": 1, "items": {"type": "array", "minItems": 1, "items": MESSAGE}}},
+    TokensRequest: {"token_ids": {"minItems": 1, "items": {"type": "integer", **TOKEN_ID}}},
+}
+
+
 def openapi_document(
     routes: Sequence[Route], config: ServerConfig, model_names: Sequence[str], with_keys: bool = False
 ) -> dict[str, Any]:
-    kinds = [*BODIES.values(), *RESPONSES.values()]
+    kinds = list(dict.fromkeys([*BODIES.values(), *RESPONSES.values()]))
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     by_kind = dict(zip(kinds, references, strict=True))
-    for kind in BODIES.values():
-        limits = _limits(config, model_names) | (COMPLETION_LIMITS if kind is CompletionRequest else {})
+    for kind in set(BODIES.values()):
+        limits = _limits(config, model_names) | SPECIAL_LIMITS.get(kind, {})
         _add_limits(schemas[kind.__name__]["properties"], limits)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -107,7 +123,8 @@ def openapi_document(
         kinds_here = BODIES.get(route.path), RESPONSES.get(route.path)
         body, response = (by_kind[kind] if kind is not None else None for kind in kinds_here)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(route, body, response, with_keys)
+            guarded = with_keys and route.path not in config.unguarded_paths
+            operations[method.lower()] = _operation(route, body, response, guarded)
     components: dict[str, Any] = {"schemas": {**schemas, "Error": ERROR_SCHEMA}}
     if with_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -141,7 +158,8 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "bad_words": {"items": {"type": "string", "minLength": 1}},
         "logprobs": {"minimum": -1},
         "prompt_logprobs": {"minimum": -1},
-        "top_logprobs": {"minimum": 0},
+        "top_logprobs": {"minimum": -1},
+        "truncation_side": {"enum": ["left", "right"]},
         "stop_token_ids": {"items": {"type": "integer", **TOKEN_ID}},
         "allowed_token_ids": {"minItems": 1, "items": {"type": "integer", **TOKEN_ID}},
         "tokens": {"items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}},
@@ -186,12 +204,12 @@ def _add_limits(properties: dict[str, Any], limits: dict[str, dict[str, Any]]) -
 
 
 def _operation(
-    route: Route, body: dict[str, Any] | None, response: dict[str, Any] | None, with_keys: bool
+    route: Route, body: dict[str, Any] | None, response: dict[str, Any] | None, with_key: bool
 ) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     names = re.findall(r"{(\w+)", route.path)
     statuses = [*COMMON_STATUSES, *(BODY_STATUSES if body else ()), *(["404"] if names else [])]
-    statuses += ["504"] if route.path in GENERATION_PATHS else []
+    statuses += ["504"] if route.path in TIMED_PATHS else []
     responses = {"200": {"description": "the response", **_content(route.path, response)}}
     responses |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
     operation: dict[str, Any] = {"responses": responses}
@@ -201,13 +219,13 @@ def _operation(
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if with_keys and route.path not in OPEN_PATHS:
+    if with_key:
         operation["security"] = [{"key": []}]
     return operation
 
 
 def _content(path: str, response: dict[str, Any] | None) -> dict[str, Any]:
-    if path in OPEN_PATHS:  # they return a status only
+    if path in STATUS_PATHS:
         return {}
     if path in TEXT_PATHS:
         return {"content": {TEXT_PATHS[path]: {"schema": {"type": "string"}}}}

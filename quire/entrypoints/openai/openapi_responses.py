@@ -20,8 +20,19 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: CompletionTokensDetails | None
+
+
+class RequestTimes(msgspec.Struct):
+    """With --enable-per-request-metrics."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -39,19 +50,29 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
+    routed_experts: None
 
 
-class Completion(msgspec.Struct):
+class Response(msgspec.Struct):
+    """What whole responses have in common; what Quire has no value for is null."""
+
     id: str
     object: str
     created: int
     model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
+    service_tier: None
+    system_fingerprint: str | None
     usage: Usage
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: RequestTimes | None
+
+
+class Completion(Response):
+    choices: list[CompletionChoice]
 
 
 class ChatToken(msgspec.Struct):
@@ -84,7 +105,10 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None
-    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
+    annotations: None
+    audio: None
+    function_call: None
+    reasoning: str | None
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
@@ -95,19 +119,51 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None
+    routed_experts: None
 
 
-class ChatCompletion(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
+class ChatCompletion(Response):
     choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
+    prompt_text: str | None
+
+
+class TokensChoice(msgspec.Struct):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    token_ids: list[int]
+    routed_experts: None
+    sampling_mask: None
+
+
+class TokensResponse(msgspec.Struct):
+    request_id: str
+    model: str
+    created: int
+    choices: list[TokensChoice]
     usage: Usage
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    kv_transfer_params: None
+    ec_transfer_params: None
+
+
+class Rendered(msgspec.Struct):
+    """A body for /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    token_offsets: list[list[int]] | None
+    sampling_params: dict[str, Any]
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    features: None
+    assistant_tokens_mask: None
 
 
 class Model(msgspec.Struct):
@@ -118,6 +174,18 @@ class Model(msgspec.Struct):
     root: str
     parent: str | None
     max_model_len: int
+    permission: list[dict[str, Any]]
+
+
+class TokenizerInfo(msgspec.Struct):
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    additional_special_tokens: list[str]
+    added_tokens_decoder: dict[str, Any]
 
 
 class ModelList(msgspec.Struct):
@@ -169,9 +237,19 @@ class ServerInfo(msgspec.Struct):
     state: State
 
 
-RESPONSES: dict[str, type[msgspec.Struct]] = {
+class WorldSize(msgspec.Struct):
+    world_size: int
+
+
+RESPONSES: dict[str, Any] = {
     "/v1/completions": Completion,
+    "/v1/completions/render": list[Rendered],
     "/v1/chat/completions": ChatCompletion,
+    "/v1/chat/completions/batch": ChatCompletion,
+    "/v1/chat/completions/render": Rendered,
+    "/inference/v1/generate": TokensResponse,
+    "/tokenizer_info": TokenizerInfo,
+    "/get_world_size": WorldSize,
     "/v1/models": ModelList,
     "/v1/models/{name:path}": Model,
     "/tokenize": Tokens,

@@ -4,12 +4,13 @@ from typing import Any
 
 from quire.config import ModelConfig
 from quire.config.server import ServerConfig
+from quire.config.shown import shown
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.http.errors import bad_request, not_available
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from quire.entrypoints.openai.structured import structured_outputs
-from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.sampling_params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 
 # Fields with the same name and meaning in requests and SamplingParams.
 SHARED_FIELDS = (
@@ -36,7 +37,10 @@ SHARED_FIELDS = (
     "prompt_logprobs",
     "repetition_detection",
 )
+# Passed on where SamplingParams has them, else refused.
+OPTIONAL_FIELDS = ("logprob_token_ids", "stream_interval")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
+MAX_LOGPROB_ENTRIES = 1 << 20
 
 
 class ParamsBuilder:
@@ -44,6 +48,10 @@ class ParamsBuilder:
         self.config = config
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
+        # Whoever allows a whole vocabulary of logprobs expects larger responses.
+        everything = model.max_logprobs == ALL_LOGPROBS or 0 < model.vocab_size <= model.max_logprobs
+        most = MAX_LOGPROB_ENTRIES * (16 if everything else 1)
+        self.max_logprob_entries = most if config.max_logprob_entries is None else config.max_logprob_entries
         self.defaults = {name: value for name, value in model.default_sampling.items() if name != "max_tokens"}
         self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: generation_config.json sets none
 
@@ -73,8 +81,8 @@ class ParamsBuilder:
             given["max_tokens"] = self.max_tokens if request.max_tokens is None else request.max_tokens
         if request.logprobs:
             top = request.top_logprobs or 0
-            if top < 0:
-                raise bad_request(f"top_logprobs is {top}; it must be 0 or more", "top_logprobs")
+            if top < ALL_LOGPROBS:
+                raise bad_request(f"top_logprobs is {top}; it must be 0 or more, or -1 for all", "top_logprobs")
             given["logprobs"] = top
         elif request.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -89,19 +97,19 @@ class ParamsBuilder:
     def _given(self, request: GenerationRequest) -> dict[str, Any]:
         given = {name: getattr(request, name) for name in SHARED_FIELDS}
         given = self.defaults | {name: value for name, value in given.items() if value is not None}
+        for name in OPTIONAL_FIELDS:
+            if (value := getattr(request, name)) is not None:
+                if name not in SamplingParams.__struct_fields__:
+                    raise not_available(name, "it")
+                given[name] = value
+        _check_truncation(request)
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]
         if request.vllm_xargs is not None:
             given["extra_args"] = request.vllm_xargs
         if (form := structured_outputs(request)) is not None:
             given["structured_outputs"] = form
-        stops = len(given.get("stop", ()))
-        if stops > self.config.max_stop:
-            raise bad_request(
-                f"stop has {stops} entries; at most {self.config.max_stop} are allowed (--max-stop)", "stop"
-            )
-        if given.get("n", 1) > self.config.max_n:
-            raise bad_request(f"n is {given['n']}; at most {self.config.max_n} choices are allowed (--max-n)", "n")
+        self.check_limits(given.get("n", 1), len(given.get("stop", ())))
         allowed = len(given.get("allowed_token_ids", ()))
         if self.vocab_size and allowed > self.vocab_size:
             message = f"allowed_token_ids has {allowed} entries; the model's vocabulary has {self.vocab_size}"
@@ -115,6 +123,14 @@ class ParamsBuilder:
             raise bad_request(f"priority is {request.priority}; {bounds}", "priority")
         return given
 
+    def check_limits(self, n: int, stops: int) -> None:
+        if stops > self.config.max_stop:
+            raise bad_request(
+                f"stop has {stops} entries; at most {self.config.max_stop} are allowed (--max-stop)", "stop"
+            )
+        if n > self.config.max_n:
+            raise bad_request(f"n is {n}; at most {self.config.max_n} choices are allowed (--max-n)", "n")
+
     def _build(self, request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
         if given["max_tokens"] is not None:
             # Generation stops at max_model_len with finish_reason "length" anyway.
@@ -124,6 +140,20 @@ class ParamsBuilder:
             return SamplingParams(**given, output_kind=kind)
         except ValueError as error:
             raise refused_value(error, request.__struct_fields__) from None
+
+
+def _check_truncation(request: GenerationRequest) -> None:
+    side = request.truncation_side
+    if side not in (None, "left", "right"):
+        raise bad_request(f"truncation_side is {shown(side)}; allowed: left, right", "truncation_side")
+
+
+def truncated_right(request: GenerationRequest, ids: list[int], longest: int) -> list[int]:
+    """The prompt's first tokens, where the request cuts its end; the engine itself only cuts the beginning."""
+    keep = request.truncate_prompt_tokens
+    if request.truncation_side != "right" or keep is None:
+        return ids
+    return ids[: longest if keep < 0 else keep]
 
 
 def _refuse_in_chat(request: ChatRequest) -> None:

@@ -7,7 +7,7 @@ from quire.entrypoints.openai.chat_response import ChatResponse
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningCount
 from quire.entrypoints.openai.protocol import ChatRequest
-from quire.entrypoints.openai.response import encode
+from quire.entrypoints.openai.response import ResponseOptions, encode
 from quire.entrypoints.parsers.base import ParsedDelta, TextParser, ToolCallDelta
 
 
@@ -16,13 +16,13 @@ class ParsedChatResponse(ChatResponse):
         self,
         id: str,
         model: str,
-        fingerprint: str,
+        options: ResponseOptions,
         request: ChatRequest,
         logprobs: LogprobFormat,
         role: str,
         parsing: OutputParsing,
     ) -> None:
-        super().__init__(id, model, fingerprint, request, logprobs, role)
+        super().__init__(id, model, options, request, logprobs, role)
         self._text_only = False
         self.parsing = parsing
         self.with_reasoning = request.include_reasoning is not False
@@ -46,15 +46,21 @@ class ParsedChatResponse(ChatResponse):
 
     def _full_event(self, index: int, completion: CompletionOutput) -> bytes:
         self._count(index, completion)
-        deltas = self._deltas(index, self._parsers[index].feed(completion.text, completion.token_ids))
-        choice_fields = b',"token_ids":' + encode(completion.token_ids) if self.with_token_ids else b""
-        if not deltas and (self.with_logprobs or choice_fields):
+        parser, finish_reason = self._parsers[index], completion.finish_reason
+        deltas = self._deltas(index, parser.feed(completion.text, completion.token_ids))
+        if finish_reason is not None:
+            deltas += self._deltas(index, parser.finish())
+        if not deltas and (self.with_logprobs or self.with_token_ids or finish_reason is not None):
             deltas = [{}]  # send token ids and logprobs now, even if the text is held back
         events = []
         for i, delta in enumerate(deltas):
-            first = i == 0
-            logprobs = encode(self.logprobs(index, completion)) if first and self.with_logprobs else b"null"
-            events.append(self.event(index, _delta(delta), logprobs, choice_fields=choice_fields if first else b""))
+            logprobs, finish, fields = b"null", b"null", b""
+            if i == 0:
+                logprobs, fields = self.encoded_logprobs(index, completion), self.token_fields(completion, index)
+            if i == len(deltas) - 1 and finish_reason is not None:
+                finish = encode(self._finish_reason(index, finish_reason))
+                fields += self.stop_fields(completion)
+            events.append(self.event(index, _delta(delta), logprobs, finish, fields))
         return b"".join(events)
 
     def last_event(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
@@ -91,9 +97,9 @@ class ParsedChatResponse(ChatResponse):
         if not content and (calls or fed.reasoning or held.reasoning):
             content = None
         shape = super().choice(index, prompt_index, output, completion)
-        message = {"role": self.role, "content": content, "refusal": None}
+        message = self.message(content, reasoning or None)
         if self.parsing.reasoning is not None or reasoning:
-            message |= {"reasoning": reasoning or None, "reasoning_content": reasoning or None}
+            message["reasoning_content"] = reasoning or None
         shape["message"] = message | ({"tool_calls": calls} if calls else {})
         shape["finish_reason"] = self._finish_reason(index, completion.finish_reason)
         return shape

@@ -24,10 +24,20 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # no effect
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share."""
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """What every request that generates has."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+class GenerationRequest(EngineRequest, kw_only=True):
+    """What completions and chat completions share."""
+
     n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -37,8 +47,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     max_tokens: Int | None = None
     logit_bias: dict[TokenId, float] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     # vLLM's
     top_k: Int | None = None
@@ -53,12 +61,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
     prompt_logprobs: Int | None = None
     repetition_detection: dict[str, Int] | None = None
     add_special_tokens: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None  # for custom logits processors
@@ -78,12 +84,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
 
+    # Refused where SamplingParams has no such field
+    logprob_token_ids: list[TokenId] | None = None
+    stream_interval: Int | None = None
+
     # No effect
     user: str | None = None
+    session_id: str | None = None
+    return_token_offsets: bool | None = None  # of /render
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
     kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+    ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+    media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
     mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
 
 
@@ -111,9 +125,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    return_prompt_text: bool | None = None
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
     thinking_token_budget: Int | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # type: ignore[assignment]  # only its prompt_token_ids count
 
     # Refused unless neutral
     modalities: list[str] | None = None
@@ -130,6 +146,29 @@ class ChatRequest(GenerationRequest, kw_only=True):
     safety_identifier: str | None = None
     verbosity: str | None = None
     web_search_options: Ignored = msgspec.field(default_factory=_nothing)
+
+
+class BatchChatRequest(ChatRequest, kw_only=True):
+    """Several conversations with the same parameters; a choice for each."""
+
+    messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
+
+
+class TokensRequest(EngineRequest, kw_only=True):
+    """Token ids in, token ids out."""
+
+    token_ids: list[TokenId]
+    sampling_params: dict[str, Any]
+
+    # Refused unless null
+    features: Any = None
+    content_parts: Any = None
+
+    # No effect
+    assistant_tokens_mask: Ignored = msgspec.field(default_factory=_nothing)
+    token_offsets: Ignored = msgspec.field(default_factory=_nothing)
+    kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+    ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -5,35 +5,53 @@ import json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import Dialect
+from quire.entrypoints.http.documentation import documentation
 from quire.entrypoints.http.errors import json_response
+from quire.entrypoints.openai.batch_chat import BatchChatEndpoint
 from quire.entrypoints.openai.chat import ChatEndpoint, load_plugins
 from quire.entrypoints.openai.completions import CompletionEndpoint
-from quire.entrypoints.openai.errors import error_body
+from quire.entrypoints.openai.errors import ERROR_BODIES, error_body
+from quire.entrypoints.openai.invocations import InvocationsEndpoint
 from quire.entrypoints.openai.models import ModelEndpoints
 from quire.entrypoints.openai.openapi import openapi_document
 from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.render import RenderEndpoint
+from quire.entrypoints.openai.tokens import TokensEndpoint
 from quire.entrypoints.parsers.detect import OFF
 from quire.entrypoints.parsers.reasoning import reasoning_format
 from quire.entrypoints.parsers.tools.registry import tool_parser
+
+SCHEMA_PATH = "/openapi.json"
 
 
 def routes(context: ServerContext) -> list[Route]:
     params = ParamsBuilder(context.config, context.engine.max_model_len, context.engine_config.model)
 
     async def openapi(request: Request) -> Response:
-        served = [route for route in request.app.routes if route.path != request.scope["path"]]
+        served = [route for route in request.app.routes if route.include_in_schema]
         return json_response(openapi_document(served, context.config, context.model_names, context.has_keys))
 
-    return [
-        Route("/v1/completions", CompletionEndpoint(context, params), methods=["POST"]),
-        Route("/v1/chat/completions", ChatEndpoint(context, params), methods=["POST"]),
-        *ModelEndpoints(context).routes(),
-        Route("/openapi.json", openapi, methods=["GET"]),
-    ]
+    completions, chat = CompletionEndpoint(context, params), ChatEndpoint(context, params)
+    endpoints: dict[str, ASGIApp] = {
+        "/v1/completions": completions,
+        "/v1/completions/render": RenderEndpoint(completions, single=False),
+        "/v1/chat/completions": chat,
+        "/v1/chat/completions/batch": BatchChatEndpoint(context, params, chat),
+        "/v1/chat/completions/render": RenderEndpoint(chat, single=True),
+        "/inference/v1/generate": TokensEndpoint(context, params),
+    }
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    invocations = InvocationsEndpoint(context.bodies, {"messages": chat, "prompt": completions})
+    routes += [Route("/invocations", invocations, methods=["POST"], include_in_schema=False)]
+    routes += ModelEndpoints(context).routes()
+    if not context.config.disable_fastapi_docs:
+        routes += [Route(SCHEMA_PATH, openapi, methods=["GET"], include_in_schema=False), *documentation()]
+    return routes
 
 
 def check(config: ServerConfig) -> None:
@@ -50,4 +68,6 @@ def example(url: str, name: str) -> str:
 
 
 # All paths: operators' endpoints and unknown paths have OpenAI's errors too.
-OPENAI = Dialect("openai", routes, error_body, prefixes=("/",), check=check, example=example)
+OPENAI = Dialect(
+    "openai", routes, error_body, prefixes=("/",), check=check, example=example, error_formats=ERROR_BODIES
+)

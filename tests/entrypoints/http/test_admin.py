@@ -25,8 +25,7 @@ def test_metrics(client: openai.OpenAI, server: StubServer) -> None:
     assert "# TYPE quire:prompt_tokens_total counter" in lines
     assert "# TYPE quire:time_to_first_token_seconds histogram" in lines
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    name = server.engine.model_name
-    assert int(values[f'quire:generation_tokens_total{{model_name="{name}"}}']) >= 2
+    assert int(values[f'quire:generation_tokens_total{{model_name="{MODEL}",engine="0"}}']) >= 2
     assert int(values['quire:http_requests_total{method="POST",handler="/v1/completions",status="200"}']) >= 1
     assert int(values['quire:http_requests_total{method="GET",handler="other",status="404"}']) >= 1
     assert float(values['quire:http_request_duration_seconds_bucket{handler="/v1/completions",le="+Inf"}']) >= 1

@@ -59,7 +59,7 @@ def send(server: ServerProcess, head: bytes, body: bytes = b"") -> socket.socket
 
 
 def completion(body: bytes) -> bytes:
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    return b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
 
 
 def test_greedy_texts_equal_the_offline_ones(server: ServerProcess, expected: list[str]) -> None:

@@ -39,7 +39,7 @@ def response(sock: socket.socket) -> bytes:
 
 
 def request(body: str, *, keep: bool = True) -> bytes:
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return (head + ("" if keep else "Connection: close\r\n") + "\r\n" + body).encode()
 
 
@@ -155,7 +155,9 @@ def test_a_pipeline_has_an_end() -> None:
 
 def test_an_unread_body_does_not_hold_its_connection() -> None:
     with server_with(keys=("k",), timeout_keep_alive=1) as server, connection(server) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        )
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401")
         deadline = time.monotonic() + 20
         with pytest.raises(OSError):
@@ -185,7 +187,9 @@ def test_a_client_that_never_reads_is_disconnected() -> None:
 @pytest.mark.parametrize("keys", [(), ("k",)])  # with a key, the body comes after the response
 def test_a_body_of_tiny_chunks_is_refused(keys: tuple[str, ...]) -> None:
     with server_with(keys=keys) as server, connection(server) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         with pytest.raises(OSError):
             for _ in range(1000):
                 sock.sendall(b"1\r\n \r\n" * 10_000)
@@ -195,7 +199,8 @@ def test_a_body_of_chunks_of_some_size_is_read() -> None:
     body = f'{{"model": "{MODEL}", "prompt": [1], "max_tokens": 1, "user": "{"x" * 500_000}"}}'.encode()
     pieces = [body[at : at + 90] for at in range(0, len(body), 90)]
     with server_with() as server, connection(server) as sock:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += b"Transfer-Encoding: chunked\r\n\r\n"
         sock.sendall(head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n")
         assert response(sock).startswith(b"HTTP/1.1 200")
 

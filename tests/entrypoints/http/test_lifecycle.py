@@ -38,7 +38,10 @@ def test_a_client_that_never_reads_does_not_grow_the_server() -> None:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect((url.host, url.port))
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                % len(body)
+            )
             sock.sendall(head + body)
             server.wait_until(lambda: len(server.server.context.jobs) == 1)
             memory = resident(os.getpid())

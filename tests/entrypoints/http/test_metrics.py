@@ -10,9 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import CacheConfig
-from quire.engine.metrics import Counter, cache_config_info
+from quire.config.server import ServerConfig
+from quire.engine.metrics import RESIDENCY, Counter, cache_config_info
 from quire.entrypoints.http.metrics import HELP_TEXTS, prometheus_text
-from tests.entrypoints.stub_server import MODEL, StubServer
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "examples" / "grafana.json"
@@ -23,7 +24,7 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge
 def text(client: openai.OpenAI, server: StubServer) -> str:
     client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4)
     # The stub engine has no blocks, so it does not add this line.
-    return server.get("/metrics").text + prometheus_text([cache_config_info(CacheConfig(), 8, "m")])
+    return server.get("/metrics").text + prometheus_text([cache_config_info(CacheConfig(), 8, "m", 64)])
 
 
 def exposed(text: str) -> dict[str, str]:
@@ -56,9 +57,27 @@ def test_labels_are_escaped() -> None:
 
 
 def test_the_documentation_lists_all_and_only_what_is_there(text: str) -> None:
-    rows = re.findall(r"^\| `(quire:\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text("utf-8"), re.MULTILINE)
-    assert dict(rows) == exposed(text)
+    rows = re.findall(
+        r"^\| `((?:quire:|process_)\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text("utf-8"), re.MULTILINE
+    )
+    with_flag = {f"quire:{name}": "histogram" for name in RESIDENCY}  # of --kv-cache-metrics
+    assert dict(rows) == exposed(text) | with_flag
     assert len(HELP_TEXTS) == len(rows)
+
+
+def test_the_names_of_vllm() -> None:
+    with stub_server(stub_engine(), ServerConfig(metrics_prefix="vllm")) as server:
+        server.client().completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4)
+        text = server.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert not any(name.startswith("quire:") for name in families)
+    assert families["vllm:num_requests_running"].samples[0].labels == {"model_name": MODEL, "engine": "0"}
+    reasons = {sample.labels["reason"] for sample in families["vllm:num_requests_waiting_by_reason"].samples}
+    assert reasons == {"capacity", "deferred"}
+    assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+    assert families["process_cpu_seconds"].type == "counter"
+    with pytest.raises(ValueError, match="--metrics-prefix"):
+        ServerConfig(metrics_prefix="my:")
 
 
 def expressions(panel: dict[str, Any]) -> list[str]:

@@ -4,6 +4,9 @@ import logging
 from typing import Any
 
 import pytest
+from starlette.middleware.base import RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig, load_api_keys
@@ -27,8 +30,18 @@ def test_keys() -> None:
         for key in ("first", "zweiter-schlüssel"):
             headers = {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
             assert server.post("/v1/completions", BODY, headers=headers).status_code == 200
-        assert [server.get(path).status_code for path in ("/health", "/ready", "/ping")] == [200, 200, 200]
-        assert [server.get(path).status_code for path in ("/metrics", "/v1/models", "/nowhere")] == [401, 401, 401]
+        for path in ("/health", "/ready", "/ping", "/metrics", "/version"):
+            assert server.get(path).status_code == 200
+        for path in ("/v1/models", "/load", "/openapi.json", "/nowhere", "/metrics/", "/v1/metrics"):
+            assert server.get(path).status_code == 401
+
+
+def test_the_paths_without_keys_are_configurable() -> None:
+    with stub_server(stub_engine(), ServerConfig(open_paths="/load, /health"), api_keys=("k",)) as server:
+        paths = ("/load", "/health", "/metrics", "/version", "/ping")
+        assert [server.get(path).status_code for path in paths] == [200, 200, 401, 401, 401]
+    with stub_server(stub_engine(), ServerConfig(open_paths=""), api_keys=("k",)) as server:
+        assert server.get("/health").status_code == 401
 
 
 def test_where_keys_come_from(tmp_path: Any) -> None:
@@ -37,6 +50,8 @@ def test_where_keys_come_from(tmp_path: Any) -> None:
     config = ServerConfig(api_key=("flag",), api_key_file=str(file))
     assert load_api_keys(config, {"QUIRE_API_KEY": "three, four"}) == ("flag", "one", "two", "three", "four")
     assert load_api_keys(ServerConfig(), {}) == ()
+    assert load_api_keys(ServerConfig(), {"VLLM_API_KEY": "with,comma"}) == ("with,comma",)
+    assert load_api_keys(ServerConfig(api_key=("flag",)), {"VLLM_API_KEY": "vllm"}) == ("flag",)
 
 
 def test_a_key_file_that_others_can_read_is_reported(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,6 +71,8 @@ def test_no_key_where_one_was_meant_fails_closed(tmp_path: Any) -> None:
         load_api_keys(ServerConfig(api_key_file=str(tmp_path / "missing")), {})
     with pytest.raises(ValueError, match="set but empty"):
         load_api_keys(ServerConfig(), {"QUIRE_API_KEY": " "})
+    with pytest.raises(ValueError, match="VLLM_API_KEY is set but empty"):
+        load_api_keys(ServerConfig(), {"VLLM_API_KEY": ""})
     with pytest.raises(ValueError, match="--api-key is empty"):
         load_api_keys(ServerConfig(api_key=("",)), {})
 
@@ -158,7 +175,11 @@ def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
 def test_behind_a_proxy() -> None:
     with stub_server(stub_engine(), ServerConfig(root_path="/llm"), api_keys=("k",)) as server:
         assert server.url.endswith("/llm")
-        # The proxy strips its prefix.
+        assert server.get("/health").status_code == 200  # the URL that is printed
+        assert server.post("/v1/completions", BODY).status_code == 401
+        assert server.post("/v1/completions", BODY, headers=bearer("k")).status_code == 200
+        assert server.get("/llm/health", headers=bearer("k")).status_code == 404
+        # A proxy may also strip its prefix.
         bare = StubServer(server.engine, server.server, server.url.removesuffix("/llm"), server.loop, server.thread)
         assert bare.get("/health").status_code == 200
         assert bare.post("/v1/completions", BODY).status_code == 401
@@ -178,10 +199,18 @@ class Stamp:
         await self.app(scope, receive, stamped)
 
 
+async def mark(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    response.headers["x-mark"] = "yes"
+    return response
+
+
 def test_custom_middleware() -> None:
-    config = ServerConfig(middleware=("tests.entrypoints.http.test_middleware:Stamp",))
-    with stub_server(stub_engine(), config) as server:
-        assert server.get("/version").headers["x-stamp"] == "yes"
+    here = "tests.entrypoints.http.test_middleware"
+    for path in (f"{here}:Stamp", f"{here}.Stamp"):
+        with stub_server(stub_engine(), ServerConfig(middleware=(path, f"{here}.mark"))) as server:
+            headers = server.get("/version").headers
+            assert (headers["x-stamp"], headers["x-mark"]) == ("yes", "yes")
     for wrong in ("nowhere:Stamp", "json:Stamp", "json"):
         with pytest.raises(ValueError, match="--middleware"):
             import_middleware(wrong)

@@ -12,6 +12,8 @@ import pytest
 from quire.config.server import ServerConfig
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
+JSON = {"Content-Type": "application/json"}
+
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error = response.json()["error"]
@@ -51,7 +53,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"prompt": "a", "suffix": "z"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "stream": "maybe"}, "stream"),
         ({"prompt": "a", "request_id": "a b\n"}, "request_id"),
         ({"prompt": "a", "repetition_detection": {"x": 1}}, "repetition_detection"),
     ],
@@ -78,12 +80,28 @@ def test_one_bad_prompt_of_several_is_named(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"metadata": ' + b"[" * 60_000])
 def test_invalid_json_bodies(server: StubServer, body: bytes) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=body)
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON)
     assert response.status_code == 400 and error_of(response)["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/json"])
+def test_a_body_that_is_not_declared_as_json_is_refused_unread(server: StubServer, content_type: str | None) -> None:
+    with socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 0), 20) as client:
+        declared = f"Content-Type: {content_type}\r\n" if content_type else ""
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{declared}Content-Length: 100\r\n\r\n".encode())
+        answer = client.makefile("rb").read().decode()
+    assert answer.startswith("HTTP/1.1 415 ") and "it must be application/json" in answer
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+def test_spellings_of_the_content_type(server: StubServer, content_type: str) -> None:
+    headers = {"Content-Type": content_type}
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+    assert httpx.post(f"{server.url}/v1/completions", content=body, headers=headers).status_code == 200
+
+
 def test_a_lone_surrogate_in_json_is_refused(server: StubServer) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "\\ud800"}')
+    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "\\ud800"}', headers=JSON)
     assert response.status_code == 400 and error_of(response)["message"]
 
 
@@ -118,7 +136,7 @@ def test_large_bodies() -> None:
             for _ in range(20):
                 yield b"a" * 100
 
-        response = httpx.post(f"{server.url}/v1/completions", content=pieces())
+        response = httpx.post(f"{server.url}/v1/completions", content=pieces(), headers=JSON)
         assert response.status_code == 413 and error_of(response)
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
 
@@ -127,7 +145,7 @@ def test_half_a_body_and_a_dropped_connection(server: StubServer) -> None:
     host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
     assert port is not None
     with socket.create_connection((host, port)) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
         server.wait_until(lambda: server.server.context.http_metrics.in_progress == 1)
     server.wait_until(lambda: server.server.context.http_metrics.in_progress == 0)
 

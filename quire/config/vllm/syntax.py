@@ -1,0 +1,108 @@
+"""vLLM's ways to write a command line, as the words that argparse takes: underscores, short forms, dotted keys of an
+object, `-O3`, and a YAML file of flags."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.config.fields import flag
+from quire.config.vllm.table import OTHER_NAMES, SHORT
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def human_integer(text: str) -> int:
+    """A whole number, or one with a unit: `8k` is 8000, `8K` is 8192, `1.5M` is 1572864."""
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        return int(text)
+    return int(float(found[1]) * (DECIMAL | BINARY)[found[2]])
+
+
+def normalized(words: Sequence[str], is_flag: Callable[[str], bool]) -> list[str]:
+    """The words with every flag in its long form, and dotted keys gathered into JSON. `is_flag` knows the parser's."""
+    plain: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*plain, *_gathered(objects), word, *rest]
+        name, equals, value = word.partition("=")
+        if name.startswith("--help"):
+            plain.append("--help")  # vLLM's --help=GROUP
+        elif re.fullmatch(r"-O\d?", name) and not is_flag(name):
+            level = name[2:] or value or (rest.pop(0) if rest else "")
+            plain += ["--optimization-level", level]
+        elif name.startswith("-") and not re.match(r"-[\d.]", name):
+            long, *keys = _long(name, is_flag).split(".")
+            if keys and is_flag(long):
+                if not equals and not rest:
+                    raise ValueError(f"{word} needs a value")
+                _set(objects.setdefault(long, {}), keys, value if equals else rest.pop(0))
+            else:
+                plain.append(".".join([long, *keys]) + equals + value)
+        else:
+            plain.append(word)
+    return [*plain, *_gathered(objects)]
+
+
+def _gathered(objects: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in objects.items() for word in (name, json.dumps(value))]
+
+
+def _long(name: str, is_flag: Callable[[str], bool]) -> str:
+    head, dot, keys = name.partition(".")
+    if head in SHORT and not is_flag(head) and is_flag(flag(SHORT[head])):
+        return flag(SHORT[head]) + dot + keys
+    if not head.startswith("--"):
+        return name
+    head = head.replace("_", "-")
+    known = OTHER_NAMES.get(head[2:].replace("-", "_"))
+    return (flag(known) if known else head) + dot + keys
+
+
+def _set(target: dict[str, Any], keys: list[str], text: str) -> None:
+    *path, last = keys
+    for key in path:
+        target = target.setdefault(key, {})
+    if last.endswith("+"):
+        target.setdefault(last[:-1], []).extend(_value(each) for each in text.split(","))
+    else:
+        target[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return human_integer(text) if SIZE.fullmatch(text) else text
+
+
+def read_config_file(name: str) -> list[str]:
+    """The words that a YAML file of flags stands for."""
+    import yaml  # type: ignore[import-untyped]
+
+    file = Path(name).expanduser()
+    if file.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"{name} must be a .yaml or .yml file (--config)")
+    try:
+        given = yaml.safe_load(file.read_text("utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {error} (--config)") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} must map flags to values, such as `port: 8000` (--config)")
+    words: list[str] = []
+    for key, value in given.items():
+        name = flag(str(key))
+        if isinstance(value, bool):
+            words.append(name if value else "--no-" + name[2:])
+        elif isinstance(value, list):
+            words += [name, *map(str, value)] if value else []
+        elif value is not None:
+            words += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words

@@ -1,0 +1,219 @@
+"""vLLM's routes beside OpenAI's: served, served with a flag, or refused by the name of what is missing."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.server import ServerConfig
+from quire.entrypoints.http.route_table import NOT_YET, WITH_FLAG, WORKS
+from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
+
+HELLO = [{"role": "user", "content": "Hello"}]
+BYE = [{"role": "user", "content": "Goodbye then"}]
+
+
+def body(server: StubServer, path: str, **fields: Any) -> Any:
+    response = server.post(path, fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_every_route_says_what_it_is(server: StubServer) -> None:
+    for path, methods in WORKS.items():
+        for method in methods:
+            response = server.get(path) if method == "GET" else server.post(path, {})
+            assert response.status_code in (200, 400), (path, response.text)
+    for path, (methods, flag) in WITH_FLAG.items():
+        response = server.get(path) if methods == ("GET",) else server.post(path, {})
+        assert response.status_code == 404 and flag in response.json()["error"]["message"]
+    for path, (methods, feature) in NOT_YET.items():
+        response = server.get(path) if methods == ("GET",) else server.post(path, {})
+        assert response.status_code == 501
+        assert response.json()["error"]["message"].endswith(f"not available yet: {feature}")
+
+
+def test_the_docs_list_every_route() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| ([A-Z]+(?: and [A-Z]+)*) \| `(/[^`]*)` \| .*?(?:with `(--[\w-]+)`)? \|$", page, re.MULTILINE
+    )
+    expected = [(" and ".join(methods), path, "") for path, methods in WORKS.items()]
+    expected += [(" and ".join(methods), path, flag) for path, (methods, flag) in WITH_FLAG.items()]
+    assert [row[:2] for row in rows] == [row[:2] for row in expected]
+    assert [row[2] for row in rows if row[1] in WITH_FLAG] == [flag for _, flag in WITH_FLAG.values()]
+    later = {
+        path: what
+        for what, paths in re.findall(r"^\| ([^|]*) \| (`/[^|]*`) \|$", page, re.MULTILINE)
+        for path in paths.split(", ")
+    }
+    assert later == {f"`{path}`": what for path, (_, what) in NOT_YET.items()}
+
+
+def test_the_documentation_needs_nothing_from_elsewhere(server: StubServer) -> None:
+    for path in ("/docs", "/redoc"):
+        page = server.get(path)
+        assert page.headers["content-type"].startswith("text/html") and "openapi.json" in page.text
+        assert "http://" not in page.text and "https://" not in page.text
+    with stub_server(stub_engine(), ServerConfig(disable_fastapi_docs=True)) as quiet:
+        assert {quiet.get(path).status_code for path in ("/docs", "/redoc", "/openapi.json")} == {404}
+
+
+def test_tokenizer_info() -> None:
+    with stub_server(stub_engine(), ServerConfig(enable_tokenizer_info_endpoint=True)) as server:
+        info = server.get("/tokenizer_info").json()
+        longest = server.post("/tokenize", {"prompt": "a"}).json()["max_model_len"]
+    assert info["tokenizer_class"] and info["model_max_length"] == longest
+    assert "messages" in info["chat_template"]
+
+
+def test_profiles_of_an_engine_with_a_profiler() -> None:
+    engine, called = stub_engine(), []
+
+    async def start() -> None:
+        called.append("start")
+
+    async def stop() -> None:
+        called.append("stop")
+
+    engine.start_profile, engine.stop_profile = start, stop
+    engine.config.observability.profiler_config = {"profiler": "torch"}
+    with stub_server(engine) as server:
+        assert [server.post(f"/{name}_profile").status_code for name in ("start", "stop")] == [200, 200]
+    assert called == ["start", "stop"]
+
+
+def test_invocations_go_to_the_endpoint_whose_field_they_have(server: StubServer) -> None:
+    assert body(server, "/invocations", messages=HELLO, max_tokens=2)["object"] == "chat.completion"
+    assert body(server, "/invocations", prompt=[7, 8], max_tokens=2)["object"] == "text_completion"
+    streamed = server.post("/invocations", {"prompt": [7, 8], "max_tokens": 2, "stream": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    refused = server.post("/invocations", {"input": "x"})
+    assert refused.status_code == 400 and "messages, prompt" in refused.json()["error"]["message"]
+
+
+def test_several_conversations_in_one_request(server: StubServer) -> None:
+    answer = body(server, "/v1/chat/completions/batch", messages=[HELLO, BYE], max_tokens=3, logprobs=True)
+    single = [body(server, "/v1/chat/completions", messages=one, max_tokens=3) for one in (HELLO, BYE)]
+    assert [one["index"] for one in answer["choices"]] == [0, 1]
+    found = [one["message"]["content"] for one in answer["choices"]]
+    assert found == [one["choices"][0]["message"]["content"] for one in single]
+    assert answer["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in single)
+    assert len(answer["choices"][1]["logprobs"]["content"]) == 3
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"n": 2}, {"tools": [{"type": "function"}]}, {"messages": []}])
+def test_what_a_batch_cannot_do(server: StubServer, fields: dict[str, Any]) -> None:
+    response = server.post("/v1/chat/completions/batch", {"messages": [HELLO]} | fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
+
+
+def test_tokens_in_tokens_out(server: StubServer) -> None:
+    params = {"max_tokens": 5, "logprobs": 0, "n": 2}
+    answer = body(server, "/inference/v1/generate", token_ids=[7, 8, 9], sampling_params=params, request_id="mine")
+    expected = body(server, "/v1/completions", prompt=[7, 8, 9], max_tokens=5, return_token_ids=True)
+    assert answer["request_id"] == "mine" and answer["model"] == MODEL and answer["usage"]["completion_tokens"] == 10
+    assert [one["token_ids"] for one in answer["choices"]] == 2 * [expected["choices"][0]["token_ids"]]
+    assert all(len(one["logprobs"]["content"]) == 5 for one in answer["choices"])
+
+
+def test_tokens_in_a_stream(server: StubServer) -> None:
+    request = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 5}, "stream": True}
+    lines = server.post("/inference/v1/generate", request).text.strip().split("\n\n")
+    assert lines.pop() == "data: [DONE]"
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert sum(len(one["token_ids"]) for one in choices) == 5 and choices[-1]["finish_reason"] == "length"
+    assert not any("text" in one for one in choices)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"temperatur": 1}, "temperatur"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": ["x"], "detokenize": False}, "stop_token_ids"),
+        ({"n": 1000}, "--max-n"),
+    ],
+)
+def test_wrong_sampling_params(server: StubServer, params: dict[str, Any], named: str) -> None:
+    response = server.post("/inference/v1/generate", {"token_ids": [7], "sampling_params": params})
+    assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
+def test_a_rendered_request_generates_the_same(server: StubServer) -> None:
+    request = {"messages": HELLO, "max_tokens": 4, "temperature": 0.5, "seed": 3, "return_token_offsets": True}
+    rendered = body(server, "/v1/chat/completions/render", **request)
+    assert rendered["sampling_params"]["temperature"] == 0.5
+    assert len(rendered["token_offsets"]) == len(rendered["token_ids"])
+    tokens = body(server, "/inference/v1/generate", **rendered)["choices"][0]["token_ids"]
+    whole = body(server, "/v1/chat/completions", **request, return_token_ids=True)
+    assert whole["prompt_token_ids"] == rendered["token_ids"] and whole["choices"][0]["token_ids"] == tokens
+    assert len(body(server, "/v1/completions/render", prompt=["one", "two"])) == 2
+
+
+def test_the_load_in_a_header(server: StubServer) -> None:
+    asked = {"endpoint-load-metrics-format": "json"}
+    response = server.post("/v1/completions", {"prompt": [7], "max_tokens": 1}, headers=asked)
+    report = response.headers["endpoint-load-metrics"]
+    assert json.loads(report.removeprefix("JSON "))["named_metrics"]["num_requests_waiting"] == 0
+    assert "endpoint-load-metrics" not in server.post("/v1/completions", {"prompt": [7], "max_tokens": 1}).headers
+
+
+def test_strings_that_spell_numbers_and_booleans(server: StubServer) -> None:
+    answer = body(server, "/v1/completions", prompt="a b", max_tokens="3", temperature="0.5", logprobs="1")
+    assert answer["usage"]["completion_tokens"] == 3 and len(answer["choices"][0]["logprobs"]["tokens"]) == 3
+    assert body(server, "/v1/completions", prompt="a b", echo="yes")["choices"][0]["text"].startswith("a b")
+    assert body(server, "/v1/completions", prompt="3", max_tokens=1, stream="false")["usage"]["prompt_tokens"] == 1
+
+
+def test_a_field_is_unknown_whatever_the_others_spell() -> None:
+    with stub_server(stub_engine(), ServerConfig(strict_fields=True)) as server:
+        for given in ({"max_tokens": "3"}, {"echo": "yes"}, {}):
+            refused = server.post("/v1/completions", {"prompt": "a", "max_tokns": 3} | given)
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "unknown_field"
+
+
+def test_every_key_that_is_no_token_id_is_named(server: StubServer) -> None:
+    response = server.post("/v1/completions", {"prompt": "a", "logit_bias": {"one": 1, "5": 1, "two": 1}})
+    found = response.json()["error"]
+    assert found["param"] == "logit_bias" and "'one', 'two'" in found["message"] and "'5'" not in found["message"]
+
+
+def test_a_key_that_is_no_text(server: StubServer) -> None:
+    for given in (
+        b'{"prompt":"a","\x9b":1}',
+        b'{"prompt":"a","max_tokens":"1","\x9b":1}',
+        b'{"logit_bias":{"\x9b":1}}',
+    ):
+        refused = server.post("/v1/completions", content=given, headers={"content-type": "application/json"})
+        assert refused.status_code == 400, refused.text
+
+
+def test_which_side_of_a_prompt_is_cut(server: StubServer) -> None:
+    ids = list(range(10, 20))
+    for side, kept in (("right", ids[:4]), ("left", ids[-4:]), (None, ids[-4:])):
+        answer = body(
+            server,
+            "/v1/completions",
+            prompt=ids,
+            truncate_prompt_tokens=4,
+            truncation_side=side,
+            return_token_ids=True,
+            session_id="one",
+        )
+        assert answer["choices"][0]["prompt_token_ids"] == kept
+    refused = server.post("/v1/completions", {"prompt": ids, "truncation_side": "middle"})
+    assert refused.status_code == 400 and "left, right" in refused.text
+
+
+def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
+    first = body(server, "/v1/chat/completions", messages=HELLO, max_tokens=3, return_token_ids=True)
+    forwarded = {"prompt_token_ids": first["prompt_token_ids"]}
+    second = body(
+        server, "/v1/chat/completions", messages=BYE, max_tokens=3, return_token_ids=True, kv_transfer_params=forwarded
+    )
+    assert second["prompt_token_ids"] == first["prompt_token_ids"] and second["choices"] == first["choices"]
+    wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": {"prompt_token_ids": ["a"]}})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
