@@ -63,9 +63,10 @@ class OfflineAsyncLLM:
         self.count = 0
 
     def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
-        if profile:
-            raise ValueError("--profile with --async-engine is not available yet; leave one of them out")
-        return timed(lambda: self.runner.run(self._all(prompts, params)))
+        def work() -> tuple[float, Any]:
+            return timed(lambda: self.runner.run(self._all(prompts, params)))
+
+        return profiled(self.engine, work, self.runner.run) if profile else work()
 
     async def _all(self, prompts: Prompts, params: "list[SamplingParams]") -> list[Any]:
         async def one(prompt: str | list[int], how: "SamplingParams", name: str) -> Any:
