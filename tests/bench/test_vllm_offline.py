@@ -97,6 +97,16 @@ def test_texts_of_a_file(calls: list[Any], tmp_path: Path, capsys: pytest.Captur
     assert params[0].detokenize and params[0].max_tokens == 6
 
 
+def test_texts_are_rendered_as_chats(calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Hello there", "output_tokens": 3}\n')
+    flags = ["--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "-1", "--num-warmups", "0"]
+    for more, rendered in (([], True), (["--skip-chat-template"], False)):
+        bench(capsys, "throughput", *flags, *FEW, *more)
+        (prompt,) = calls[-1][1]
+        assert (len(prompt) > 10) if rendered else prompt == "Hello there"
+
+
 def test_latency(tiny: list[str], calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     flags = [
