@@ -119,16 +119,17 @@ def check_lengths(outputs: Sequence[Any], wanted: Sequence[int], n: int) -> None
         )
 
 
-def profiled(llm: Any, work: Callable[[], T]) -> T:
-    """The result of `work`, recorded by the engine's profiler (--profiler-config says where)."""
-    start = getattr(llm, "start_profile", None)
+def profiled(engine: Any, work: Callable[[], T], run: Callable[[Any], object] = lambda done: done) -> T:
+    """The result of `work`, recorded by the engine's profiler (--profiler-config says where). `run` awaits the calls of
+    an asynchronous engine."""
+    start = getattr(engine, "start_profile", None)
     if start is None:
         raise ValueError("--profile is not available yet: profiling of an engine in this process")
-    start()
+    run(start())
     try:
         return work()
     finally:
-        llm.stop_profile()
+        run(engine.stop_profile())
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -42,7 +42,7 @@ class OfflineLLM:
         return profiled(self.llm, lambda: timed(work)) if profile else timed(work)
 
     def tokenizer(self) -> "Tokenizer":
-        return self.llm.get_tokenizer()
+        return _required(self.llm.llm_engine.tokenizer)
 
     def reset_prefix_cache(self) -> None:
         self.llm.reset_prefix_cache()
@@ -63,9 +63,10 @@ class OfflineAsyncLLM:
         self.count = 0
 
     def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
-        if profile:
-            raise ValueError("--profile with --async-engine is not available yet; leave one of them out")
-        return timed(lambda: self.runner.run(self._all(prompts, params)))
+        def work() -> tuple[float, Any]:
+            return timed(lambda: self.runner.run(self._all(prompts, params)))
+
+        return profiled(self.engine, work, self.runner.run) if profile else work()
 
     async def _all(self, prompts: Prompts, params: "list[SamplingParams]") -> list[Any]:
         async def one(prompt: str | list[int], how: "SamplingParams", name: str) -> Any:
@@ -78,9 +79,7 @@ class OfflineAsyncLLM:
         return await asyncio.gather(*(one(prompt, how, f"{self.count}-{i}") for i, (prompt, how) in pairs))
 
     def tokenizer(self) -> "Tokenizer":
-        if self.engine.tokenizer is None:
-            raise ValueError("this dataset needs a tokenizer; leave --skip-tokenizer-init out")
-        return self.engine.tokenizer
+        return _required(self.engine.tokenizer)
 
     def reset_prefix_cache(self) -> None:
         self.runner.run(self.engine.reset_prefix_cache())
@@ -88,3 +87,9 @@ class OfflineAsyncLLM:
     def shutdown(self) -> None:
         self.engine.shutdown()
         self.runner.close()
+
+
+def _required(tokenizer: "Tokenizer | None") -> "Tokenizer":
+    if tokenizer is None:
+        raise ValueError("this dataset needs a tokenizer; leave --skip-tokenizer-init out")
+    return tokenizer

@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM
 from quire.bench import startup
+from quire.engine.async_llm import AsyncLLM
 from quire.entrypoints.cli.main import main
 from tests.tiny_models import save_tiny
 
@@ -96,6 +97,16 @@ def test_texts_of_a_file(calls: list[Any], tmp_path: Path, capsys: pytest.Captur
     assert params[0].detokenize and params[0].max_tokens == 6
 
 
+def test_texts_are_rendered_as_chats(calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Hello there", "output_tokens": 3}\n')
+    flags = ["--dataset-name", "custom", "--dataset-path", str(file), "--num-prompts", "-1", "--num-warmups", "0"]
+    for more, rendered in (([], True), (["--skip-chat-template"], False)):
+        bench(capsys, "throughput", *flags, *FEW, *more)
+        (prompt,) = calls[-1][1]
+        assert (len(prompt) > 10) if rendered else prompt == "Hello there"
+
+
 def test_latency(tiny: list[str], calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     flags = [
@@ -137,6 +148,19 @@ def test_a_profiled_batch(
     flags = ["--input-len", "10", "--output-len", "5", "--num-iters-warmup", "1", "--profile"]
     assert main(["bench", "latency", *tiny, *flags]) == 0
     assert marks == [1, 2]
+
+
+def test_a_profiled_run_of_the_engine_that_servers_use(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[str] = []
+    for name in ("start_profile", "stop_profile"):
+
+        async def mark(self: AsyncLLM, name: str = name) -> None:
+            marks.append(name)
+
+        monkeypatch.setattr(AsyncLLM, name, mark, raising=False)
+    flags = ["--num-prompts", "2", "--input-len", "5", "--output-len", "2", "--num-warmups", "0", "--async-engine"]
+    assert main(["bench", "throughput", *tiny, *flags, "--profile"]) == 0
+    assert marks == ["start_profile", "stop_profile"] * 2
 
 
 def test_cold_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
