@@ -60,7 +60,6 @@ ONLINE = (
     Example("features/structured_outputs/structured_outputs_client.py", ("--constraint", "choice", "regex", "json")),
     Example("features/structured_outputs/structured_outputs_client.py", ("--stream", "--constraint", "grammar")),
     Example("generate/batched_chat_completions_online.py"),
-    Example("tool_calling/openai_chat_completion_client_with_tools.py"),
     Example("tool_calling/openai_chat_completion_client_with_tools_required.py"),
 )
 

@@ -60,8 +60,13 @@ def test_the_asynchronous_engine_streams():
         texts = []
         async for output in engine.generate(PROMPT, GREEDY, "a", trace_headers=None, session_id="s"):
             texts.append(output.outputs[0].text)
-        ids = await engine.collective_rpc("kv_cache_memory")
-        return texts, ids
+        with pytest.raises(ValueError, match="in another process"):
+            await engine.collective_rpc(print)
+        with pytest.raises(RuntimeError, match="torch_profiler_dir"):
+            await engine.start_profile()
+        with pytest.raises(NotImplementedError, match="not available yet: sleep mode"):
+            await engine.sleep()
+        return texts, await engine.collective_rpc("kv_cache_memory")
 
     try:
         texts, memory = asyncio.run(run())

@@ -71,5 +71,5 @@ def test_an_end_tag_in_the_prompt_does_not_count():
 
 
 def test_invalid_budgets_are_refused():
-    with pytest.raises(ValueError, match="thinking_token_budget is -1"):
-        SamplingParams(thinking_token_budget=-1)
+    with pytest.raises(ValueError, match="thinking_token_budget is -2"):
+        SamplingParams(thinking_token_budget=-2)
