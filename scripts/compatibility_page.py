@@ -100,7 +100,11 @@ def _notes(rows: list[Row]) -> list[str]:
 
 def _shown(row: Row) -> str:
     name = f"`{flag(row.name) if not row.name.startswith('_') else row.name}`"
-    return f"{name} ({', '.join(f'`{value}`' for value in row.neutral)} is allowed)" if row.neutral else name
+    return (
+        f"{name} ({', '.join(f'`{value or repr(value)}`' for value in row.neutral)} is allowed)"
+        if row.neutral
+        else name
+    )
 
 
 def _name(row: Row) -> str:

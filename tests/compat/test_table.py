@@ -74,11 +74,10 @@ def test_what_is_accepted_has_a_reason_and_what_is_not_a_feature() -> None:
 
 @pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.name)
 def test_what_is_not_available_yet_is_refused_by_name(row: Row) -> None:
-    value = EXAMPLES[row.kind] if True not in row.neutral or row.kind != "switch" else None
-    if value is not None:
-        with pytest.raises(ValueError, match=f"not available yet: .*{row.name}") as error:
-            EngineConfig.from_kwargs(**{row.name: value})
-        assert row.note in str(error.value) and flag(row.name) in str(error.value)
+    value = False if row.kind == "switch" and True in row.neutral else EXAMPLES[row.kind]
+    with pytest.raises(ValueError, match=f"not available yet: .*{row.name}") as error:
+        EngineConfig.from_kwargs(**{row.name: value})
+    assert row.note in str(error.value) and flag(row.name) in str(error.value)
     for neutral in (*row.neutral, None):
         assert EngineConfig.from_kwargs(**{row.name: neutral}) == EngineConfig()
 

@@ -210,13 +210,15 @@ def test_the_log_line_about_load_can_be_left_out(monkeypatch: pytest.MonkeyPatch
             return 0
 
     class Logger:
-        def __init__(self, scheduler: Any) -> None:
+        def __init__(self, scheduler: Any, interval: float) -> None:
             self.scheduler = scheduler
+            assert interval == 3.0
 
         def start(self) -> None:
             started.append(self.scheduler)
 
     core = Core()
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
     monkeypatch.setattr(engine_process, "EngineProcess", Process)
     monkeypatch.setattr(engine_process, "StatsLogger", Logger)
     monkeypatch.setattr(engine_process, "EngineCore", lambda config, executor: core)

@@ -154,7 +154,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "replayssm_buffer_len": ("int", 16),
         "use_replayssm": ("switch",),
     },
-    "sparse and external memory of models": {
+    "sparse attention and external memory": {
         "sparse_indexer_topk_backend": ("text", "auto"),
         "engram_config": ("json",),
     },
@@ -189,7 +189,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "layers that share a KV cache": {
         "kv_sharing_fast_prefill": ("switch",),
     },
-    "other handling of sliding windows": {
+    "other cache layouts of sliding windows": {
         "disable_hybrid_kv_cache_manager": ("switch",),
         "swa_bounded_replay": ("switch", True),
     },
@@ -225,7 +225,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "budgets for reasoning": {
         "reasoning_config": ("json",),
     },
-    "formats of chats by flag": {
+    "options of chat templates": {
         "chat_template_content_format": ("text", "auto"),
         "default_chat_template_kwargs": ("json",),
         "response_role": ("text", "assistant"),
@@ -256,7 +256,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "quantization by a config of your own": {
         "quantization_config": ("json",),
     },
-    "these rules of the scheduler": {
+    "further scheduling rules": {
         "max_num_active_seqs": ("int",),
         "long_prefill_token_threshold_adaptive": ("switch",),
         "scheduler_reserve_full_isl": ("switch", True),
@@ -270,7 +270,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "tuning by mode": {
         "performance_mode": ("text", "balanced"),
     },
-    "these metrics and traces": {
+    "further metrics and traces": {
         "cudagraph_metrics": ("switch",),
         "enable_layerwise_nvtx_tracing": ("switch",),
         "enable_mfu_metrics": ("switch",),

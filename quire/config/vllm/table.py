@@ -63,8 +63,10 @@ class Row:
     neutral: tuple[Any, ...] = ()  # values that ask for nothing
 
     def is_neutral(self, value: Any) -> bool:
-        if value is None or value is False or value in self.neutral:
+        if value is None or value in self.neutral:
             return True
+        if value is False:
+            return True not in self.neutral  # a switch that is on by default asks for something when it is off
         if isinstance(value, Mapping):
             return not any(value.values())
         return isinstance(value, list | tuple | set) and not value
