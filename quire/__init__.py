@@ -12,7 +12,9 @@ __all__ = [
     "CompletionOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PoolingOutput",
     "EmbeddingRequestOutput",
+    "EmbeddingOutput",
     "TextPrompt",
     "TokensPrompt",
     "PromptType",
@@ -29,7 +31,12 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.llm_engine import LLMEngine
     from quire.engine.outputs import CompletionOutput, RequestOutput
-    from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
+    from quire.engine.pooling_outputs import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+    )
     from quire.engine.prompts import PromptType, TextPrompt, TokensPrompt
     from quire.entrypoints.llm import LLM
     from quire.messages.features import Feature
@@ -45,7 +52,9 @@ _HOMES = {
     "CompletionOutput": "quire.engine.outputs",
     "PoolingParams": "quire.messages.pooling_params",
     "PoolingRequestOutput": "quire.engine.pooling_outputs",
+    "PoolingOutput": "quire.engine.pooling_outputs",
     "EmbeddingRequestOutput": "quire.engine.pooling_outputs",
+    "EmbeddingOutput": "quire.engine.pooling_outputs",
     "TextPrompt": "quire.engine.prompts",
     "TokensPrompt": "quire.engine.prompts",
     "PromptType": "quire.engine.prompts",

@@ -34,7 +34,11 @@ MODULES: dict[str, dict[str, str]] = {
     "model_executor.models": {"models.registry": "ModelRegistry"},
     "model_executor.models.registry": {"models.registry": "ModelRegistry"},
     "model_executor.utils": {"entrypoints.vllm_utils": "set_random_seed"},
-    "outputs": {"engine.outputs": "CompletionOutput RequestOutput"},
+    "outputs": {
+        "engine.outputs": "CompletionOutput RequestOutput",
+        "engine.pooling_outputs": "EmbeddingOutput EmbeddingRequestOutput PoolingOutput PoolingRequestOutput",
+    },
+    "pooling_params": {"messages.pooling_params": "PoolingParams"},
     "sequence": {"engine.logprobs": "Logprob"},
     "tokenizers": {"tokenizer.user_tokenizer": "TokenizerLike=UserTokenizer get_tokenizer"},
     "transformers_utils.tokenizer": {"tokenizer.user_tokenizer": "AnyTokenizer=UserTokenizer get_tokenizer"},
@@ -71,11 +75,6 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
     "": {
         "ClassificationOutput": POOLING,
         "ClassificationRequestOutput": POOLING,
-        "EmbeddingOutput": POOLING,
-        "EmbeddingRequestOutput": POOLING,
-        "PoolingOutput": POOLING,
-        "PoolingParams": POOLING,
-        "PoolingRequestOutput": POOLING,
         "ScoringOutput": POOLING,
         "ScoringRequestOutput": POOLING,
         "initialize_ray_cluster": "several machines",
@@ -86,12 +85,8 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
     "multimodal.utils": {"fetch_image": MULTIMODAL, "fetch_audio": MULTIMODAL},
     "outputs": {
         "ClassificationRequestOutput": POOLING,
-        "EmbeddingRequestOutput": POOLING,
-        "PoolingOutput": POOLING,
-        "PoolingRequestOutput": POOLING,
         "ScoringRequestOutput": POOLING,
     },
-    "pooling_params": {"PoolingParams": POOLING},
 }
 
 # `python -m quire.PATH` is this command.

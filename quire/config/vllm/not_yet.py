@@ -133,9 +133,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "ec_transfer_config": ("json",),
         "ec_manager_config": ("json",),
     },
-    "prompts of embeddings": {
-        "enable_prompt_embeds": ("switch",),
-    },
     "linear attention and state space models": {
         "gdn_prefill_backend": ("text",),
         "kda_prefill_backend": ("text", "auto"),
@@ -224,13 +221,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "budgets for reasoning": {
         "reasoning_config": ("json",),
-    },
-    "options of chat templates": {
-        "chat_template_content_format": ("text", "auto"),
-        "default_chat_template_kwargs": ("json",),
-        "response_role": ("text", "assistant"),
-        "exclude_tools_when_tool_choice_none": ("switch",),
-        "reasoning_parser_plugin": ("text", ""),
     },
     "a server of tokens alone": {
         "tokens_only": ("switch",),

@@ -101,7 +101,7 @@ def test_channels_of_one_parser() -> None:
         assert ask(server)["message"]["content"].startswith('[{"name"')
 
 
-def test_tools_of_prompts_without_a_choice() -> None:
+def test_tools_without_a_choice() -> None:
     with stub_server(engine_with(KNOWS_TOOLS, "x")) as server:
         assert prompt(server, tools=TOOLS, tool_choice="none").startswith("[now]")
     with stub_server(engine_with(KNOWS_TOOLS, "x"), ServerConfig(exclude_tools_when_tool_choice_none=True)) as server:
