@@ -1,12 +1,14 @@
 """The interface through which the core runs the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.lora.adapters import AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire.lora.adapters import AdapterWeights
 
 WorkerMethod = str | Callable[..., Any]  # its name, or a function that is called with the worker
 
@@ -38,7 +40,7 @@ class Executor(Protocol):
         """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
         ...
 
-    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
         """Load an adapter for requests of that lora_id, after the plans submitted before."""
         ...
 

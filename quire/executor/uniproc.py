@@ -6,16 +6,18 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput, WorkerMethod
-from quire.lora.adapters import AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
 from quire.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from quire.lora.adapters import AdapterWeights
 
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -68,7 +70,7 @@ class UniProcExecutor:
             failed.set_exception(_failure(error))
             return failed
 
-    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
         self._submit(lambda: self.worker.set_adapter(lora_id, weights)).result()
 
     def remove_adapter(self, lora_id: int) -> None:
