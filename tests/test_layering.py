@@ -31,6 +31,7 @@ BESIDE: dict[str, set[str]] = {
     "structured_output": {"core"},
     "checkpoint": {"engine", "worker", "models", "tokenizer"},
     "plugins": {"entrypoints", "worker"},
+    "compat": {"entrypoints", "engine"},
 }
 
 # What the packages outside the stack may import; everyone in the stack may import `messages` and `config`.
@@ -40,6 +41,7 @@ FOUNDATION: dict[str, set[str]] = {
     "checkpoint": {"messages", "config"},
     "messages": {"config"},
     "plugins": {"config"},
+    "compat": {"tokenizer", "checkpoint", "messages", "config"},
     "config": set(),
     "vllm_paths": set(),  # names modules of all others, and imports none
 }

@@ -90,3 +90,9 @@ def _token_ids(config: dict[str, Any], source: str) -> list[int]:
     given = config.get("eos_token_id")
     listed = given if isinstance(given, list) else [] if given is None else [given]
     return [whole_number(f"{source}: eos_token_id", token, minimum=0) for token in listed]
+
+
+def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Multimodal models keep the language model's config in `text_config`."""
+    inner = hf_config.get("text_config")
+    return hf_config | inner if isinstance(inner, dict) else hf_config

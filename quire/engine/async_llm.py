@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
+from quire.compat.unavailable import named, with_tokenization
+from quire.compat.vllm_interface import VllmInterface, refuse_loggers
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
@@ -20,8 +22,6 @@ from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
-from quire.engine.unavailable import named, with_tokenization
-from quire.engine.vllm_interface import VllmInterface, refuse_loggers
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats

@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from quire.compat.unavailable import named
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
 from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineConnection
-from quire.engine.unavailable import named
 from quire.executor.base import WorkerMethod
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest

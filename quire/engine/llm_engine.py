@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quire.compat.unavailable import with_tokenization
+from quire.compat.vllm_interface import VllmInterface, refuse_loggers
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
@@ -15,8 +17,6 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.resolve_config import resolve_config
-from quire.engine.unavailable import with_tokenization
-from quire.engine.vllm_interface import VllmInterface, refuse_loggers
 from quire.executor.factory import make_executor
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import Ready

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config
+from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config, text_part
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
 from quire.config.environment import HF_TOKEN
@@ -114,9 +114,3 @@ def sliding_window(hf_config: dict[str, Any]) -> int | None:
     config = text_part(hf_config)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     return None if window is None else min(longest_sequence(hf_config), whole_number("sliding_window", window))
-
-
-def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Multimodal models keep the language model's config in `text_config`."""
-    inner = hf_config.get("text_config")
-    return hf_config | inner if isinstance(inner, dict) else hf_config

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from quire.compat.unavailable import UnavailableMethods, refuse_unavailable
+from quire.compat.vllm_interface import NO_TOKENIZER, ModelView
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
 from quire.engine.input_processor import ParsedPrompt, Prompt
@@ -11,8 +13,6 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
-from quire.engine.unavailable import UnavailableMethods, refuse_unavailable
-from quire.engine.vllm_interface import NO_TOKENIZER, ModelView
 from quire.entrypoints.interruption import interruption
 from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating, with_content_as
 from quire.messages.pooling_params import PoolingParams

@@ -9,8 +9,8 @@ import pytest
 
 import quire
 from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
+from quire.compat.unavailable import METHODS
 from quire.engine.outputs import RequestMetrics
-from quire.engine.unavailable import METHODS
 from quire.vllm_paths import UNAVAILABLE
 
 NAMES = json.loads((Path(__file__).parent / "data" / "names.json").read_text())

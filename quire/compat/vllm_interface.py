@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from quire.checkpoint.config import text_part
+from quire.compat.unavailable import UnavailableMethods
 from quire.config import EngineConfig, ModelConfig
-from quire.engine.resolve_config import text_part
-from quire.engine.unavailable import UnavailableMethods
 from quire.tokenizer.tokenizer import Tokenizer
 from quire.tokenizer.user_tokenizer import UserTokenizer
 

@@ -1,0 +1,1 @@
+"""What programs written for vLLM expect of our classes: its other names, arguments and attributes."""
