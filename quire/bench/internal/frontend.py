@@ -181,7 +181,8 @@ async def one_round(address: tuple[str, int], path: str, streams: int, tokens: i
         message = {"role": "user", "content": "Hello " * (i + 1)}
         what: dict[str, Any] = {"messages": [message]} if "chat" in path else {"prompt": "Hello " * (i + 1)}
         body = msgspec.json.encode({**what, "max_tokens": tokens, "ignore_eos": True, "stream": True})
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{headers}\r\n".encode()
         transport, protocol = await loop.create_connection(lambda r=head + body: Counter(r), *address)  # type: ignore[misc]
         transports.append(transport)
         protocols.append(protocol)
