@@ -33,7 +33,9 @@ class SchedulerConfig:
     async_scheduling: bool = option(True, "plan the next step while the device runs this one")
     async_depth: int = option(1, "steps planned ahead with async scheduling", minimum=1, maximum=8)
     encoder_cache_size: int | None = option(
-        None, "most tokens that outputs of a model's encoders hold; default: as many as a step has, and 8192", minimum=1
+        None,
+        "most tokens that outputs of a model's encoders hold; default: as many as a step has, but 8192 or more",
+        minimum=1,
     )
 
     def __post_init__(self) -> None:

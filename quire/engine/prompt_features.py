@@ -13,6 +13,9 @@ from quire.messages.features import EMBEDS, Feature, FeatureSupport, prompt_posi
 from quire.messages.requests import ContentKey
 
 MAX_BYTES = 1 << 30  # of a prompt's features
+MAX_FEATURES = 1024  # of a prompt
+MAX_HASH = 64  # bytes of a content hash
+DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 PLACEHOLDER = 0  # the token id where a prompt has embeddings instead
 
 
@@ -43,6 +46,8 @@ class FeatureChecker:
     def check(self, given: Sequence[Any], num_tokens: int, max_tokens: int | None) -> tuple[Feature, ...]:
         """The features of a prompt of `num_tokens`, in order, with hashes and contiguous data. At most `max_tokens` are
         generated after it."""
+        if len(given) > MAX_FEATURES:
+            raise ValueError(f"the prompt has {len(given)} features; at most {MAX_FEATURES} are allowed")
         for place, feature in enumerate(given):
             if not isinstance(feature, Feature):
                 raise ValueError(f"features[{place}] is a {type(feature).__name__}; it must be a Feature")
@@ -71,13 +76,17 @@ class FeatureChecker:
                 f"{name} is at tokens {feature.start} to {feature.stop - 1}; it must be one or more of the prompt's, "
                 f"which are 0 to {num_tokens - 1}"
             )
-        if not isinstance(feature.data, np.ndarray) or feature.data.dtype.kind not in "iuf" or not feature.data.size:
+        if not isinstance(feature.data, np.ndarray) or feature.data.dtype.name not in DTYPES or not feature.data.size:
             held = getattr(feature.data, "dtype", type(feature.data).__name__)
-            raise ValueError(f"{name}.data is {held}; it must be an array of numbers, and not empty")
+            raise ValueError(f"{name}.data is {held}; it must be an array of {', '.join(DTYPES)}, and not empty")
         if feature.data.dtype.kind == "f" and not np.isfinite(feature.data).all():
             raise ValueError(f"{name}.data holds infinity or not-a-number; all numbers must be finite")
         if not isinstance(feature.content_hash, bytes):
             raise ValueError(f"{name}.content_hash is a {type(feature.content_hash).__name__}; it must be bytes")
+        if len(feature.content_hash) > MAX_HASH:
+            raise ValueError(
+                f"{name}.content_hash has {len(feature.content_hash)} bytes; at most {MAX_HASH} are allowed"
+            )
         if feature.kind == EMBEDS:
             self._check_embeds(name, feature, self.support)
         elif feature.kind not in self.support.kinds:
@@ -89,7 +98,7 @@ class FeatureChecker:
                 "(--encoder-cache-size)"
             )
         if feature.positions is not None:
-            _check_positions(name, feature, self.support)
+            _check_positions(name, feature, self.support, self.max_positions)
 
     def _check_embeds(self, name: str, feature: Feature, support: FeatureSupport) -> None:
         if not self.embeds_allowed:
@@ -102,11 +111,14 @@ class FeatureChecker:
             )
         if feature.data.dtype.kind != "f":
             raise ValueError(f"{name} has embeddings of {feature.data.dtype}; they must be floating-point numbers")
+        if np.abs(feature.data).max() > np.finfo(np.float32).max:
+            raise ValueError(f"{name} has embeddings beyond the range of float32, in which they are kept")
 
     def _check_reach(self, features: Sequence[Feature], num_tokens: int, longest: int) -> None:
         if all(feature.positions is None for feature in features):
             return
-        last = int(prompt_positions(features, num_tokens).max()) + longest - num_tokens
+        wide = [msgspec.structs.replace(f, positions=_as_int64(f.positions)) for f in features]
+        last = int(prompt_positions(wide, num_tokens).max()) + longest - num_tokens
         if last >= self.max_positions:
             raise ValueError(
                 f"with the positions of its features, a request of {longest} tokens reaches position {last}; the model "
@@ -114,7 +126,7 @@ class FeatureChecker:
             )
 
 
-def _check_positions(name: str, feature: Feature, support: FeatureSupport) -> None:
+def _check_positions(name: str, feature: Feature, support: FeatureSupport, max_positions: int) -> None:
     positions = feature.positions
     if support.position_axes == 1:
         raise ValueError(f"{name}.positions: this model's positions have one axis; leave them out")
@@ -123,6 +135,10 @@ def _check_positions(name: str, feature: Feature, support: FeatureSupport) -> No
     if positions.shape != (3, feature.length) or positions.min() < 0:
         raise ValueError(
             f"{name}.positions has shape {list(positions.shape)}; it must be [3, {feature.length}], from 0 on"
+        )
+    if int(positions.max()) >= max_positions:  # before anything is added in a type that may be small
+        raise ValueError(
+            f"{name}.positions reaches {int(positions.max())}; the model has positions up to {max_positions - 1}"
         )
 
 
@@ -140,10 +156,15 @@ def content_keys(features: Sequence[Feature]) -> tuple[ContentKey, ...]:
 
 def _named(feature: Feature) -> Feature:
     """With contiguous arrays, and a hash that covers kind and length too: the encoder cache is searched by it."""
-    data = np.ascontiguousarray(feature.data)
+    data = np.ascontiguousarray(feature.data, feature.data.dtype.newbyteorder("="))
+    if feature.kind == EMBEDS:
+        data = data.astype(np.float32, copy=False)
     name = f"{feature.kind} {feature.length} ".encode() + (feature.content_hash or _digest(data))
-    positions = None if feature.positions is None else np.ascontiguousarray(feature.positions, np.int64)
-    return msgspec.structs.replace(feature, data=data, content_hash=name, positions=positions)
+    return msgspec.structs.replace(feature, data=data, content_hash=name, positions=_as_int64(feature.positions))
+
+
+def _as_int64(positions: np.ndarray | None) -> np.ndarray | None:
+    return None if positions is None else np.ascontiguousarray(positions, np.int64)
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -55,11 +55,15 @@ class Adapters:
                 raise ValueError(f"{name} (shard {shard!r}) takes no adapter; layers that do are {some}, ...")
             target.check(name, factors)
         slot = self.state.take_slot(lora_id)
-        for key, target in self._targets.items():
-            target.a[slot].zero_()
-            target.b[slot].zero_()
-            if key in weights:
-                target.write(slot, weights[key])
+        try:
+            for key, target in self._targets.items():
+                target.a[slot].zero_()
+                target.b[slot].zero_()
+                if key in weights:
+                    target.write(slot, weights[key])
+        except BaseException:
+            self.state.release_slot(lora_id)
+            raise
 
     def remove(self, lora_id: int) -> None:
         self.state.release_slot(lora_id)

@@ -24,6 +24,7 @@ class LoRAState:
         self._row_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self._of_rows = np.full(max_rows, -1, np.int32)  # the same on the host
         self._slot_of: dict[int, int] = {}  # by lora_id
+        self._retired: set[int] = set()  # ids that cached KV blocks may still be found by
 
     def take_slot(self, lora_id: int) -> int:
         """A free slot for an adapter; ValueError if there is none."""
@@ -31,6 +32,11 @@ class LoRAState:
             raise ValueError(f"lora_id is {lora_id}; it must be at least 1 (0 is a request without adapter)")
         if lora_id in self._slot_of:
             raise ValueError(f"adapter {lora_id} is already loaded; remove it first, or load this one by another id")
+        if lora_id in self._retired:
+            raise ValueError(
+                f"lora_id {lora_id} was an adapter that has been removed, and its KV cache may be found by that; load "
+                "this one by another id"
+            )
         free = set(range(self.max_loras)).difference(self._slot_of.values())
         if not free:
             loaded = sorted(self._slot_of)
@@ -43,6 +49,7 @@ class LoRAState:
         if slot is None:
             raise ValueError(f"adapter {lora_id} is not loaded; loaded: {sorted(self._slot_of)}")
         del self._slot_of[lora_id]
+        self._retired.add(lora_id)
         # Most of these rows have finished, of which only the next plan tells.
         self._of_rows[self._of_rows == slot] = REMOVED
 

@@ -42,12 +42,19 @@ class FeatureStore:
         self.position_delta: torch.Tensor | None = None
         if self.model is not None and self.model.position_axes > 1:
             self.position_delta = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._last_position = (model.max_positions or 1 << 31) - 1
 
-    def apply(self, plan: SchedulerOutput) -> None:
-        """Rows come and go; outputs that no request needs any more are freed."""
+    def release(self, plan: SchedulerOutput) -> None:
+        """Rows that finished, and outputs that no request needs any more. First of a plan's changes: it is told once,
+        whatever fails after it."""
         if self.rows:
-            for row in plan.finished_rows:
+            for row in (*plan.finished_rows, *(new.row for new in plan.new_rows)):
                 self.rows.pop(row, None)
+        if plan.features is not None:
+            for key in plan.features.free:
+                self.encoded.pop(key, None)
+
+    def add(self, plan: SchedulerOutput) -> None:
         for new in plan.new_rows:
             if new.features:
                 self.rows[new.row] = self._row(new)
@@ -56,9 +63,6 @@ class FeatureStore:
             deltas = [self.rows[row].position_delta if row in self.rows else 0 for row in rows]
             rows_, deltas_ = to_device(self.device, np.array(rows), np.array(deltas))
             self.position_delta[rows_.long()] = deltas_
-        if plan.features is not None:
-            for key in plan.features.free:
-                self.encoded.pop(key, None)
 
     def _row(self, new: NewRow) -> RowFeatures:
         if self.position_delta is None or all(feature.positions is None for feature in new.features):
@@ -67,11 +71,11 @@ class FeatureStore:
         return RowFeatures(new.features, positions, int(positions.max()) + 1 - new.num_prompt_tokens)
 
     def shifted(self, positions: torch.Tensor, rows: torch.Tensor, token_rows: torch.Tensor | None) -> torch.Tensor:
-        """Positions of a step's tokens, from their indices [N], as if all were generated. Padding stays within the
-        table, whatever row it takes for its own."""
+        """Positions of a step's tokens, from their indices [N], as if all were generated. Padding and drafts past a
+        row's limit stay within the table."""
         assert self.position_delta is not None
         of_token = rows.long() if token_rows is None else rows.long()[token_rows.long()]
-        return (positions + self.position_delta[of_token]).clamp(min=0)
+        return (positions + self.position_delta[of_token]).clamp(0, self._last_position)
 
     def overlay(
         self, plan: FeaturePlan, query_start: np.ndarray, input_ids: torch.Tensor, positions: torch.Tensor

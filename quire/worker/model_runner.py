@@ -100,6 +100,7 @@ class ModelRunner:
         """Allocate rows and cache; hand every layer its part."""
         pages = self.backends.pages_per_block(config.groups)
         self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages)
+        self._last_position = max_model_len - 1
         self.features = FeatureStore(self.model, max_num_seqs, self.device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
         self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
@@ -172,7 +173,9 @@ class ModelRunner:
         step, self._pending = self._pending, None
         # Finished transfers are read last: those read before something fails would be lost.
         if step.logits is None:
-            return Pending(lambda: self._complete(step, _nothing_sampled()))
+            # A tensor to wait for, or the host would run ahead of prompts that pool without limit.
+            waited = () if step.rows is None else (step.rows[:1],)
+            return Pending(lambda *_: self._complete(step, _nothing_sampled()), *waited)
         assert step.rows is not None
         if step.plan.num_drafts is None:
             return self._sample(step, step.logits, grammar)
@@ -229,6 +232,7 @@ class ModelRunner:
         return output
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
+        self.features.release(plan)
         for row in plan.finished_rows:
             self.sampler.remove_row(row)
             self.prompt_logprobs.remove_row(row)
@@ -238,7 +242,7 @@ class ModelRunner:
             self.sampler.add_row(new)
             self.prompt_logprobs.add_row(new)
             self.pooler.add_row(new)
-        self.features.apply(plan)
+        self.features.add(plan)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:
             copies = np.array(plan.block_copies)
@@ -374,9 +378,18 @@ class ModelRunner:
         state = self.rows
         tables, sizes = state.block_tables, state.block_sizes
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
+        if self.num_drafts:
+            # Drafts may lie past the row's limit while results are in flight. They are not accepted there, but have to
+            # find a row in tables of positions.
+            inputs.positions.clamp_(max=self._last_position)
         indices = inputs.positions
         if self.features.position_delta is not None:
             inputs.positions = self.features.shifted(indices, rows, token_rows)
+        embeds = None
+        if overlay is not None:
+            if self.lora is not None:
+                self.lora.active = False  # encoders have rows of their own
+            embeds, inputs.positions = overlay(inputs.input_ids, inputs.positions)
         if self.lora is not None:
             self.lora.start_step(rows, token_rows, adapters)
         if self.recorded is not None and self._layer_hooks is None and overlay is None:
@@ -403,10 +416,9 @@ class ModelRunner:
         )
         metadata = self.backends.build(step, tables, sizes, query_blocks)
         ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks, adapters)
-        if overlay is None:
+        if embeds is None:
             return self.model(inputs.input_ids, inputs.positions, ctx)
-        embeds, positions = overlay(inputs.input_ids, inputs.positions)
-        return self.model(inputs.input_ids, positions, ctx, inputs_embeds=embeds)
+        return self.model(inputs.input_ids, inputs.positions, ctx, inputs_embeds=embeds)
 
     @staticmethod
     def _query_blocks(planned: list[np.ndarray | None], copied: list[torch.Tensor]) -> list[torch.Tensor | None] | None:

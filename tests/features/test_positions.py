@@ -159,6 +159,7 @@ def test_which_axis_turns_which_pair(rope):
         (np.full((3, 4), -1), "from 0 on"),
         (np.zeros((3, 4)), "whole numbers"),
         (np.full((3, 4), 500), "the model has positions up to 511"),
+        (np.full((3, 4), 2**63 - 1), "the model has positions up to 511"),  # one more is negative
     ],
 )
 def test_wrong_positions_are_refused(model, positions, message):

@@ -214,8 +214,11 @@ def test_a_request_fails_if_its_adapter_is_removed(llama):
         executor(engine).remove_adapter(1)
         done = finish(engine)
         assert [done[str(i)].outputs[0].finish_reason for i in (0, 4)] == ["error"] * 2
-        executor(engine).set_adapter(1, llama.adapters[0].ours)
-        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == llama.texts
+        with pytest.raises(ValueError, match="lora_id 1 was an adapter that has been removed"):
+            executor(engine).set_adapter(1, llama.adapters[0].ours)
+        executor(engine).set_adapter(9, llama.adapters[0].ours)
+        ids = [9 if lora_id == 1 else lora_id for lora_id in LORA_IDS]
+        assert texts(complete(engine, PROMPTS, ids, GREEDY)) == llama.texts
 
 
 def test_an_engine_without_capacity_says_so(llama):
