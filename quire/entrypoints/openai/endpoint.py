@@ -163,7 +163,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         vocab, longest = self.builder.vocab_size, self.context.engine.max_model_len
         per_prompt, per_output = (
             0 if count is None else 1 + (vocab if count == ALL_LOGPROBS else count)
-            for count in (params.prompt_logprobs, params.logprobs)
+            for count in (params.prompt_logprobs, params.num_logprobs)
         )
         of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * per_prompt * self.prompt_copies(request, params)
         of_outputs = len(prompts) * params.n * min(params.max_tokens or longest, longest) * per_output

@@ -9,6 +9,7 @@ from quire.entrypoints.http.errors import bad_request, not_available
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
+from quire.entrypoints.openai.params import check_named_tokens
 from quire.entrypoints.openai.protocol import GenerationRequest, TokensRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -29,6 +30,7 @@ class TokensEndpoint(GenerationEndpoint[TokensRequest]):
             raise bad_request(f"sampling_params has unknown fields: {', '.join(sorted(unknown))}", "sampling_params")
         if given.get("stop") and given.get("detokenize") is False:
             raise bad_request("stop needs text; leave out detokenize, or give stop_token_ids", "sampling_params")
+        check_named_tokens(given)
         given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         try:
             params = SamplingParams(**given)
