@@ -183,6 +183,21 @@ def test_prompts_per_request_are_limited() -> None:
 # Responses
 
 
+def test_parameters_are_not_rendered_beyond_the_size_of_a_body() -> None:
+    with stub_server(stub_engine(), ServerConfig(max_request_bytes=100_000)) as server:
+        for many in ({"allowed_token_ids": list(range(5000))}, {"cache_salt": "x" * 20_000}):
+            body = {"prompt": [[1]] * 10, **many}
+            assert "--max-request-bytes" in refusal(server.post("/v1/completions/render", body))
+            assert len(server.post("/v1/completions/render", body | {"prompt": [[1], [2]]}).json()) == 2
+        assert "request_id" in refusal(server.post("/v1/completions/render", {"prompt": [1], "request_id": "x" * 200}))
+
+
+def test_renderings_are_admitted_as_requests_are() -> None:
+    with stub_server(stub_engine()) as server:
+        server.server.context.draining = True
+        assert "shutting down" in refusal(server.post("/v1/completions/render", {"prompt": [1]}), 503)
+
+
 @pytest.mark.parametrize(
     "body",
     [
