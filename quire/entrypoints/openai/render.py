@@ -55,7 +55,10 @@ class RenderEndpoint(Generic[R]):
 
     def _shared(self, request: R, model: str, params: SamplingParams) -> dict[str, Any]:
         sampling = msgspec.to_builtins(params)
-        sampling.pop("output_kind", None)  # /inference/v1/generate decides by `stream`
+        for name in ("type", "output_kind"):  # /inference/v1/generate decides the latter by `stream`
+            sampling.pop(name, None)
+        for name in ("field", "checked"):  # between this server's processes only
+            sampling.get("structured_outputs", {}).pop(name, None)
         return {
             "model": model,
             "sampling_params": sampling | {"max_tokens": params.max_tokens},

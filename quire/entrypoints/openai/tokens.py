@@ -12,7 +12,7 @@ from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.params import check_named_tokens
 from quire.entrypoints.openai.protocol import GenerationRequest, TokensRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
-from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.sampling_params import ReasoningTokens, RequestOutputKind, SamplingParams
 
 
 class TokensEndpoint(GenerationEndpoint[TokensRequest]):
@@ -33,6 +33,8 @@ class TokensEndpoint(GenerationEndpoint[TokensRequest]):
         check_named_tokens(given)
         given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         try:
+            if isinstance(given.get("reasoning"), dict):
+                given["reasoning"] = ReasoningTokens(**given["reasoning"])
             params = SamplingParams(**given)
         except (TypeError, ValueError) as error:
             raise refused_value(ValueError(str(error)), (), "sampling_params") from None

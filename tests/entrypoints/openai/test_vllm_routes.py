@@ -153,6 +153,19 @@ def test_a_rendered_request_generates_the_same(server: StubServer) -> None:
     assert len(body(server, "/v1/completions/render", prompt=["one", "two"])) == 2
 
 
+def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    request = {"messages": HELLO, "max_tokens": 4, "response_format": form, "logit_bias": {"5": 1}, "seed": 1}
+    with stub_server(stub_engine(), ServerConfig(reasoning_parser="deepseek_r1")) as server:
+        rendered = body(server, "/v1/chat/completions/render", **request)
+        assert json.loads(rendered["sampling_params"]["structured_outputs"]["json"]) == schema
+        assert rendered["sampling_params"]["reasoning"]["end"]
+        assert body(server, "/inference/v1/generate", **rendered)["usage"]["completion_tokens"] == 4
+        rendered["sampling_params"]["reasoning"] = {"start": "x", "end": [1], "other": 1}
+        assert server.post("/inference/v1/generate", rendered).status_code == 400
+
+
 def test_the_load_in_a_header(server: StubServer) -> None:
     asked = {"endpoint-load-metrics-format": "json"}
     response = server.post("/v1/completions", {"prompt": [7], "max_tokens": 1}, headers=asked)
