@@ -56,7 +56,7 @@ def describe_tools(
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}
+    names: dict[str, str] = {}
     results = False  # whether the last message is made of results
     for given in messages:
         message = dict(given)
@@ -68,7 +68,8 @@ def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             plain.append(message)
             results = False
             continue
-        name = names.get(message.get("tool_call_id")) or message.get("name") or "the call"
+        id = message.get("tool_call_id")
+        name = (names.get(id) if isinstance(id, str) else None) or message.get("name") or "the call"
         text = f"Result of {name}:\n{_text(message.get('content'))}"
         if results:  # some templates want roles to alternate
             text = _joined(plain.pop()["content"], text)
@@ -77,12 +78,13 @@ def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return plain
 
 
-def _call(call: Any, names: dict[Any, str]) -> dict[str, Any]:
+def _call(call: Any, names: dict[str, str]) -> dict[str, Any]:
     """A call of the history in the form that the instruction asks for."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError("tool_calls of a message must be objects with id, type and function: {name, arguments}")
-    names[call.get("id")] = function["name"]
+    if isinstance(call.get("id"), str):
+        names[call["id"]] = function["name"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # what is not JSON stays a text

@@ -61,3 +61,12 @@ def test_calls_and_results_of_earlier_turns() -> None:
 def test_calls_of_a_wrong_shape() -> None:
     with pytest.raises(ValueError, match="tool_calls of a message must be"):
         describe_tools([{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}], None, CHATML)
+
+
+@pytest.mark.parametrize("id", [[], {}, None, 1])
+def test_ids_of_a_wrong_type_name_no_call(id: Any) -> None:
+    history = [
+        {"role": "assistant", "content": None, "tool_calls": [call(id)]},
+        {"role": "tool", "tool_call_id": id, "content": "12:00"},
+    ]
+    assert describe_tools(history, None, CHATML)[1]["content"] == "Result of the call:\n12:00"
