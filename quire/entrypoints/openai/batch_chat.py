@@ -15,7 +15,7 @@ from quire.entrypoints.openai.response import ResponseBuilder
 from quire.messages.sampling_params import SamplingParams
 
 # Their effect would depend on the conversation.
-REFUSED = ("stream", "tools", "use_beam_search", "echo")
+REFUSED = ("stream", "tools", "use_beam_search", "echo", "kv_transfer_params")
 
 
 class BatchChatEndpoint(GenerationEndpoint[BatchChatRequest]):

@@ -104,7 +104,16 @@ def test_several_conversations_in_one_request(server: StubServer) -> None:
     assert len(answer["choices"][1]["logprobs"]["content"]) == 3
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"n": 2}, {"tools": [{"type": "function"}]}, {"messages": []}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True},
+        {"n": 2},
+        {"tools": [{"type": "function"}]},
+        {"messages": []},
+        {"kv_transfer_params": {"prompt_token_ids": [1]}},
+    ],
+)
 def test_what_a_batch_cannot_do(server: StubServer, fields: dict[str, Any]) -> None:
     response = server.post("/v1/chat/completions/batch", {"messages": [HELLO]} | fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
@@ -228,5 +237,7 @@ def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
         server, "/v1/chat/completions", messages=BYE, max_tokens=3, return_token_ids=True, kv_transfer_params=forwarded
     )
     assert second["prompt_token_ids"] == first["prompt_token_ids"] and second["choices"] == first["choices"]
-    wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": {"prompt_token_ids": ["a"]}})
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
+    for ids in (["a"], [-1], [2**40], [49152]):
+        forwarded = {"prompt_token_ids": ids}
+        wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": forwarded})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
