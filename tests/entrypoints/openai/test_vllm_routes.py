@@ -112,6 +112,8 @@ def test_several_conversations_in_one_request(server: StubServer) -> None:
         {"tools": [{"type": "function"}]},
         {"messages": []},
         {"kv_transfer_params": {"prompt_token_ids": [1]}},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
     ],
 )
 def test_what_a_batch_cannot_do(server: StubServer, fields: dict[str, Any]) -> None:
