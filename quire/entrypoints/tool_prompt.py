@@ -57,7 +57,13 @@ def describe_tools(
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    results = False  # whether the last message is made of results
+    results: list[str] = []  # of the calls since the last message; some templates want roles to alternate
+
+    def add_results() -> None:
+        if results:
+            plain.append({"role": "user", "content": "\n\n".join(results)})
+            results.clear()
+
     for given in messages:
         message = dict(given)
         if isinstance(message.get("tool_calls"), list):
@@ -65,16 +71,13 @@ def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             calls = json.dumps(written, ensure_ascii=False) if written else None
             message["content"] = _joined(message.get("content"), calls)
         if message.get("role") != "tool":
+            add_results()
             plain.append(message)
-            results = False
             continue
         id = message.get("tool_call_id")
         name = (names.get(id) if isinstance(id, str) else None) or message.get("name") or "the call"
-        text = f"Result of {name}:\n{_text(message.get('content'))}"
-        if results:  # some templates want roles to alternate
-            text = _joined(plain.pop()["content"], text)
-        plain.append({"role": "user", "content": text})
-        results = True
+        results.append(f"Result of {name}:\n{_text(message.get('content'))}")
+    add_results()
     return plain
 
 
