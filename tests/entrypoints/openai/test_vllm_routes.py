@@ -69,6 +69,15 @@ def test_tokenizer_info() -> None:
     assert "messages" in info["chat_template"]
 
 
+def test_tokenizer_info_has_the_template_of_a_file(tmp_path: Path) -> None:
+    template = "{{ messages[-1].content }}"
+    engine = stub_engine()
+    engine.config.model.chat_template = str(tmp_path / "chat.jinja")
+    (tmp_path / "chat.jinja").write_text(template)
+    with stub_server(engine, ServerConfig(enable_tokenizer_info_endpoint=True)) as server:
+        assert server.get("/tokenizer_info").json()["chat_template"] == template
+
+
 def test_profiles_of_an_engine_with_a_profiler() -> None:
     engine, called = stub_engine(), []
 
