@@ -139,6 +139,14 @@ def test_tokens_in_tokens_out(server: StubServer) -> None:
     assert all(len(one["logprobs"]["content"]) == 5 for one in answer["choices"])
 
 
+def test_logprobs_of_named_tokens(server: StubServer) -> None:
+    params = {"max_tokens": 2, "logprobs": 0, "logprob_token_ids": [5, 6, 7]}
+    answer = body(server, "/inference/v1/generate", token_ids=[7, 8, 9], sampling_params=params)
+    texts = [server.post("/detokenize", {"tokens": [token]}).json()["prompt"] for token in (5, 6, 7)]
+    for one in answer["choices"][0]["logprobs"]["content"]:
+        assert [top["token"] for top in one["top_logprobs"]] == [*texts, one["token"]]
+
+
 def test_tokens_in_a_stream(server: StubServer) -> None:
     request = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 5}, "stream": True}
     lines = server.post("/inference/v1/generate", request).text.strip().split("\n\n")
@@ -155,6 +163,7 @@ def test_tokens_in_a_stream(server: StubServer) -> None:
         ({"temperature": -1}, "temperature"),
         ({"stop": ["x"], "detokenize": False}, "stop_token_ids"),
         ({"n": 1000}, "--max-n"),
+        ({"prompt_logprob_token_ids": [[5]]}, "prompt_logprobs"),
     ],
 )
 def test_wrong_sampling_params(server: StubServer, params: dict[str, Any], named: str) -> None:
