@@ -1,14 +1,19 @@
 """vLLM's routes beside OpenAI's: served, served with a flag, or refused by the name of what is missing."""
 
+import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.server import ServerConfig
+from quire.entrypoints.http.body import BodyReader
+from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.route_table import NOT_YET, WITH_FLAG, WORKS
+from quire.entrypoints.openai.invocations import InvocationsEndpoint
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -99,8 +104,33 @@ def test_invocations_go_to_the_endpoint_whose_field_they_have(server: StubServer
     assert body(server, "/invocations", prompt=[7, 8], max_tokens=2)["object"] == "text_completion"
     streamed = server.post("/invocations", {"prompt": [7, 8], "max_tokens": 2, "stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
+    untyped = server.post("/invocations", content=b"{}", headers={"content-type": "text/plain"})
+    assert untyped.status_code == 415
     refused = server.post("/invocations", {"input": "x"})
     assert refused.status_code == 400 and "messages, prompt" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", [b"text/plain", b"application/json"])
+def test_invocations_read_and_keep_no_more_than_needed(content_type: bytes) -> None:
+    """A wrong type is refused before the body is read; a body handed over is not kept."""
+    kept: list[int] = []
+
+    async def endpoint(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        kept.append(sys.getrefcount(message["body"]))
+
+    async def receive() -> Any:
+        assert content_type == b"application/json"
+        return {"type": "http.request", "body": b'{"prompt": "a text that is long"}'}
+
+    invocations = InvocationsEndpoint(BodyReader(ServerConfig(), 100), {"prompt": endpoint})
+    call = invocations({"type": "http", "headers": [(b"content-type", content_type)]}, receive, receive)
+    if content_type == b"text/plain":
+        with pytest.raises(ApiError, match="application/json"):
+            asyncio.run(call)
+    else:
+        asyncio.run(call)
+        assert kept == [2]  # the message, and the argument of getrefcount
 
 
 def test_several_conversations_in_one_request(server: StubServer) -> None:
