@@ -56,8 +56,14 @@ def describe_tools(
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}
-    results = False  # whether the last message is made of results
+    names: dict[str, str] = {}
+    results: list[str] = []  # of the calls since the last message; some templates want roles to alternate
+
+    def add_results() -> None:
+        if results:
+            plain.append({"role": "user", "content": "\n\n".join(results)})
+            results.clear()
+
     for given in messages:
         message = dict(given)
         if isinstance(message.get("tool_calls"), list):
@@ -65,24 +71,23 @@ def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             calls = json.dumps(written, ensure_ascii=False) if written else None
             message["content"] = _joined(message.get("content"), calls)
         if message.get("role") != "tool":
+            add_results()
             plain.append(message)
-            results = False
             continue
-        name = names.get(message.get("tool_call_id")) or message.get("name") or "the call"
-        text = f"Result of {name}:\n{_text(message.get('content'))}"
-        if results:  # some templates want roles to alternate
-            text = _joined(plain.pop()["content"], text)
-        plain.append({"role": "user", "content": text})
-        results = True
+        id = message.get("tool_call_id")
+        name = (names.get(id) if isinstance(id, str) else None) or message.get("name") or "the call"
+        results.append(f"Result of {name}:\n{_text(message.get('content'))}")
+    add_results()
     return plain
 
 
-def _call(call: Any, names: dict[Any, str]) -> dict[str, Any]:
+def _call(call: Any, names: dict[str, str]) -> dict[str, Any]:
     """A call of the history in the form that the instruction asks for."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError("tool_calls of a message must be objects with id, type and function: {name, arguments}")
-    names[call.get("id")] = function["name"]
+    if isinstance(call.get("id"), str):
+        names[call["id"]] = function["name"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # what is not JSON stays a text

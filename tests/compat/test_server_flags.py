@@ -64,6 +64,16 @@ def test_parts_of_streams_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) == 2 and lines[1].startswith("response to request")
 
 
+def test_the_parts_of_every_choice_are_joined(caplog: pytest.LogCaptureFixture) -> None:
+    words = ("--enable-log-requests", "--enable-log-outputs", "--no-enable-log-deltas")
+    fields: dict[str, Any] = {"prompt": [[7], [7, 8]], "n": 2, "request_id": "x"}
+    whole = sorted(logged(caplog, logging.DEBUG, *words, **fields))
+    caplog.clear()
+    streamed = sorted(logged(caplog, logging.DEBUG, *words, **fields, stream=True))
+    assert sum("finish reason length" in line for line in streamed) == 4
+    assert [line for line in streamed if "received" not in line] == [line for line in whole if "received" not in line]
+
+
 def test_stacks_of_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     for words, stack in (((), False), (("--log-error-stack",), True)):
         with stub_server(stub_engine(), flags(*words)) as server:

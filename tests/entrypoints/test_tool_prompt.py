@@ -61,3 +61,20 @@ def test_calls_and_results_of_earlier_turns() -> None:
 def test_calls_of_a_wrong_shape() -> None:
     with pytest.raises(ValueError, match="tool_calls of a message must be"):
         describe_tools([{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}], None, CHATML)
+
+
+@pytest.mark.parametrize("id", [[], {}, None, 1])
+def test_ids_of_a_wrong_type_name_no_call(id: Any) -> None:
+    history = [
+        {"role": "assistant", "content": None, "tool_calls": [call(id)]},
+        {"role": "tool", "tool_call_id": id, "content": "12:00"},
+    ]
+    assert describe_tools(history, None, CHATML)[1]["content"] == "Result of the call:\n12:00"
+
+
+def test_results_between_messages_are_one_message() -> None:
+    result = {"role": "tool", "content": "12:00"}
+    described = describe_tools([result, result, ASKED, result], None, CHATML)
+    assert [message["role"] for message in described] == ["user", "user", "user"]
+    one = "Result of the call:\n12:00"
+    assert [message["content"] for message in described] == [f"{one}\n\n{one}", ASKED["content"], one]

@@ -110,11 +110,12 @@ class StubEngine:
         return FinishReason.LENGTH if count >= min(limit, request.sampling.max_tokens or limit) else FinishReason.NONE
 
     def _logprobs(self, batch: list[tuple[EngineCoreRequest, int]], tokens: np.ndarray) -> Logprobs | None:
-        rows = [i for i, (request, _) in enumerate(batch) if request.sampling.logprobs is not None]
+        rows = [i for i, (request, _) in enumerate(batch) if request.sampling.num_logprobs is not None]
         if not rows:
             return None
-        width = 1 + max(batch[i][0].sampling.logprobs or 0 for i in rows)
-        ids = np.stack([[tokens[i], *range(100, 99 + width)] for i in rows])
+        width = 1 + max(batch[i][0].sampling.num_logprobs or 0 for i in rows)
+        named = [batch[i][0].sampling.logprob_token_ids or [] for i in rows]
+        ids = np.stack([[tokens[i], *ids, *range(100, 99 + width)][:width] for i, ids in zip(rows, named, strict=True)])
         values = np.tile(-np.arange(1, width + 1, dtype=np.float32), (len(rows), 1))
         return Logprobs(np.array(rows), ids, values, np.full(len(rows), width))
 

@@ -50,9 +50,6 @@ class BodyReader:
 
     async def read(self, scope: Scope, receive: Receive, into: type[T]) -> tuple[T, int]:
         """The request, and the size of its body in bytes."""
-        content_type = Headers(scope=scope).get("content-type", "")
-        if not JSON_TYPE.fullmatch(content_type):
-            raise _wrong_content_type(content_type)
         received = bytearray()
         try:
             await self._read(scope, receive, received)
@@ -61,7 +58,7 @@ class BodyReader:
             self._held -= len(received)
 
     async def read_bytes(self, scope: Scope, receive: Receive) -> bytes:
-        """The body as it is, within the limits on its size."""
+        """The JSON as it is, within the limits on its size."""
         received = bytearray()
         try:
             await self._read(scope, receive, received)
@@ -70,7 +67,11 @@ class BodyReader:
             self._held -= len(received)
 
     async def _read(self, scope: Scope, receive: Receive, received: bytearray) -> None:
-        declared = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        content_type = headers.get("content-type", "")
+        if not JSON_TYPE.fullmatch(content_type):
+            raise _wrong_content_type(content_type)
+        declared = headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > self.max_bytes:
             raise _too_large(self.max_bytes)
         try:

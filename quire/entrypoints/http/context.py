@@ -161,8 +161,8 @@ class ServerContext:
                 raise bad_request(f"{what} (--max-num-queued-reqs)", "n", "too_many_sequences")
             self.report_load()
             if self.peers.num_unfinished + num_sequences > most:
-                raise overloaded(
-                    f"{self.peers.num_unfinished} requests are in progress (--max-num-queued-reqs {most})", 1
+                raise self._rejected(
+                    f"{self.peers.num_unfinished} requests are in progress (--max-num-queued-reqs {most})"
                 )
         limit = self.config.max_waiting_requests
         if limit is None:
@@ -176,8 +176,7 @@ class ServerContext:
         waiting = max(self.engine.stats.num_waiting, unfinished - slots)
         free = max(0, slots - unfinished)
         if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
-            self.http_metrics.rejections += 1
-            raise overloaded(f"{waiting} requests are waiting already (--max-waiting-requests {limit})", 1)
+            raise self._rejected(f"{waiting} requests are waiting already (--max-waiting-requests {limit})")
 
     def admit_tokens(self, job: Job, prompts: Sequence[ParsedPrompt]) -> None:
         """Refuse prompts beyond the limit of tokens that wait. One that nothing waits for is never refused."""
@@ -187,8 +186,12 @@ class ServerContext:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         waiting = sum(other.queued_tokens for other in self.jobs.values())
         if waiting and waiting + num_tokens > limit:
-            raise overloaded(f"prompts of {waiting} tokens are waiting already (--max-num-queued-tokens {limit})", 1)
+            raise self._rejected(f"prompts of {waiting} tokens are waiting already (--max-num-queued-tokens {limit})")
         job.queued_tokens = num_tokens
+
+    def _rejected(self, message: str) -> ApiError:
+        self.http_metrics.rejections += 1
+        return overloaded(message, 1)
 
     @contextmanager
     def job(self, prefix: str, wanted: str | None, num_prompts: int, num_sequences: int) -> Iterator[Job]:

@@ -40,20 +40,20 @@ class RequestLog:
         self, outputs: AsyncGenerator["Batch", None], ids: Sequence[str], is_stream: bool
     ) -> AsyncGenerator["Batch", None]:
         """Passes outputs through."""
-        texts: dict[tuple[int, int], str] = {}
-        tokens: dict[tuple[int, int], list[int]] = {}
+        said: dict[tuple[int, int], tuple[list[str], list[int]]] = {}  # texts and tokens so far, by prompt and choice
         async with aclosing(outputs):
             async for batch in outputs:
                 for number, output in batch:
                     for choice in output.outputs:
-                        key = number, choice.index
-                        before, so_far = (texts.get(key, ""), tokens.get(key, [])) if is_stream else ("", [])
-                        texts[key], tokens[key] = before + choice.text, so_far + list(choice.token_ids)
+                        texts, tokens = said.setdefault((number, choice.index), ([], []))
+                        if is_stream or choice.finish_reason is not None:  # whole outputs repeat what was before
+                            texts.append(choice.text)
+                            tokens += choice.token_ids
                         if is_stream and self.deltas and (choice.text or choice.token_ids):
                             self._say("delta of", ids[number], choice.index, choice.text, list(choice.token_ids), None)
                         if choice.finish_reason is not None:
                             reason = choice.finish_reason
-                            self._say("response to", ids[number], choice.index, texts[key], tokens[key], reason)
+                            self._say("response to", ids[number], choice.index, "".join(texts), tokens, reason)
                 yield batch
 
     def _say(self, what: str, id: str, index: int, text: str, token_ids: list[int], reason: str | None) -> None:

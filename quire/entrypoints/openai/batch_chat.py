@@ -15,7 +15,7 @@ from quire.entrypoints.openai.response import ResponseBuilder
 from quire.messages.sampling_params import SamplingParams
 
 # Their effect would depend on the conversation.
-REFUSED = ("stream", "tools", "use_beam_search", "echo")
+REFUSED = ("stream", "tools", "use_beam_search", "echo", "continue_final_message", "kv_transfer_params")
 
 
 class BatchChatEndpoint(GenerationEndpoint[BatchChatRequest]):
@@ -32,6 +32,9 @@ class BatchChatEndpoint(GenerationEndpoint[BatchChatRequest]):
         for name in REFUSED:
             if getattr(request, name):
                 raise bad_request(f"{name} cannot be used with several conversations; send them one by one", name)
+        if request.add_generation_prompt is False:
+            message = "add_generation_prompt cannot be false with several conversations; send them one by one"
+            raise bad_request(message, "add_generation_prompt")
         if request.n not in (None, 1):
             raise bad_request(f"n is {request.n}; a batch has one choice for each conversation", "n")
         return self.chat.params(self._one(request))

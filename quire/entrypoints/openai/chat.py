@@ -61,6 +61,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
             raise bad_request("kv_transfer_params: prompt_token_ids must be a list of token ids", "kv_transfer_params")
         self.check_length(False, len(ids))
+        size = self.builder.vocab_size or self.context.tokenizer.vocab_size
+        if not all(0 <= id < size for id in ids):
+            message = f"kv_transfer_params: prompt_token_ids must be between 0 and {size - 1}"
+            raise bad_request(message, "kv_transfer_params")
         return ParsedPrompt(self.context.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
     def takes_long(self, request: ChatRequest, size: int) -> bool:

@@ -97,7 +97,7 @@ class GenerationEndpoint(ABC, Generic[R]):
 
         search, params, sources = await context.in_thread_if(size > LONG_TEXT, prepare)
         num_sequences = len(sources) * (params.n if search is None else search.beams.beam_width)
-        request_id = self._request_id(request, scope)
+        request_id = self.request_id(request, scope)
         await self._admit(num_sequences, scope)
         with context.job(self.id_prefix, request_id, len(sources), num_sequences) as job:
             prompts, params = await context.in_thread_if(self.takes_long(request, size), tokenize)
@@ -163,7 +163,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         vocab, longest = self.builder.vocab_size, self.context.engine.max_model_len
         per_prompt, per_output = (
             0 if count is None else 1 + (vocab if count == ALL_LOGPROBS else count)
-            for count in (params.prompt_logprobs, params.logprobs)
+            for count in (params.prompt_logprobs, params.num_logprobs)
         )
         of_prompts = sum(len(prompt.token_ids) for prompt in prompts) * per_prompt * self.prompt_copies(request, params)
         of_outputs = len(prompts) * params.n * min(params.max_tokens or longest, longest) * per_output
@@ -271,7 +271,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             message = f"{which} has {num_tokens} tokens; at most {longest} are allowed, plus one generated token"
             raise bad_request(message, self.prompt_field, "context_length_exceeded")
 
-    def _request_id(self, request: R, scope: Scope) -> str | None:
+    def request_id(self, request: R, scope: Scope) -> str | None:
         if request.request_id is None:
             return scope.get("quire.client_request_id")
         if not CLIENT_REQUEST_ID.fullmatch(request.request_id):

@@ -23,17 +23,18 @@ class InvocationsEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self.bodies.read_bytes(scope, receive)
-        fields = decoded(body, Fields)
-        found = [name for name in self.by_field if getattr(fields, name) is not msgspec.UNSET]
-        if not found:
-            raise bad_request(f"the body has none of the fields that requests have: {', '.join(self.by_field)}")
-        unread = True
+        endpoint = self._endpoint(body)
+        unread = [body]
+        del body  # the endpoint decides how long it is kept
 
         async def again() -> Message:
-            nonlocal unread
-            if not unread:
-                return await receive()
-            unread = False
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": unread.pop(), "more_body": False} if unread else await receive()
 
-        await self.by_field[found[0]](scope, again, send)
+        await endpoint(scope, again, send)
+
+    def _endpoint(self, body: bytes) -> ASGIApp:
+        fields = decoded(body, Fields)
+        for name, endpoint in self.by_field.items():
+            if getattr(fields, name) is not msgspec.UNSET:
+                return endpoint
+        raise bad_request(f"the body has none of the fields that requests have: {', '.join(self.by_field)}")

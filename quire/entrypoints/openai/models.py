@@ -73,7 +73,7 @@ class ModelEndpoints:
             "vocab_size": tokenizer.vocab_size,
             "bos_token": text(tokenizer.bos_token_id),
             "eos_token": text(tokenizer.eos_token_id),
-            "chat_template": self.context.engine_config.model.chat_template or tokenizer.chat_template,
+            "chat_template": self.context.renderer.template,
             "additional_special_tokens": [added[id].content for id in sorted(tokenizer.special_ids)],
             "added_tokens_decoder": {
                 str(id): {"content": token.content, "special": token.special} for id, token in sorted(added.items())

@@ -1,5 +1,6 @@
 """From a request's fields to SamplingParams, with OpenAI's defaults and the server's limits."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from quire.config import ModelConfig
@@ -132,6 +133,7 @@ class ParamsBuilder:
             raise bad_request(f"n is {n}; at most {self.config.max_n} choices are allowed (--max-n)", "n")
 
     def _build(self, request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
+        check_named_tokens(given)
         if given["max_tokens"] is not None:
             # Generation stops at max_model_len with finish_reason "length" anyway.
             given["max_tokens"] = min(given["max_tokens"], self.max_model_len)
@@ -140,6 +142,12 @@ class ParamsBuilder:
             return SamplingParams(**given, output_kind=kind)
         except ValueError as error:
             raise refused_value(error, request.__struct_fields__) from None
+
+
+def check_named_tokens(given: Mapping[str, Any]) -> None:
+    """Without logprobs the response has no place for those of the named tokens."""
+    if given.get("logprob_token_ids") and given.get("logprobs") is None:
+        raise bad_request("logprob_token_ids needs logprobs, which the response holds them in", "logprob_token_ids")
 
 
 def _check_truncation(request: GenerationRequest) -> None:

@@ -5,10 +5,11 @@ import uuid
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.input_processor import ParsedPrompt
-from quire.entrypoints.http.errors import json_response
+from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.messages.sampling_params import SamplingParams
@@ -27,27 +28,39 @@ class RenderEndpoint(Generic[R]):
         endpoint, context = self.endpoint, self.endpoint.context
         request, size = await context.bodies.read(scope, receive, endpoint.request_type)
         model = context.check_model(request.model)
-        offsets = bool(request.return_token_offsets)
+        context.admit()
+        request_id = endpoint.request_id(request, scope)
 
-        def render() -> list[dict[str, Any]]:
-            params = endpoint.params(request)
-            prompts = endpoint.prompts(request, endpoint.sources(request), size)
+        def render() -> bytes:
+            params, sources = endpoint.params(request), endpoint.sources(request)
+            prompts = endpoint.prompts(request, sources, size)
             params = endpoint.adjusted(request, params, prompts)
-            return [self._tokens_request(request, model, params, prompt, offsets) for prompt in prompts]
+            shared = msgspec.json.encode(self._shared(request, model, params))
+            _check_size(len(shared), len(prompts), context.config.max_request_bytes)
+            rendered = [self._own(request, request_id, prompt)[:-1] + b"," + shared[1:] for prompt in prompts]
+            return rendered[0] if self.single else b"[%b]" % b",".join(rendered)
 
-        rendered = await context.in_thread_if(endpoint.takes_long(request, size), render)
-        await json_response(rendered[0] if self.single else rendered)(scope, receive, send)
+        long = endpoint.takes_long(request, size) or not self.single
+        body = await context.in_thread_if(long, render)
+        await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _tokens_request(
-        self, request: R, model: str, params: SamplingParams, prompt: ParsedPrompt, offsets: bool
-    ) -> dict[str, Any]:
-        sampling = msgspec.to_builtins(params)
-        sampling.pop("output_kind", None)  # /inference/v1/generate decides by `stream`
-        return {
-            "request_id": f"{self.endpoint.id_prefix}{request.request_id or uuid.uuid4().hex}",
-            "model": model,
+    def _own(self, request: R, request_id: str | None, prompt: ParsedPrompt) -> bytes:
+        """The fields that differ from prompt to prompt."""
+        shape = {
+            "request_id": f"{self.endpoint.id_prefix}{request_id or uuid.uuid4().hex}",
             "token_ids": prompt.token_ids,
-            "token_offsets": self._offsets(prompt) if offsets else None,
+            "token_offsets": self._offsets(prompt) if request.return_token_offsets else None,
+        }
+        return msgspec.json.encode(shape)
+
+    def _shared(self, request: R, model: str, params: SamplingParams) -> dict[str, Any]:
+        sampling = msgspec.to_builtins(params)
+        for name in ("type", "output_kind"):  # /inference/v1/generate decides the latter by `stream`
+            sampling.pop(name, None)
+        for name in ("field", "checked"):  # between this server's processes only
+            sampling.get("structured_outputs", {}).pop(name, None)
+        return {
+            "model": model,
             "sampling_params": sampling | {"max_tokens": params.max_tokens},
             "stream": bool(request.stream),
             "stream_options": request.stream_options,
@@ -66,3 +79,10 @@ class RenderEndpoint(Generic[R]):
             if found is not None and found[0] == prompt.token_ids:
                 return found[1]
         return None
+
+
+def _check_size(size: int, count: int, most: int) -> None:
+    """Every prompt repeats the parameters: a small body must not become a huge response."""
+    if size * count > most:
+        message = f"{size} bytes of parameters for each of {count} prompts; at most {most} bytes are allowed"
+        raise bad_request(f"{message} (--max-request-bytes)", "prompt", "response_too_large")

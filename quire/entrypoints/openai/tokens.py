@@ -9,9 +9,10 @@ from quire.entrypoints.http.errors import bad_request, not_available
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
+from quire.entrypoints.openai.params import check_named_tokens
 from quire.entrypoints.openai.protocol import GenerationRequest, TokensRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
-from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.sampling_params import ALL_LOGPROBS, ReasoningTokens, RequestOutputKind, SamplingParams
 
 
 class TokensEndpoint(GenerationEndpoint[TokensRequest]):
@@ -29,8 +30,14 @@ class TokensEndpoint(GenerationEndpoint[TokensRequest]):
             raise bad_request(f"sampling_params has unknown fields: {', '.join(sorted(unknown))}", "sampling_params")
         if given.get("stop") and given.get("detokenize") is False:
             raise bad_request("stop needs text; leave out detokenize, or give stop_token_ids", "sampling_params")
+        check_named_tokens(given)
+        if given.get("prompt_logprob_token_ids") is not None:
+            message = "prompt_logprob_token_ids is not for responses over HTTP; give prompt_logprobs"
+            raise bad_request(message, "sampling_params")
         given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
         try:
+            if isinstance(given.get("reasoning"), dict):
+                given["reasoning"] = ReasoningTokens(**given["reasoning"])
             params = SamplingParams(**given)
         except (TypeError, ValueError) as error:
             raise refused_value(ValueError(str(error)), (), "sampling_params") from None
@@ -59,6 +66,7 @@ class TokensResponse(ResponseBuilder):
     ) -> None:
         given = request.sampling_params
         self.num_logprobs: int | None = given.get("logprobs")
+        self.named = bool(given.get("logprob_token_ids"))
         common = GenerationRequest(
             n=given.get("n"),
             stream_options=request.stream_options,
@@ -94,7 +102,7 @@ class TokensResponse(ResponseBuilder):
         }
 
     def logprobs(self, choice: int, completion: CompletionOutput) -> dict[str, Any]:
-        num_top = self.num_logprobs or 1  # at least the sampled token
+        num_top = ALL_LOGPROBS if self.named else self.num_logprobs or 1  # at least the sampled token
         return {"content": self.logprob_format.chat(completion.token_ids, completion.logprobs or [], num_top)}
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from quire.config.server import ServerConfig
-from quire.engine.input_processor import InputProcessor
+from quire.engine.input_processor import InputProcessor, ParsedPrompt
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import ApiError
 from quire.messages.requests import SchedulerStats
@@ -112,3 +112,20 @@ def test_ids_of_requests_do_not_collide() -> None:
             for name in ("x-0", "x-1", "x"):
                 body = {"prompt": [1], "max_tokens": 1, "request_id": name}
                 assert server.post("/v1/completions", body).status_code == 200
+
+
+def test_every_limit_counts_its_rejections() -> None:
+    engine = stub_engine()
+    engine.config.scheduler.max_num_queued_reqs, engine.config.scheduler.max_num_queued_tokens = 1, 4
+    context = ServerContext(engine, ServerConfig(max_waiting_requests=0), engine.config)
+    prompts = [ParsedPrompt(None, [1, 2, 3])]
+    with context.job("cmpl-", None, 1, 1) as first:
+        context.admit_tokens(first, prompts)
+        with pytest.raises(ApiError, match="--max-num-queued-reqs 1"):
+            context.admit()
+        with context.job("cmpl-", None, 1, 1) as second, pytest.raises(ApiError, match="--max-num-queued-tokens 4"):
+            context.admit_tokens(second, prompts)
+        engine.config.scheduler.max_num_queued_reqs, engine.max_num_seqs = None, 1
+        with pytest.raises(ApiError, match="--max-waiting-requests 0"):
+            context.admit()
+    assert context.http_metrics.rejections == 3

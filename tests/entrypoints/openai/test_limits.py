@@ -183,6 +183,21 @@ def test_prompts_per_request_are_limited() -> None:
 # Responses
 
 
+def test_parameters_are_not_rendered_beyond_the_size_of_a_body() -> None:
+    with stub_server(stub_engine(), ServerConfig(max_request_bytes=100_000)) as server:
+        for many in ({"allowed_token_ids": list(range(5000))}, {"cache_salt": "x" * 20_000}):
+            body = {"prompt": [[1]] * 10, **many}
+            assert "--max-request-bytes" in refusal(server.post("/v1/completions/render", body))
+            assert len(server.post("/v1/completions/render", body | {"prompt": [[1], [2]]}).json()) == 2
+        assert "request_id" in refusal(server.post("/v1/completions/render", {"prompt": [1], "request_id": "x" * 200}))
+
+
+def test_renderings_are_admitted_as_requests_are() -> None:
+    with stub_server(stub_engine()) as server:
+        server.server.context.draining = True
+        assert "shutting down" in refusal(server.post("/v1/completions/render", {"prompt": [1]}), 503)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -190,10 +205,23 @@ def test_prompts_per_request_are_limited() -> None:
         {"prompt": [1] * 4000, "max_tokens": 1, "prompt_logprobs": 20, "n": 128},
         {"prompt": [[1] * 4000] * 16, "max_tokens": 1, "prompt_logprobs": 20},
         {"prompt": [1], "max_tokens": 1000, "logprobs": 20, "n": 64},
+        {"prompt": [[1]] * 64, "max_tokens": 1000, "logprobs": 0, "logprob_token_ids": list(range(128))},
     ],
 )
 def test_logprobs_per_response_are_limited(server: StubServer, body: dict[str, Any]) -> None:
     assert "--max-logprob-entries" in refusal(server.post("/v1/completions", body))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1], "logprob_token_ids": [5]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprob_token_ids": [5]}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logprob_token_ids": [5]}}),
+    ],
+)
+def test_named_tokens_need_logprobs(server: StubServer, path: str, body: dict[str, Any]) -> None:
+    assert "logprob_token_ids needs logprobs" in refusal(server.post(path, body))
 
 
 def test_large_responses_are_complete(server: StubServer) -> None:

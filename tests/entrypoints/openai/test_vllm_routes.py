@@ -1,14 +1,19 @@
 """vLLM's routes beside OpenAI's: served, served with a flag, or refused by the name of what is missing."""
 
+import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.server import ServerConfig
+from quire.entrypoints.http.body import BodyReader
+from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.route_table import NOT_YET, WITH_FLAG, WORKS
+from quire.entrypoints.openai.invocations import InvocationsEndpoint
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -69,6 +74,15 @@ def test_tokenizer_info() -> None:
     assert "messages" in info["chat_template"]
 
 
+def test_tokenizer_info_has_the_template_of_a_file(tmp_path: Path) -> None:
+    template = "{{ messages[-1].content }}"
+    engine = stub_engine()
+    engine.config.model.chat_template = str(tmp_path / "chat.jinja")
+    (tmp_path / "chat.jinja").write_text(template)
+    with stub_server(engine, ServerConfig(enable_tokenizer_info_endpoint=True)) as server:
+        assert server.get("/tokenizer_info").json()["chat_template"] == template
+
+
 def test_profiles_of_an_engine_with_a_profiler() -> None:
     engine, called = stub_engine(), []
 
@@ -90,8 +104,33 @@ def test_invocations_go_to_the_endpoint_whose_field_they_have(server: StubServer
     assert body(server, "/invocations", prompt=[7, 8], max_tokens=2)["object"] == "text_completion"
     streamed = server.post("/invocations", {"prompt": [7, 8], "max_tokens": 2, "stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
+    untyped = server.post("/invocations", content=b"{}", headers={"content-type": "text/plain"})
+    assert untyped.status_code == 415
     refused = server.post("/invocations", {"input": "x"})
     assert refused.status_code == 400 and "messages, prompt" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", [b"text/plain", b"application/json"])
+def test_invocations_read_and_keep_no_more_than_needed(content_type: bytes) -> None:
+    """A wrong type is refused before the body is read; a body handed over is not kept."""
+    kept: list[int] = []
+
+    async def endpoint(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        kept.append(sys.getrefcount(message["body"]))
+
+    async def receive() -> Any:
+        assert content_type == b"application/json"
+        return {"type": "http.request", "body": b'{"prompt": "a text that is long"}'}
+
+    invocations = InvocationsEndpoint(BodyReader(ServerConfig(), 100), {"prompt": endpoint})
+    call = invocations({"type": "http", "headers": [(b"content-type", content_type)]}, receive, receive)
+    if content_type == b"text/plain":
+        with pytest.raises(ApiError, match="application/json"):
+            asyncio.run(call)
+    else:
+        asyncio.run(call)
+        assert kept == [2]  # the message, and the argument of getrefcount
 
 
 def test_several_conversations_in_one_request(server: StubServer) -> None:
@@ -104,7 +143,18 @@ def test_several_conversations_in_one_request(server: StubServer) -> None:
     assert len(answer["choices"][1]["logprobs"]["content"]) == 3
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"n": 2}, {"tools": [{"type": "function"}]}, {"messages": []}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True},
+        {"n": 2},
+        {"tools": [{"type": "function"}]},
+        {"messages": []},
+        {"kv_transfer_params": {"prompt_token_ids": [1]}},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+    ],
+)
 def test_what_a_batch_cannot_do(server: StubServer, fields: dict[str, Any]) -> None:
     response = server.post("/v1/chat/completions/batch", {"messages": [HELLO]} | fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
@@ -117,6 +167,14 @@ def test_tokens_in_tokens_out(server: StubServer) -> None:
     assert answer["request_id"] == "mine" and answer["model"] == MODEL and answer["usage"]["completion_tokens"] == 10
     assert [one["token_ids"] for one in answer["choices"]] == 2 * [expected["choices"][0]["token_ids"]]
     assert all(len(one["logprobs"]["content"]) == 5 for one in answer["choices"])
+
+
+def test_logprobs_of_named_tokens(server: StubServer) -> None:
+    params = {"max_tokens": 2, "logprobs": 0, "logprob_token_ids": [5, 6, 7]}
+    answer = body(server, "/inference/v1/generate", token_ids=[7, 8, 9], sampling_params=params)
+    texts = [server.post("/detokenize", {"tokens": [token]}).json()["prompt"] for token in (5, 6, 7)]
+    for one in answer["choices"][0]["logprobs"]["content"]:
+        assert [top["token"] for top in one["top_logprobs"]] == [*texts, one["token"]]
 
 
 def test_tokens_in_a_stream(server: StubServer) -> None:
@@ -135,6 +193,7 @@ def test_tokens_in_a_stream(server: StubServer) -> None:
         ({"temperature": -1}, "temperature"),
         ({"stop": ["x"], "detokenize": False}, "stop_token_ids"),
         ({"n": 1000}, "--max-n"),
+        ({"prompt_logprob_token_ids": [[5]]}, "prompt_logprobs"),
     ],
 )
 def test_wrong_sampling_params(server: StubServer, params: dict[str, Any], named: str) -> None:
@@ -151,6 +210,19 @@ def test_a_rendered_request_generates_the_same(server: StubServer) -> None:
     whole = body(server, "/v1/chat/completions", **request, return_token_ids=True)
     assert whole["prompt_token_ids"] == rendered["token_ids"] and whole["choices"][0]["token_ids"] == tokens
     assert len(body(server, "/v1/completions/render", prompt=["one", "two"])) == 2
+
+
+def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    request = {"messages": HELLO, "max_tokens": 4, "response_format": form, "logit_bias": {"5": 1}, "seed": 1}
+    with stub_server(stub_engine(), ServerConfig(reasoning_parser="deepseek_r1")) as server:
+        rendered = body(server, "/v1/chat/completions/render", **request)
+        assert json.loads(rendered["sampling_params"]["structured_outputs"]["json"]) == schema
+        assert rendered["sampling_params"]["reasoning"]["end"]
+        assert body(server, "/inference/v1/generate", **rendered)["usage"]["completion_tokens"] == 4
+        rendered["sampling_params"]["reasoning"] = {"start": "x", "end": [1], "other": 1}
+        assert server.post("/inference/v1/generate", rendered).status_code == 400
 
 
 def test_the_load_in_a_header(server: StubServer) -> None:
@@ -215,5 +287,7 @@ def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
         server, "/v1/chat/completions", messages=BYE, max_tokens=3, return_token_ids=True, kv_transfer_params=forwarded
     )
     assert second["prompt_token_ids"] == first["prompt_token_ids"] and second["choices"] == first["choices"]
-    wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": {"prompt_token_ids": ["a"]}})
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
+    for ids in (["a"], [-1], [2**40], [49152]):
+        forwarded = {"prompt_token_ids": ids}
+        wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": forwarded})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
