@@ -19,8 +19,8 @@ def test_other_activation_is_refused():
 
 
 def test_unknown_rope_is_refused():
-    with pytest.raises(ValueError, match=r"'mrope'.*default, linear, dynamic, yarn, llama3, longrope"):
-        RopeParameters.from_hf({"rope_scaling": {"type": "mrope", "factor": 2.0}}, 64)
+    with pytest.raises(ValueError, match=r"'spiral'.*default, linear, dynamic, yarn, llama3, longrope"):
+        RopeParameters.from_hf({"rope_scaling": {"type": "spiral", "factor": 2.0}}, 64)
 
 
 def test_missing_keys_are_named():

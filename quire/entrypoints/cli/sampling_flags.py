@@ -14,6 +14,14 @@ from quire.messages.sampling_params import SamplingParams
 # Set by the program, never by its user.
 NOT_FOR_USERS = {"output_kind", "detokenize", "bad_words_token_ids", "visible_token_ids", "reasoning"}
 NOT_FOR_USERS |= {"thinking_token_budget"}  # needs a server's reasoning parser
+# The engine's flag is enough, or vLLM's alone.
+NOT_FOR_USERS |= {
+    "stream_interval",
+    "flat_logprobs",
+    "watermarking",
+    "routed_experts_prompt_start",
+    "trace_decode_token_ids",
+}
 SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 HELP = {
     "n": "completions per prompt",

@@ -52,7 +52,7 @@ ERRORS = {
 }
 COMMON_STATUSES = ("401", "429", "500", "503")
 BODY_STATUSES = ("400", "404", "408", "413", "415")
-STATUS_PATHS = ("/health", "/ready", "/ping")  # their responses have no body
+STATUS_PATHS = ("/health", "/ready", "/readyz", "/ping")  # their responses have no body
 TEXT_PATHS = {"/metrics": "text/plain"}
 ERROR_SCHEMA = {
     "type": "object",
