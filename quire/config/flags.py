@@ -43,6 +43,12 @@ class FlagParser(argparse.ArgumentParser):
     def is_flag(self, word: str) -> bool:
         return word in self._option_string_actions
 
+    def _how_many(self, word: str) -> str:
+        action = self._option_string_actions.get(word)
+        if action is not None and action.nargs in ("+", "*"):
+            return "many"
+        return "several" if isinstance(action, Several) else "one"
+
     def _parsed(self, words: list[str], namespace: argparse.Namespace) -> argparse.Namespace:
         # parse_args considers an optional positional absent if a flag precedes it.
         args, unknown = self.parse_known_intermixed_args(words, namespace)
@@ -57,7 +63,7 @@ class FlagParser(argparse.ArgumentParser):
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
-        found = self._parsed(normalized(read_config_file(file), self.is_flag), argparse.Namespace())
+        found = self._parsed(normalized(read_config_file(file, self._how_many), self.is_flag), argparse.Namespace())
         for action in required:
             action.required = True
         given = {name: value for name, value in vars(found).items() if value != self.get_default(name)}

@@ -104,6 +104,19 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
     assert config.served_model_name == ("big", "small")
 
 
+def test_lists_of_a_file_keep_every_entry(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "model: org/m\nmiddleware: [b:B, auth:A]\nallowed-origins: ['https://a', 'https://b']\n"
+        "served_model_name: [big, small]\nlora-modules: [{name: a, path: b}, c=d]\n"
+    )
+    args = serve.parser().parse(["--config", str(file)])
+    config = server_config(args)
+    assert (args.model, config.middleware) == ("org/m", ("b:B", "auth:A"))
+    assert (config.allowed_origins, config.served_model_name) == (("https://a", "https://b"), ("big", "small"))
+    assert arguments("--config", str(file))["lora_modules"] == ('{"name": "a", "path": "b"}', "c=d")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -112,6 +125,10 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
         ("flags.yaml", "- a", "must map flags to values"),
         ("flags.yaml", "prot: 1", "unknown flag --prot; did you mean --port?"),
         ("flags.yaml", "port: many", "'many' is not a whole number"),
+        ("flags.yaml", "api-key:", "api-key is empty, and the server would be open; give a key"),
+        ("flags.yaml", "api_key: []", "api_key is empty, and the server would be open; give a key"),
+        ("flags.yaml", "api-key-file: null", "api-key-file is empty"),
+        ("flags.yaml", "api-key: [null]", "api-key has an empty entry"),
     ],
 )
 def test_files_that_are_wrong(

@@ -12,6 +12,7 @@ from quire.config.vllm.table import OTHER_NAMES, SHORT
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+KEYS = (flag("api_key"), flag("api_key_file"))
 BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -83,8 +84,9 @@ def _value(text: str) -> Any:
         return human_integer(text) if SIZE.fullmatch(text) else text
 
 
-def read_config_file(name: str) -> list[str]:
-    """The words that a YAML file of flags stands for."""
+def read_config_file(name: str, how_many: Callable[[str], str]) -> list[str]:
+    """The words that a YAML file of flags stands for. `how_many` values the parser takes after a flag: "one", "several"
+    (the flag may be repeated) or "many" (also after one flag)."""
     import yaml  # type: ignore[import-untyped]
 
     file = Path(name).expanduser()
@@ -98,11 +100,20 @@ def read_config_file(name: str) -> list[str]:
         raise ValueError(f"{name} must map flags to values, such as `port: 8000` (--config)")
     words: list[str] = []
     for key, value in given.items():
-        name = flag(str(key))
+        option = flag(str(key))
+        if option in KEYS and value in (None, []):
+            raise ValueError(f"{name}: {key} is empty, and the server would be open; give a key, or remove the line")
         if isinstance(value, bool):
-            words.append(name if value else "--no-" + name[2:])
-        elif isinstance(value, list):
-            words += [name, *map(str, value)] if value else []
-        elif value is not None:
-            words += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+            words.append(option if value else "--no-" + option[2:])
+        elif isinstance(value, list) and (many := how_many(option)) != "one":
+            if None in value:
+                raise ValueError(f"{name}: {key} has an empty entry; give it a value, or remove it (--config)")
+            texts = [_text(each) for each in value]
+            words += [option, *texts] if many == "many" and texts else [word for t in texts for word in (option, t)]
+        elif value is not None and value != []:
+            words += [option, _text(value)]
     return words
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
