@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 import typing
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
@@ -37,7 +37,7 @@ class FlagParser(argparse.ArgumentParser):
             args = self._parsed(words, self._from_file(file))
         except (ValueError, OSError) as error:
             self.error(str(error))
-        self._check_model(args)
+        self._check_model(args, words)
         return args
 
     def is_flag(self, word: str) -> bool:
@@ -70,18 +70,23 @@ class FlagParser(argparse.ArgumentParser):
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return argparse.Namespace(**(given | lists))
 
-    def _check_model(self, args: argparse.Namespace) -> None:
-        """`--api-key KEY ORG/MODEL` must not serve the default model with the model's name as a key."""
+    def _check_model(self, args: argparse.Namespace, words: list[str]) -> None:
+        """`--api-key KEY MODEL` must not serve the default model with the model's name as a key."""
         takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
         if not takes_model or hasattr(args, "model"):
             return
-        for action in self._actions:
-            values = getattr(args, action.dest, None)
-            if isinstance(action, Several) and action.nargs and isinstance(values, list) and len(values) > 1:
-                last = str(values[-1])
-                if ("/" in last and "*" not in last) or last.endswith(".gguf") or Path(last).is_dir():
-                    taken = f"{action.option_strings[0]} took {last!r} as one of its values"
-                    self.error(f"{taken}; write the model before it, or as --model")
+        values: list[str] = []
+        for word in [*words, "--"]:
+            if not self._starts_flag(word):
+                values.append(word)
+                continue
+            if len(values) > 2 and self._how_many(values[0]) == "many" and _may_be_model(values[-1]):
+                taken = f"{values[0]} took {values[-1]!r} as one of its values, and no model is named"
+                self.error(f"{taken}; write the model before it, or as --model")
+            values = [word]
+
+    def _starts_flag(self, word: str) -> bool:
+        return word == "--" or self.is_flag(word.partition("=")[0])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"quire: error: {message}\nsee {self.prog} --help\n")
@@ -108,6 +113,10 @@ class Several(argparse.Action):
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _may_be_model(word: str) -> bool:
+    return "*" not in word and not re.fullmatch(r"\d+", word)
 
 
 def _config_file(words: list[str]) -> tuple[list[str], str | None]:

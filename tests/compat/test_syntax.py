@@ -79,6 +79,12 @@ def test_a_value_may_be_negative_and_have_a_point(capsys: pytest.CaptureFixture[
     assert "unknown flag --nowhere.a" in capsys.readouterr().err
 
 
+def test_a_model_behind_a_flag_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("--collect-detailed-traces", "all", "org/model")
+    assert "--collect-detailed-traces took 'org/model' as one of its values" in capsys.readouterr().err
+
+
 def test_a_file_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
