@@ -32,9 +32,10 @@ class FlagParser(argparse.ArgumentParser):
         if with_engine:
             add_table_flags(self)
         try:
-            words = normalized(argv, self.is_flag)
-            words, file = _config_file(words) if with_engine else (words, None)
-            args = self._parsed(words, self._from_file(file))
+            words, file = _config_file(list(argv)) if with_engine else (list(argv), None)
+            found = self._from_file(file)
+            words = normalized(words, self.is_flag, self._objects(found))
+            args = self._parsed(words, found)
         except (ValueError, OSError) as error:
             self.error(str(error))
         self._check_model(args, words)
@@ -69,6 +70,11 @@ class FlagParser(argparse.ArgumentParser):
         given = {name: value for name, value in vars(found).items() if value != self.get_default(name)}
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return argparse.Namespace(**(given | lists))
+
+    def _objects(self, found: argparse.Namespace) -> dict[str, dict[str, Any]]:
+        """The flags that have an object, by their names."""
+        given = {name: value for name, value in vars(found).items() if isinstance(value, dict)}
+        return {a.option_strings[0]: given[a.dest] for a in self._actions if a.option_strings and a.dest in given}
 
     def _check_model(self, args: argparse.Namespace, words: list[str]) -> None:
         """`--api-key KEY MODEL` must not serve the default model with the model's name as a key."""

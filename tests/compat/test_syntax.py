@@ -32,6 +32,8 @@ from tests.compat.conftest import arguments
         (["--hf_overrides.rope_parameters.factor=2.5"], {"hf_overrides": {"rope_parameters": {"factor": 2.5}}}),
         (["--hf-overrides.a", "x", "--hf-overrides.b", "true"], {"hf_overrides": {"a": "x", "b": True}}),
         (["--hf-overrides.size", "4k"], {"hf_overrides": {"size": 4000}}),
+        (["--hf-overrides", '{"b": {"c": 2}}', "--hf-overrides.b.d", "1"], {"hf_overrides": {"b": {"c": 2, "d": 1}}}),
+        (["--hf-overrides.a", "1", '--hf_overrides={"a": 2, "b": 2}'], {"hf_overrides": {"a": 1, "b": 2}}),
         (["--compilation-config.mode", "3"], {"compilation_config": {"mode": 3}}),
         (["-cc.cudagraph_capture_sizes+", "1,2", "-cc.cudagraph_capture_sizes+=4"], {
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}
@@ -108,6 +110,33 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
     config = server_config(args)
     assert (args.model, config.port, config.api_key) == ("other", 9002, ("two", "three"))
     assert config.served_model_name == ("big", "small")
+
+
+def test_keys_of_objects_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("hf-overrides: {b: 2}\nhf_overrides.a: true\nhf-overrides.sizes: [1, 2]\nhf-overrides.none: null\n")
+    config = ["--config", str(file)]
+    given = {"b": 2, "a": True, "sizes": [1, 2], "none": None}
+    assert arguments(*config) == {"hf_overrides": given}
+    assert arguments(*config, "--hf-overrides.b", "3") == {"hf_overrides": given | {"b": 3}}
+    assert arguments(*config, "--hf-overrides", "{}", "--hf-overrides.b", "3") == {"hf_overrides": {"b": 3}}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--hf-overrides", "x", "--hf-overrides.a", "1"],
+            "--hf-overrides is 'x'; with keys such as --hf-overrides.KEY",
+        ),
+        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "1"], "--hf-overrides.a.b: a is 1, which has no keys"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a+", "1"], "--hf-overrides.a+: a is 1, which is no list"),
+    ],
+)
+def test_keys_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("m", *words)
+    assert message in capsys.readouterr().err
 
 
 def test_lists_of_a_file_keep_every_entry(tmp_path: Path) -> None:
