@@ -90,7 +90,8 @@ class AsyncLLM(VllmInterface):
         disable_log_stats: bool = False,
     ) -> "AsyncLLM":
         refuse_loggers(stat_loggers)
-        set_up_logging()
+        options = vllm_config.observability
+        set_up_logging(options.log_level, options.log_config_file)
         return cls(vllm_config)
 
     async def generate(

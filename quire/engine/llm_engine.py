@@ -72,7 +72,8 @@ class LLMEngine(VllmInterface):
         multiprocess: bool = False,
     ) -> "LLMEngine":
         refuse_loggers(stat_loggers)
-        set_up_logging()
+        options = vllm_config.observability
+        set_up_logging(options.log_level, options.log_config_file)
         return cls(vllm_config, multiprocess=multiprocess)
 
     @property

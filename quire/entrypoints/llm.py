@@ -8,6 +8,7 @@ from quire.compat.unavailable import UnavailableMethods, refuse_unavailable
 from quire.compat.vllm_interface import NO_TOKENIZER, ModelView
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
+from quire.config.vllm.unpack import logging_options
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
@@ -40,7 +41,7 @@ class LLM(UnavailableMethods):
     """
 
     def __init__(self, model: str | None = None, *, multiprocess: bool = False, **engine_args: Any) -> None:
-        set_up_logging(engine_args.get("log_level"), engine_args.get("log_config_file"))
+        set_up_logging(*logging_options(engine_args))
         self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args), multiprocess=multiprocess)
         self._counter = 0
         self._enqueued: list[str] = []

@@ -130,6 +130,14 @@ def unpack(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: value for name, value in given.items() if name not in OBJECTS}
 
 
+def logging_options(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """log_level and log_config_file of engine arguments, for the log lines that come before there is a config."""
+    found = _as_dict("logging_config", given.get("logging_config") or {})
+    names = ("log_level", "log_config_file")
+    level, file = (given[name] if given.get(name) is not None else found.get(name) for name in names)
+    return level, file
+
+
 def _as_dict(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
