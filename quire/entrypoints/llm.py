@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.compat.unavailable import UnavailableMethods, refuse_unavailable
+from quire.compat.unavailable import UnavailableMethods, refuse_unavailable, tokenization
 from quire.compat.vllm_interface import NO_TOKENIZER, ModelView
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
@@ -320,11 +320,15 @@ class LLM(UnavailableMethods):
         ]
 
     def _add_prompts(
-        self, prompts: Any, sampling_params: Any, priority: Sequence[int] | None, tokenization: Mapping[str, Any] | None
+        self,
+        prompts: Any,
+        sampling_params: Any,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
         many = as_prompts(prompts)
-        params = truncating(self._sampling_params(sampling_params, len(many)), tokenization)
-        special = (tokenization or {}).get("add_special_tokens", True)
+        keep, special = tokenization(tokenization_kwargs)
+        params = truncating(self._sampling_params(sampling_params, len(many)), keep)
         return self._add_all(self.llm_engine.input_processor.parse_many(many, special), params, priority)
 
     def _add_conversations(
@@ -332,7 +336,7 @@ class LLM(UnavailableMethods):
         messages: Any,
         sampling_params: Any,
         priority: Sequence[int] | None,
-        tokenization: Mapping[str, Any] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
         content_format: str,
         *,
         chat_template: str | None,
@@ -341,7 +345,9 @@ class LLM(UnavailableMethods):
         from quire.entrypoints.chat_renderer import read_template
 
         conversations = [messages] if is_conversation(messages) else list(messages)
-        params = truncating(self._sampling_params(sampling_params, len(conversations)), tokenization)
+        params = truncating(
+            self._sampling_params(sampling_params, len(conversations)), tokenization(tokenization_kwargs)[0]
+        )
         prompts = self._chat_renderer.prompts(
             [with_content_as(content_format, one) for one in conversations],
             chat_template=None if chat_template is None else read_template(chat_template),

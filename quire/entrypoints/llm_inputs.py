@@ -1,6 +1,6 @@
 """Arguments of `LLM`'s methods in their accepted forms, and its progress bar."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from quire.engine.outputs import RequestOutput
@@ -8,7 +8,6 @@ from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 
-TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
 CONTENT_FORMATS = ("auto", "string", "openai")
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 # What takes the other kind of parameters.
@@ -61,11 +60,7 @@ def is_conversation(messages: Any) -> bool:
     return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))
 
 
-def truncating(params: list[SamplingParams], tokenization: Mapping[str, Any] | None) -> list[SamplingParams]:
-    unknown = (tokenization or {}).keys() - set(TOKENIZATION)
-    if unknown:
-        raise ValueError(f"tokenization_kwargs has {sorted(unknown)}; allowed: {', '.join(TOKENIZATION)}")
-    keep = (tokenization or {}).get("truncate_prompt_tokens")
+def truncating(params: list[SamplingParams], keep: int | None) -> list[SamplingParams]:
     return params if keep is None else [one.replace(truncate_prompt_tokens=keep) for one in params]
 
 

@@ -11,6 +11,7 @@ from quire.utils import FlexibleArgumentParser
 from quire.v1.metrics.reader import Counter, Gauge, Histogram
 
 from quire import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+from quire.compat.unavailable import with_tokenization
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 26}
@@ -106,6 +107,26 @@ def test_prompts_as_vllms_dicts_and_other_arguments(llm):
         llm.generate(PROMPT, GREEDY, False, object())
     with pytest.raises(ValueError, match=r"tokenization_kwargs has \['padding'\]"):
         llm.generate(PROMPT, GREEDY, tokenization_kwargs={"padding": True})
+
+
+def test_engines_take_the_same_tokenization_as_llm(llm):
+    engine, ids = llm.llm_engine, llm.get_tokenizer().encode(PROMPT)
+    asked = []
+
+    def parse_many(prompts, add_special_tokens):
+        asked.append(add_special_tokens)
+        return engine.input_processor.parse_many(prompts, add_special_tokens)
+
+    given = {"add_special_tokens": False, "truncate_prompt_tokens": 2}
+    prompt, params = with_tokenization(PROMPT, GREEDY, given, None, parse_many)
+    assert (prompt.token_ids, params.truncate_prompt_tokens, asked) == (ids, 2, [False])
+    engine.add_request("special", PROMPT, GREEDY, tokenization_kwargs=given)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].prompt_token_ids == ids[-2:]
+    with pytest.raises(ValueError, match=r"\['padding'\]; allowed: truncate_prompt_tokens, add_special_tokens"):
+        engine.add_request("wrong", PROMPT, GREEDY, tokenization_kwargs={"padding": True})
 
 
 class FakeBar:

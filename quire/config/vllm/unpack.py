@@ -70,7 +70,10 @@ LOADER = frozenset({"enable_multithread_load", "num_threads"})
 def compilation_config(given: dict[str, Any]) -> dict[str, Any]:
     """Graphs are the part of it that exists here."""
     found = _take(given, "cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    if str(given.pop("cudagraph_mode", None) or "").upper().rpartition(".")[2] in ("NONE", "0"):
+    if (
+        str(given.pop("cudagraph_mode", None) or "").upper().rpartition(".")[2] in ("NONE", "0")
+        or given.get("use_cudagraph") is False
+    ):
         found["enforce_eager"] = True
     _without_effect("compilation_config", given, COMPILER, "there is no compiler")
     return found
