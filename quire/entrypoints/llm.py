@@ -15,7 +15,7 @@ from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
 from quire.entrypoints.interruption import interruption
-from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating, with_content_as
+from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -349,7 +349,8 @@ class LLM(UnavailableMethods):
             self._sampling_params(sampling_params, len(conversations)), tokenization(tokenization_kwargs)[0]
         )
         prompts = self._chat_renderer.prompts(
-            [with_content_as(content_format, one) for one in conversations],
+            conversations,
+            content_format=content_format,
             chat_template=None if chat_template is None else read_template(chat_template),
             **options,
         )

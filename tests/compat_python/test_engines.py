@@ -144,8 +144,17 @@ class FakeBar:
 def test_chats_with_content_in_each_form(llm, content_format):
     text = [{"role": "user", "content": "Name a colour."}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Name a colour."}]}]
-    outputs = llm.chat([text, parts], GREEDY, False, None, None, content_format)
-    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    if content_format != "openai":  # the model's template takes no lists
+        outputs = llm.chat([text, parts], GREEDY, False, None, None, content_format)
+        assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    shows = "{% if messages[0].content is string %}a text{% else %}a list{% endif %}"
+    outputs = llm.chat([text, parts], GREEDY, False, None, shows, content_format)
+    assert [output.prompt for output in outputs] == ["a list" if content_format == "openai" else "a text"] * 2
+
+
+def test_a_form_of_content_that_does_not_exist(llm):
+    with pytest.raises(ValueError, match="chat_template_content_format is 'xml'; allowed: auto, string, openai"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, False, chat_template_content_format="xml")
 
 
 def test_workers_and_their_model_can_be_called(llm):
