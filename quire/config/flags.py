@@ -7,6 +7,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
@@ -82,11 +83,11 @@ class FlagParser(argparse.ArgumentParser):
         if not takes_model or hasattr(args, "model"):
             return
         values: list[str] = []
-        for word in [*words, "--"]:
+        for at, word in enumerate([*words, "--"]):
             if not self._starts_flag(word):
                 values.append(word)
                 continue
-            if len(values) > 2 and self._how_many(values[0]) == "many" and _may_be_model(values[-1]):
+            if len(values) > 2 and self._how_many(values[0]) == "many" and _may_be_model(values[-1], at == len(words)):
                 taken = f"{values[0]} took {values[-1]!r} as one of its values, and no model is named"
                 self.error(f"{taken}; write the model before it, or as --model")
             values = [word]
@@ -121,8 +122,11 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _may_be_model(word: str) -> bool:
-    return "*" not in word and not re.fullmatch(r"\d+", word)
+def _may_be_model(word: str, is_last: bool) -> bool:
+    """The last word of a command line may be one whatever it looks like."""
+    if "*" in word or re.fullmatch(r"\d+", word):
+        return False
+    return is_last or "/" in word or word.endswith(".gguf") or Path(word).is_dir()
 
 
 def _config_file(words: list[str]) -> tuple[list[str], str | None]:

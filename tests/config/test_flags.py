@@ -164,7 +164,7 @@ def test_a_list_that_is_no_list_of_texts(text: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
 def test_a_model_behind_a_flag_of_several_values_is_not_a_key(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["gpt2"], ["org/model"], ["gpt2", "--port", "9000"]):
+    for words in (["gpt2"], ["org/model"], ["org/model", "--port", "9000"]):
         with pytest.raises(SystemExit):
             serve(flag, "secret", *words)
         taken = f"{flag} took {words[0]!r} as one of its values, and no model is named; write the model before it"
