@@ -9,6 +9,7 @@ from quire.messages.sampling_params import SamplingParams, check_truncation
 
 Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
 
+TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
 SLEEP, WEIGHTS, LORA, POOLING = "sleep mode", "new weights in a running engine", "LoRA", "pooling models"
 METHODS = {
     "sleep": SLEEP,
@@ -56,20 +57,31 @@ def refuse_unavailable(lora_request: Any = None, mm_processor_kwargs: Any = None
         raise ValueError("mm_processor_kwargs is not available yet: prompts with images, audio or video; leave it out")
 
 
-def with_tokenization(
-    params: Params, tokenization_kwargs: Mapping[str, Any] | None, lora_request: Any = None
-) -> Params:
-    """A request's other arguments, as vLLM's engines have them."""
-    refuse_unavailable(lora_request)
-    given = dict(tokenization_kwargs or {})
-    keep = given.pop("truncate_prompt_tokens", None)
-    if given:
-        raise ValueError(f"tokenization_kwargs has {sorted(given)}; allowed: truncate_prompt_tokens")
+def tokenization(given: Mapping[str, Any] | None) -> tuple[int | None, bool]:
+    """truncate_prompt_tokens and add_special_tokens of vLLM's `tokenization_kwargs`."""
+    unknown = (given or {}).keys() - set(TOKENIZATION)
+    if unknown:
+        raise ValueError(f"tokenization_kwargs has {sorted(unknown)}; allowed: {', '.join(TOKENIZATION)}")
+    keep = (given or {}).get("truncate_prompt_tokens")
     if keep is not None:
         check_truncation(keep)
+    return keep, bool((given or {}).get("add_special_tokens", True))
+
+
+def with_tokenization(
+    prompt: Any,
+    params: Params,
+    tokenization_kwargs: Mapping[str, Any] | None,
+    lora_request: Any,
+    parse_many: Callable[[list[Any], bool], list[Any]],
+) -> tuple[Any, Params]:
+    """A request's prompt and parameters with its other arguments, as vLLM's engines have them."""
+    refuse_unavailable(lora_request)
+    keep, special = tokenization(tokenization_kwargs)
+    if keep is not None:
         params = copy.copy(params)
         params.truncate_prompt_tokens = keep
-    return params
+    return prompt if special else parse_many([prompt], False)[0], params
 
 
 def named(method: Any) -> str:

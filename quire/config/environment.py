@@ -3,6 +3,7 @@
 docs/environment.md lists them for users.
 """
 
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Variable(Generic[T]):
     default_text: str = ""  # for the docs, where `default` does not say it
     choices: tuple[T, ...] = ()
     documented: bool = True  # False: not for users
+    positive: bool = False
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         text = (os.environ if environ is None else environ).get(self.name)
@@ -32,6 +34,8 @@ class Variable(Generic[T]):
             value = self.parse(text)
         except ValueError:
             raise ValueError(f"{self.name} is {text!r}; it must be a number like {self.default}") from None
+        if self.positive and not 0 < float(text) < math.inf:
+            raise ValueError(f"{self.name} is {text!r}; it must be more than 0")
         if self.choices and value not in self.choices:
             raise ValueError(f"{self.name} is {text!r}; allowed: {', '.join(map(str, self.choices))}")
         return value
@@ -184,7 +188,7 @@ VLLM_LOGGING_STREAM = Variable[str](
     choices=("ext://sys.stderr", "ext://sys.stdout"),
 )
 VLLM_LOG_STATS_INTERVAL = Variable[float](
-    "VLLM_LOG_STATS_INTERVAL", float, 10.0, "seconds between log lines about load and throughput"
+    "VLLM_LOG_STATS_INTERVAL", float, 10.0, "seconds between log lines about load and throughput", positive=True
 )
 VLLM_SERVER_DEV_MODE = Variable[bool](
     "VLLM_SERVER_DEV_MODE", _switch, False, "`1`: the same as `--enable-admin`", "`0`"

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 import typing
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -32,16 +33,23 @@ class FlagParser(argparse.ArgumentParser):
         if with_engine:
             add_table_flags(self)
         try:
-            words = normalized(argv, self.is_flag)
-            words, file = _config_file(words) if with_engine else (words, None)
-            args = self._parsed(words, self._from_file(file))
+            words, file = _config_file(list(argv)) if with_engine else (list(argv), None)
+            found = self._from_file(file)
+            words = normalized(words, self.is_flag, self._objects(found))
+            args = self._parsed(words, found)
         except (ValueError, OSError) as error:
             self.error(str(error))
-        self._check_model(args)
+        self._check_model(args, words)
         return args
 
     def is_flag(self, word: str) -> bool:
         return word in self._option_string_actions
+
+    def _how_many(self, word: str) -> str:
+        action = self._option_string_actions.get(word)
+        if action is not None and action.nargs in ("+", "*"):
+            return "many"
+        return "several" if isinstance(action, Several) else "one"
 
     def _parsed(self, words: list[str], namespace: argparse.Namespace) -> argparse.Namespace:
         # parse_args considers an optional positional absent if a flag precedes it.
@@ -57,25 +65,35 @@ class FlagParser(argparse.ArgumentParser):
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
-        found = self._parsed(normalized(read_config_file(file), self.is_flag), argparse.Namespace())
+        found = self._parsed(normalized(read_config_file(file, self._how_many), self.is_flag), argparse.Namespace())
         for action in required:
             action.required = True
         given = {name: value for name, value in vars(found).items() if value != self.get_default(name)}
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return argparse.Namespace(**(given | lists))
 
-    def _check_model(self, args: argparse.Namespace) -> None:
-        """`--api-key KEY ORG/MODEL` must not serve the default model with the model's name as a key."""
+    def _objects(self, found: argparse.Namespace) -> dict[str, dict[str, Any]]:
+        """The flags that have an object, by their names."""
+        given = {name: value for name, value in vars(found).items() if isinstance(value, dict)}
+        return {a.option_strings[0]: given[a.dest] for a in self._actions if a.option_strings and a.dest in given}
+
+    def _check_model(self, args: argparse.Namespace, words: list[str]) -> None:
+        """`--api-key KEY MODEL` must not serve the default model with the model's name as a key."""
         takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
         if not takes_model or hasattr(args, "model"):
             return
-        for action in self._actions:
-            values = getattr(args, action.dest, None)
-            if isinstance(action, Several) and action.nargs and isinstance(values, list) and len(values) > 1:
-                last = str(values[-1])
-                if ("/" in last and "*" not in last) or last.endswith(".gguf") or Path(last).is_dir():
-                    taken = f"{action.option_strings[0]} took {last!r} as one of its values"
-                    self.error(f"{taken}; write the model before it, or as --model")
+        values: list[str] = []
+        for at, word in enumerate([*words, "--"]):
+            if not self._starts_flag(word):
+                values.append(word)
+                continue
+            if len(values) > 2 and self._how_many(values[0]) == "many" and _may_be_model(values[-1], at == len(words)):
+                taken = f"{values[0]} took {values[-1]!r} as one of its values, and no model is named"
+                self.error(f"{taken}; write the model before it, or as --model")
+            values = [word]
+
+    def _starts_flag(self, word: str) -> bool:
+        return word == "--" or self.is_flag(word.partition("=")[0])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"quire: error: {message}\nsee {self.prog} --help\n")
@@ -102,6 +120,13 @@ class Several(argparse.Action):
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _may_be_model(word: str, is_last: bool) -> bool:
+    """The last word of a command line may be one whatever it looks like."""
+    if "*" in word or re.fullmatch(r"\d+", word):
+        return False
+    return is_last or "/" in word or word.endswith(".gguf") or Path(word).is_dir()
 
 
 def _config_file(words: list[str]) -> tuple[list[str], str | None]:

@@ -90,7 +90,8 @@ class AsyncLLM(VllmInterface):
         disable_log_stats: bool = False,
     ) -> "AsyncLLM":
         refuse_loggers(stat_loggers)
-        set_up_logging()
+        options = vllm_config.observability
+        set_up_logging(options.log_level, options.log_config_file)
         return cls(vllm_config)
 
     async def generate(
@@ -113,7 +114,9 @@ class AsyncLLM(VllmInterface):
         if not isinstance(sampling_params, SamplingParams):
             raise ValueError(f"generate() takes SamplingParams, got {type(sampling_params).__name__}; encode() pools")
         if lora_request is not None or tokenization_kwargs:
-            sampling_params = with_tokenization(sampling_params, tokenization_kwargs, lora_request)
+            prompt, sampling_params = with_tokenization(
+                prompt, sampling_params, tokenization_kwargs, lora_request, self.input_processor.parse_many
+            )
         stream = self._add(prompt, sampling_params, request_id, priority)
         finished = False
         try:

@@ -72,7 +72,8 @@ class LLMEngine(VllmInterface):
         multiprocess: bool = False,
     ) -> "LLMEngine":
         refuse_loggers(stat_loggers)
-        set_up_logging()
+        options = vllm_config.observability
+        set_up_logging(options.log_level, options.log_config_file)
         return cls(vllm_config, multiprocess=multiprocess)
 
     @property
@@ -115,7 +116,8 @@ class LLMEngine(VllmInterface):
     ) -> str:
         """`session_id` and `trace_headers` have no meaning here."""
         if lora_request is not None or tokenization_kwargs:
-            params = with_tokenization(params, tokenization_kwargs, lora_request)
+            parse_many = self.input_processor.parse_many
+            prompt, params = with_tokenization(prompt, params, tokenization_kwargs, lora_request, parse_many)
         parsed, request = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
         self.output_processor.add(request_id, prompt_text or parsed.text, parsed.token_ids, request)
         try:

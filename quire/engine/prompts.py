@@ -1,6 +1,6 @@
 """Prompts as dicts, under vLLM's names."""
 
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from quire.engine.input_processor import Prompt
 
@@ -13,6 +13,11 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    prompt_embeds: Any  # a tensor or an array [tokens, hidden]
     cache_salt: NotRequired[str]
 
 

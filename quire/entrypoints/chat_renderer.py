@@ -42,8 +42,10 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        content_format: str | None = None,
     ) -> str:
-        """`chat_template` is Jinja text, never a path: it may come from a client."""
+        """`chat_template` is Jinja text, never a path: it may come from a client. `content_format` is the renderer's
+        unless given."""
         template = self.template if chat_template is None else chat_template
         if template is None:
             raise ValueError(
@@ -51,7 +53,7 @@ class ChatRenderer:
                 "chat_template=..., or use plain prompts"
             )
         return render_chat(
-            normalize_messages(messages, template, self.content_format),
+            normalize_messages(messages, template, content_format or self.content_format),
             template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -77,6 +79,8 @@ def normalize_messages(messages: Sequence[Any], template: str, wanted: str = "au
     that it expects (`auto`)."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(f"messages must be a list of {{role, content}} objects, not {type(messages).__name__}")
+    if wanted not in ("auto", *FORMS):
+        raise ValueError(f"chat_template_content_format is {wanted!r}; allowed: auto, {', '.join(FORMS)}")
     accepts_parts, accepts_strings = FORMS[wanted] if wanted in FORMS else content_format(template)
     normal = []
     for index, given in enumerate(messages):

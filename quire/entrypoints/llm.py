@@ -4,17 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.compat.unavailable import UnavailableMethods, refuse_unavailable
+from quire.compat.unavailable import UnavailableMethods, refuse_unavailable, tokenization
 from quire.compat.vllm_interface import NO_TOKENIZER, ModelView
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
+from quire.config.vllm.unpack import logging_options
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
 from quire.entrypoints.interruption import interruption
-from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating, with_content_as
+from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -40,7 +41,7 @@ class LLM(UnavailableMethods):
     """
 
     def __init__(self, model: str | None = None, *, multiprocess: bool = False, **engine_args: Any) -> None:
-        set_up_logging(engine_args.get("log_level"), engine_args.get("log_config_file"))
+        set_up_logging(*logging_options(engine_args))
         self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model=model, **engine_args), multiprocess=multiprocess)
         self._counter = 0
         self._enqueued: list[str] = []
@@ -319,11 +320,15 @@ class LLM(UnavailableMethods):
         ]
 
     def _add_prompts(
-        self, prompts: Any, sampling_params: Any, priority: Sequence[int] | None, tokenization: Mapping[str, Any] | None
+        self,
+        prompts: Any,
+        sampling_params: Any,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
         many = as_prompts(prompts)
-        params = truncating(self._sampling_params(sampling_params, len(many)), tokenization)
-        special = (tokenization or {}).get("add_special_tokens", True)
+        keep, special = tokenization(tokenization_kwargs)
+        params = truncating(self._sampling_params(sampling_params, len(many)), keep)
         return self._add_all(self.llm_engine.input_processor.parse_many(many, special), params, priority)
 
     def _add_conversations(
@@ -331,7 +336,7 @@ class LLM(UnavailableMethods):
         messages: Any,
         sampling_params: Any,
         priority: Sequence[int] | None,
-        tokenization: Mapping[str, Any] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
         content_format: str,
         *,
         chat_template: str | None,
@@ -340,9 +345,12 @@ class LLM(UnavailableMethods):
         from quire.entrypoints.chat_renderer import read_template
 
         conversations = [messages] if is_conversation(messages) else list(messages)
-        params = truncating(self._sampling_params(sampling_params, len(conversations)), tokenization)
+        params = truncating(
+            self._sampling_params(sampling_params, len(conversations)), tokenization(tokenization_kwargs)[0]
+        )
         prompts = self._chat_renderer.prompts(
-            [with_content_as(content_format, one) for one in conversations],
+            conversations,
+            content_format=content_format,
             chat_template=None if chat_template is None else read_template(chat_template),
             **options,
         )

@@ -1,6 +1,6 @@
 """Arguments of `LLM`'s methods in their accepted forms, and its progress bar."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from quire.engine.outputs import RequestOutput
@@ -8,8 +8,6 @@ from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 
-TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
-CONTENT_FORMATS = ("auto", "string", "openai")
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 # What takes the other kind of parameters.
 OTHER_METHODS = {SamplingParams: "encode and embed take PoolingParams", PoolingParams: "generate takes SamplingParams"}
@@ -61,30 +59,5 @@ def is_conversation(messages: Any) -> bool:
     return not messages or not isinstance(messages, (list, tuple)) or not isinstance(messages[0], (list, tuple))
 
 
-def truncating(params: list[SamplingParams], tokenization: Mapping[str, Any] | None) -> list[SamplingParams]:
-    unknown = (tokenization or {}).keys() - set(TOKENIZATION)
-    if unknown:
-        raise ValueError(f"tokenization_kwargs has {sorted(unknown)}; allowed: {', '.join(TOKENIZATION)}")
-    keep = (tokenization or {}).get("truncate_prompt_tokens")
+def truncating(params: list[SamplingParams], keep: int | None) -> list[SamplingParams]:
     return params if keep is None else [one.replace(truncate_prompt_tokens=keep) for one in params]
-
-
-def with_content_as(content_format: str, messages: Any) -> Any:
-    """`auto`: whatever the template expects. `string` or `openai`: text, or a list of parts."""
-    if content_format not in CONTENT_FORMATS:
-        allowed = ", ".join(CONTENT_FORMATS)
-        raise ValueError(f"chat_template_content_format is {content_format!r}; allowed: {allowed}")
-    if content_format == "auto" or not isinstance(messages, (list, tuple)):
-        return messages
-    return [_content_as(content_format, one) if isinstance(one, dict) else one for one in messages]
-
-
-def _content_as(content_format: str, message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if content_format == "openai" and isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    if content_format == "string" and isinstance(content, list):
-        texts = [part if isinstance(part, str) else part.get("text") for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return {**message, "content": "\n".join(texts)}
-    return message

@@ -14,6 +14,8 @@ from quire.config import EngineConfig
         ({"compilation_config": 3}, {}),
         ({"compilation_config": {"mode": 3, "custom_ops": ["none"], "pass_config": {"fuse_norm_quant": True}}}, {}),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"enforce_eager": True}),
+        ({"compilation_config": {"use_cudagraph": False}}, {"enforce_eager": True}),
+        ({"compilation_config": {"use_cudagraph": True}}, {"enforce_eager": False}),
         ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, {}),
         ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, {"cudagraph_capture_sizes": (1, 2)}),
         ({"compilation_config": {"max_cudagraph_capture_size": 8}}, {"max_cudagraph_capture_size": 8}),

@@ -32,6 +32,8 @@ from tests.compat.conftest import arguments
         (["--hf_overrides.rope_parameters.factor=2.5"], {"hf_overrides": {"rope_parameters": {"factor": 2.5}}}),
         (["--hf-overrides.a", "x", "--hf-overrides.b", "true"], {"hf_overrides": {"a": "x", "b": True}}),
         (["--hf-overrides.size", "4k"], {"hf_overrides": {"size": 4000}}),
+        (["--hf-overrides", '{"b": {"c": 2}}', "--hf-overrides.b.d", "1"], {"hf_overrides": {"b": {"c": 2, "d": 1}}}),
+        (["--hf-overrides.a", "1", '--hf_overrides={"a": 2, "b": 2}'], {"hf_overrides": {"a": 1, "b": 2}}),
         (["--compilation-config.mode", "3"], {"compilation_config": {"mode": 3}}),
         (["-cc.cudagraph_capture_sizes+", "1,2", "-cc.cudagraph_capture_sizes+=4"], {
             "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}
@@ -79,6 +81,12 @@ def test_a_value_may_be_negative_and_have_a_point(capsys: pytest.CaptureFixture[
     assert "unknown flag --nowhere.a" in capsys.readouterr().err
 
 
+def test_a_model_behind_a_flag_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("--collect-detailed-traces", "all", "org/model")
+    assert "--collect-detailed-traces took 'org/model' as one of its values" in capsys.readouterr().err
+
+
 def test_a_file_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
@@ -104,6 +112,46 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
     assert config.served_model_name == ("big", "small")
 
 
+def test_keys_of_objects_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("hf-overrides: {b: 2}\nhf_overrides.a: true\nhf-overrides.sizes: [1, 2]\nhf-overrides.none: null\n")
+    config = ["--config", str(file)]
+    given = {"b": 2, "a": True, "sizes": [1, 2], "none": None}
+    assert arguments(*config) == {"hf_overrides": given}
+    assert arguments(*config, "--hf-overrides.b", "3") == {"hf_overrides": given | {"b": 3}}
+    assert arguments(*config, "--hf-overrides", "{}", "--hf-overrides.b", "3") == {"hf_overrides": {"b": 3}}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--hf-overrides", "x", "--hf-overrides.a", "1"],
+            "--hf-overrides is 'x'; with keys such as --hf-overrides.KEY",
+        ),
+        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "1"], "--hf-overrides.a.b: a is 1, which has no keys"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a+", "1"], "--hf-overrides.a+: a is 1, which is no list"),
+    ],
+)
+def test_keys_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("m", *words)
+    assert message in capsys.readouterr().err
+
+
+def test_lists_of_a_file_keep_every_entry(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "model: org/m\nmiddleware: [b:B, auth:A]\nallowed-origins: ['https://a', 'https://b']\n"
+        "served_model_name: [big, small]\nlora-modules: [{name: a, path: b}, c=d]\n"
+    )
+    args = serve.parser().parse(["--config", str(file)])
+    config = server_config(args)
+    assert (args.model, config.middleware) == ("org/m", ("b:B", "auth:A"))
+    assert (config.allowed_origins, config.served_model_name) == (("https://a", "https://b"), ("big", "small"))
+    assert arguments("--config", str(file))["lora_modules"] == ('{"name": "a", "path": "b"}', "c=d")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -112,6 +160,10 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
         ("flags.yaml", "- a", "must map flags to values"),
         ("flags.yaml", "prot: 1", "unknown flag --prot; did you mean --port?"),
         ("flags.yaml", "port: many", "'many' is not a whole number"),
+        ("flags.yaml", "api-key:", "api-key is empty, and the server would be open; give a key"),
+        ("flags.yaml", "api_key: []", "api_key is empty, and the server would be open; give a key"),
+        ("flags.yaml", "api-key-file: null", "api-key-file is empty"),
+        ("flags.yaml", "api-key: [null]", "api-key has an empty entry"),
     ],
 )
 def test_files_that_are_wrong(

@@ -11,6 +11,7 @@ from quire.utils import FlexibleArgumentParser
 from quire.v1.metrics.reader import Counter, Gauge, Histogram
 
 from quire import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+from quire.compat.unavailable import with_tokenization
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 1 << 26}
@@ -108,6 +109,26 @@ def test_prompts_as_vllms_dicts_and_other_arguments(llm):
         llm.generate(PROMPT, GREEDY, tokenization_kwargs={"padding": True})
 
 
+def test_engines_take_the_same_tokenization_as_llm(llm):
+    engine, ids = llm.llm_engine, llm.get_tokenizer().encode(PROMPT)
+    asked = []
+
+    def parse_many(prompts, add_special_tokens):
+        asked.append(add_special_tokens)
+        return engine.input_processor.parse_many(prompts, add_special_tokens)
+
+    given = {"add_special_tokens": False, "truncate_prompt_tokens": 2}
+    prompt, params = with_tokenization(PROMPT, GREEDY, given, None, parse_many)
+    assert (prompt.token_ids, params.truncate_prompt_tokens, asked) == (ids, 2, [False])
+    engine.add_request("special", PROMPT, GREEDY, tokenization_kwargs=given)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].prompt_token_ids == ids[-2:]
+    with pytest.raises(ValueError, match=r"\['padding'\]; allowed: truncate_prompt_tokens, add_special_tokens"):
+        engine.add_request("wrong", PROMPT, GREEDY, tokenization_kwargs={"padding": True})
+
+
 class FakeBar:
     def __init__(self):
         self.format_dict = {"elapsed": 1.0}
@@ -123,8 +144,17 @@ class FakeBar:
 def test_chats_with_content_in_each_form(llm, content_format):
     text = [{"role": "user", "content": "Name a colour."}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Name a colour."}]}]
-    outputs = llm.chat([text, parts], GREEDY, False, None, None, content_format)
-    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    if content_format != "openai":  # the model's template takes no lists
+        outputs = llm.chat([text, parts], GREEDY, False, None, None, content_format)
+        assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    shows = "{% if messages[0].content is string %}a text{% else %}a list{% endif %}"
+    outputs = llm.chat([text, parts], GREEDY, False, None, shows, content_format)
+    assert [output.prompt for output in outputs] == ["a list" if content_format == "openai" else "a text"] * 2
+
+
+def test_a_form_of_content_that_does_not_exist(llm):
+    with pytest.raises(ValueError, match="chat_template_content_format is 'xml'; allowed: auto, string, openai"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, False, chat_template_content_format="xml")
 
 
 def test_workers_and_their_model_can_be_called(llm):

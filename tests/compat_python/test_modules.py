@@ -34,6 +34,7 @@ def test_names_of_features_to_come_say_so(path):
 def test_imports_as_scripts_write_them():
     from quire.engine.arg_utils import EngineArgs as SameArgs
     from quire.engine.async_llm_engine import AsyncLLMEngine as SameEngine
+    from quire.inputs import EmbedsPrompt
     from quire.inputs import TokensPrompt as SamePrompt
     from quire.utils import FlexibleArgumentParser, random_uuid
     from quire.v1.engine.async_llm import AsyncLLM
@@ -44,6 +45,7 @@ def test_imports_as_scripts_write_them():
 
     assert (SameArgs, SameEngine, SamePrompt) == (EngineArgs, AsyncLLMEngine, TokensPrompt)
     assert AsyncLLM is AsyncLLMEngine and issubclass(AsyncEngineArgs, EngineArgs) and LLMEngine is not None
+    assert EmbedsPrompt(prompt_embeds=[[1.0]]) == {"prompt_embeds": [[1.0]]}
     assert TextPrompt(prompt="x") == {"prompt": "x"} and random_uuid() != random_uuid()
     assert VllmConfig.from_kwargs(seed=3).model_config.seed == 3
     assert SamplingParams(seed=3).sampling_type == SamplingType.RANDOM_SEED and FlexibleArgumentParser is not None

@@ -68,6 +68,12 @@ def test_a_value_that_is_not_allowed_is_an_error() -> None:
         environment.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL.get({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "udp"})
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_seconds_between_lines_are_more_than_none(text: str) -> None:
+    with pytest.raises(ValueError, match=f"VLLM_LOG_STATS_INTERVAL is '{text}'; it must be more than 0"):
+        environment.VLLM_LOG_STATS_INTERVAL.get({"VLLM_LOG_STATS_INTERVAL": text})
+
+
 def test_a_default_does_not_replace_what_the_user_has_set() -> None:
     environ = {"LRU_CACHE_CAPACITY": "7"}
     environment.LRU_CACHE_CAPACITY.set_default(environ=environ)

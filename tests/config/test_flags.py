@@ -164,9 +164,14 @@ def test_a_list_that_is_no_list_of_texts(text: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
 def test_a_model_behind_a_flag_of_several_values_is_not_a_key(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        serve(flag, "secret", "org/model")
-    assert f"{flag} took 'org/model' as one of its values; write the model before it" in capsys.readouterr().err
+    for words in (["gpt2"], ["org/model"], ["org/model", "--port", "9000"]):
+        with pytest.raises(SystemExit):
+            serve(flag, "secret", *words)
+        taken = f"{flag} took {words[0]!r} as one of its values, and no model is named; write the model before it"
+        assert taken in capsys.readouterr().err
+    assert serve(f"{flag}=secret", "gpt2").port == 8000
+    assert serve(flag, "secret", "--", "gpt2").port == 8000
+    assert serve(flag, "secret", flag, "other").port == 8000
     assert serve("m", flag, "secret", "base64/key=").port == 8000
     assert parse("--cudagraph-capture-sizes", "1", "2") == {"cudagraph_capture_sizes": [1, 2]}
     assert parse("--ignore-patterns", "a", "b/*") == {"ignore_patterns": ["a", "b/*"]}

@@ -4,8 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from quire.config import EngineConfig
+from quire.config.vllm.unpack import logging_options
 
 SAY = "import logging; from quire.config.logs import set_up_logging; set_up_logging({}); log = logging.getLogger({}); "
 LINES = "log.debug('fine'); log.info('plain'); log.warning('bad')"
@@ -73,3 +77,36 @@ def test_a_file_that_is_wrong_is_an_error(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(ValueError, match="must hold a JSON object"):
         set_up_logging(config_file=str(file))
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        ({"logging_config": {"log_level": "DEBUG"}}, "DEBUG"),
+        ({"logging_config": {"log_level": "DEBUG"}, "log_level": "ERROR"}, "ERROR"),
+        ({"logging_config": None}, None),
+        ({}, None),
+    ],
+)
+def test_the_level_of_vllms_object(given: dict[str, Any], level: str | None) -> None:
+    assert logging_options(given) == (level, None)
+    assert EngineConfig.from_kwargs(**given).observability.log_level == level
+
+
+def test_programs_with_a_level_in_vllms_object() -> None:
+    """The engine's constructor is not reached: a model that does not exist."""
+    ask = "import logging; print(logging.getLogger('quire').level)"
+    starts = (
+        "from quire import LLM as start; given = {'logging_config': {'log_level': 'ERROR'}, 'model': '/nowhere'}",
+        "from quire import AsyncLLMEngine as E, AsyncEngineArgs as A; start = E.from_engine_args; "
+        "given = {'engine_args': A(model='/nowhere', logging_config={'log_level': 'ERROR'})}",
+        "from quire import LLMEngine as E, EngineArgs as A; start = E.from_engine_args; "
+        "given = {'engine_args': A(model='/nowhere', logging_config={'log_level': 'ERROR'})}",
+        "from quire.entrypoints.cli import serve; start = serve.run; "
+        "words = ['/nowhere', '--logging-config.log_level', 'ERROR', '--host', 'nowhere.invalid']; "
+        "given = {'args': serve.parser().parse(words)}",
+    )
+    for lines in starts:
+        code = f"{lines}\ntry: start(**given)\nexcept Exception: pass\n{ask}"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+        assert ran.stdout.strip() == "40", ran.stderr

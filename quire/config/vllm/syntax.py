@@ -12,6 +12,7 @@ from quire.config.vllm.table import OTHER_NAMES, SHORT
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+KEYS = (flag("api_key"), flag("api_key_file"))
 BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -23,15 +24,19 @@ def human_integer(text: str) -> int:
     return int(float(found[1]) * (DECIMAL | BINARY)[found[2]])
 
 
-def normalized(words: Sequence[str], is_flag: Callable[[str], bool]) -> list[str]:
-    """The words with every flag in its long form, and dotted keys gathered into JSON. `is_flag` knows the parser's."""
+def normalized(
+    words: Sequence[str], is_flag: Callable[[str], bool], given: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[str]:
+    """The words with every flag in its long form, and dotted keys gathered into JSON. `is_flag` knows the parser's;
+    dotted keys change the object of the same flag, or else the one in `given`."""
     plain: list[str] = []
-    objects: dict[str, dict[str, Any]] = {}
+    dotted: dict[str, list[tuple[list[str], str]]] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word == "--":
-            return [*plain, *_gathered(objects), word, *rest]
+            rest.insert(0, word)
+            break
         name, equals, value = word.partition("=")
         if name.startswith("--help"):
             plain.append("--help")  # vLLM's --help=GROUP
@@ -43,16 +48,32 @@ def normalized(words: Sequence[str], is_flag: Callable[[str], bool]) -> list[str
             if keys and is_flag(long):
                 if not equals and not rest:
                     raise ValueError(f"{word} needs a value")
-                _set(objects.setdefault(long, {}), keys, value if equals else rest.pop(0))
+                dotted.setdefault(long, []).append((keys, value if equals else rest.pop(0)))
             else:
                 plain.append(".".join([long, *keys]) + equals + value)
         else:
             plain.append(word)
-    return [*plain, *_gathered(objects)]
+    for name, pairs in dotted.items():
+        target = _taken_out(plain, name, (given or {}).get(name, {}))
+        for keys, text in pairs:
+            _set(target, keys, text, name)
+        plain += [name, json.dumps(target)]
+    return plain + rest
 
 
-def _gathered(objects: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in objects.items() for word in (name, json.dumps(value))]
+def _taken_out(plain: list[str], name: str, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The last object that `plain` has for a flag, which is removed from it; otherwise a copy of `before`."""
+    text = json.dumps(before)
+    places = [at for at, word in enumerate(plain) if word.partition("=")[0] == name]
+    if places:
+        _, equals, text = plain.pop(places[-1]).partition("=")
+        if not equals and places[-1] == len(plain):
+            raise ValueError(f"{name} needs a value")
+        text = text if equals else plain.pop(places[-1])
+    found = _value(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is {text!r}; with keys such as {name}.KEY it must be a JSON object")
+    return found
 
 
 def _long(name: str, is_flag: Callable[[str], bool]) -> str:
@@ -66,12 +87,17 @@ def _long(name: str, is_flag: Callable[[str], bool]) -> str:
     return (flag(known) if known else head) + dot + keys
 
 
-def _set(target: dict[str, Any], keys: list[str], text: str) -> None:
+def _set(target: dict[str, Any], keys: list[str], text: str, name: str) -> None:
     *path, last = keys
     for key in path:
         target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ValueError(f"{name}.{'.'.join(keys)}: {key} is {target!r}, which has no keys")
     if last.endswith("+"):
-        target.setdefault(last[:-1], []).extend(_value(each) for each in text.split(","))
+        values = target.setdefault(last[:-1], [])
+        if not isinstance(values, list):
+            raise ValueError(f"{name}.{'.'.join(keys)}: {last[:-1]} is {values!r}, which is no list")
+        values.extend(_value(each) for each in text.split(","))
     else:
         target[last] = _value(text)
 
@@ -83,8 +109,9 @@ def _value(text: str) -> Any:
         return human_integer(text) if SIZE.fullmatch(text) else text
 
 
-def read_config_file(name: str) -> list[str]:
-    """The words that a YAML file of flags stands for."""
+def read_config_file(name: str, how_many: Callable[[str], str]) -> list[str]:
+    """The words that a YAML file of flags stands for. `how_many` values the parser takes after a flag: "one", "several"
+    (the flag may be repeated) or "many" (also after one flag)."""
     import yaml  # type: ignore[import-untyped]
 
     file = Path(name).expanduser()
@@ -98,11 +125,22 @@ def read_config_file(name: str) -> list[str]:
         raise ValueError(f"{name} must map flags to values, such as `port: 8000` (--config)")
     words: list[str] = []
     for key, value in given.items():
-        name = flag(str(key))
-        if isinstance(value, bool):
-            words.append(name if value else "--no-" + name[2:])
-        elif isinstance(value, list):
-            words += [name, *map(str, value)] if value else []
-        elif value is not None:
-            words += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
+        option = flag(str(key))
+        if option in KEYS and value in (None, []):
+            raise ValueError(f"{name}: {key} is empty, and the server would be open; give a key, or remove the line")
+        if "." in option:
+            words += [option, value if isinstance(value, str) else json.dumps(value)]
+        elif isinstance(value, bool):
+            words.append(option if value else "--no-" + option[2:])
+        elif isinstance(value, list) and (many := how_many(option)) != "one":
+            if None in value:
+                raise ValueError(f"{name}: {key} has an empty entry; give it a value, or remove it (--config)")
+            texts = [_text(each) for each in value]
+            words += [option, *texts] if many == "many" and texts else [word for t in texts for word in (option, t)]
+        elif value is not None and value != []:
+            words += [option, _text(value)]
     return words
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)

@@ -70,7 +70,10 @@ LOADER = frozenset({"enable_multithread_load", "num_threads"})
 def compilation_config(given: dict[str, Any]) -> dict[str, Any]:
     """Graphs are the part of it that exists here."""
     found = _take(given, "cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    if str(given.pop("cudagraph_mode", None) or "").upper().rpartition(".")[2] in ("NONE", "0"):
+    if (
+        str(given.pop("cudagraph_mode", None) or "").upper().rpartition(".")[2] in ("NONE", "0")
+        or given.get("use_cudagraph") is False
+    ):
         found["enforce_eager"] = True
     _without_effect("compilation_config", given, COMPILER, "there is no compiler")
     return found
@@ -128,6 +131,14 @@ def unpack(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get(name) is not None:
             found |= read(_as_dict(name, given[name]))
     return found | {name: value for name, value in given.items() if name not in OBJECTS}
+
+
+def logging_options(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """log_level and log_config_file of engine arguments, for the log lines that come before there is a config."""
+    found = _as_dict("logging_config", given.get("logging_config") or {})
+    names = ("log_level", "log_config_file")
+    level, file = (given[name] if given.get(name) is not None else found.get(name) for name in names)
+    return level, file
 
 
 def _as_dict(name: str, value: Any) -> dict[str, Any]:

@@ -122,12 +122,14 @@ def _with_server(args: argparse.Namespace, config: "ServerConfig", output: "Batc
 def _with_engine(args: argparse.Namespace, config: "ServerConfig", output: "BatchOutput") -> "BatchRunner":
     from quire.config import EngineConfig
     from quire.config.logs import set_up_logging
+    from quire.config.vllm.unpack import logging_options
 
     for name in ("model_name", "api_key"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a server; give its address with --url")
-    set_up_logging(getattr(args, "log_level", None), getattr(args, "log_config_file", None))
-    engine_config = EngineConfig.from_kwargs(**engine_kwargs(args))
+    engine_args = engine_kwargs(args)
+    set_up_logging(*logging_options(engine_args))
+    engine_config = EngineConfig.from_kwargs(**engine_args)
     config.access_log = False
     from quire.engine.async_llm import AsyncLLM
     from quire.entrypoints.cli.batch_metrics import serving_metrics

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_kwargs
 from quire.config.logs import set_up_logging
 from quire.config.server import ServerConfig, add_server_flags, load_api_keys, server_config
+from quire.config.vllm.unpack import logging_options
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -35,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Flags are checked before the model is loaded."""
     from quire.config import EngineConfig
 
-    set_up_logging(getattr(args, "log_level", None), getattr(args, "log_config_file", None))
     engine_args = ENGINE_DEFAULTS | engine_kwargs(args)
+    set_up_logging(*logging_options(engine_args))
     for name in ("reasoning_parser", "reasoning_parser_plugin"):  # vLLM has them in an object, too
         value = (engine_args.get("structured_outputs_config") or {}).pop(name, None)
         if value and not hasattr(args, name):

@@ -16,9 +16,11 @@ def start_engine(args: argparse.Namespace, leave_out: Collection[str] = ()) -> "
     """Imports torch and the engine here, after the flags have been checked."""
     from quire.config import EngineConfig
     from quire.config.logs import set_up_logging
+    from quire.config.vllm.unpack import logging_options
 
-    set_up_logging(getattr(args, "log_level", None), getattr(args, "log_config_file", None))
-    config = EngineConfig.from_kwargs(**engine_kwargs(args, leave_out))
+    engine_args = engine_kwargs(args, leave_out)
+    set_up_logging(*logging_options(engine_args))
+    config = EngineConfig.from_kwargs(**engine_args)
     began = time.perf_counter()
     from quire.engine.llm_engine import LLMEngine
 

@@ -54,7 +54,7 @@ def _middleware(
 ) -> list[Middleware]:
     """Outermost first."""
     config = context.config
-    middleware = [Middleware(RootPath, config.root_path)] if config.root_path else []
+    middleware = [Middleware(RootPath, config.root_path, routes)] if config.root_path else []
     middleware.append(Middleware(Tracking, context.http_metrics, routes, config.access_log, config.unlogged_paths))
     if config.allowed_origins:
         middleware.append(

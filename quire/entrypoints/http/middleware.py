@@ -39,12 +39,15 @@ def path_of(scope: Scope) -> str:
 class RootPath:
     """Serves every path with and without the prefix, whether a proxy strips it or not."""
 
-    def __init__(self, app: ASGIApp, root: str) -> None:
+    def __init__(self, app: ASGIApp, root: str, routes: Sequence[Route] = ()) -> None:
         self.app = app
         self.root = root
+        # With --root-path /v1, /v1/models is a path of ours and not the prefix with /models.
+        self.own = [route.path_regex for route in routes if route.path.startswith(root + "/")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(self.root + "/"):
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path.startswith(self.root + "/") and not any(own.match(path) for own in self.own):
             scope = {**scope, "root_path": self.root}
         await self.app(scope, receive, send)
 

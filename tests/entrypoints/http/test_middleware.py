@@ -186,6 +186,16 @@ def test_behind_a_proxy() -> None:
         assert bare.post("/v1/completions", BODY, headers=bearer("k")).status_code == 200
 
 
+def test_a_prefix_that_paths_begin_with_anyway() -> None:
+    with stub_server(stub_engine(), ServerConfig(root_path="/v1"), api_keys=("k",)) as server:
+        bare = StubServer(server.engine, server.server, server.url.removesuffix("/v1"), server.loop, server.thread)
+        for path in ("/v1/models", "/v1/v1/models"):
+            assert bare.get(path).status_code == 401
+            assert bare.get(path, headers=bearer("k")).status_code == 200
+        for path in ("/health", "/v1/health"):
+            assert bare.get(path).status_code == 200
+
+
 class Stamp:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
