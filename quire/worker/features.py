@@ -129,5 +129,5 @@ class FeatureStore:
 
     def _to_device(self, data: np.ndarray) -> torch.Tensor:
         """A copy, since received arrays are read-only; from pinned memory, so that nothing waits for the device."""
-        pinned = self.device.type == "cuda"
-        return torch.tensor(data, pin_memory=pinned).to(self.device, non_blocking=pinned)
+        copy = torch.tensor(data)
+        return copy.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else copy

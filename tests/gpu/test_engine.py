@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,15 +151,14 @@ def test_memory_stays_within_its_share(tmp_path):
 
 
 def test_block_copies_do_not_wait_for_the_device(model):
-    from types import SimpleNamespace
-
-    from quire.messages.plan import BlockAppends
+    from quire.messages.plan import BlockAppends, SchedulerOutput
 
     with engine(model, device="cuda") as llm:
         runner = llm.llm_engine.client.core.executor.worker.runner
         for tensor in runner.kv_tensors:
             tensor[3].fill_(7)
-        plan = SimpleNamespace(finished_rows=[], new_rows=[], appended=BlockAppends(), block_copies=[(3, 5), (3, 6)])
+        none = np.zeros(0, dtype=np.int32)
+        plan = SchedulerOutput(0, none, none, [], [], BlockAppends(), [(3, 5), (3, 6)], ())
         runner._apply_changes(plan)  # one-time allocations are done now
         torch.cuda.set_sync_debug_mode("error")
         try:
