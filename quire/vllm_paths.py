@@ -57,8 +57,8 @@ MODULES: dict[str, dict[str, str]] = {
         "engine.async_engine": "EngineDeadError EngineGenerateError=EngineDeadError EngineStalledError"
     },
     "v1.engine.llm_engine": {"engine.llm_engine": "LLMEngine"},
-    "v1.metrics.reader": {"engine.metrics": "Counter Gauge Histogram Metric Vector"},
-    "v1.metrics.stats": {"engine.outputs": "RequestStateStats=RequestMetrics", "messages.requests": "SchedulerStats"},
+    "v1.metrics.reader": {"metrics.kinds": "Counter Gauge Histogram Metric Vector"},
+    "v1.metrics.stats": {"metrics.request": "RequestStateStats=RequestMetrics", "messages.requests": "SchedulerStats"},
     "v1.sample.logits_processor": {
         "sample.vllm_processors": "AdapterLogitsProcessor BatchUpdate LogitsProcessor MoveDirectionality "
         "RequestLogitsProcessor process_dict_updates"

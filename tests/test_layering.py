@@ -32,6 +32,7 @@ BESIDE: dict[str, set[str]] = {
     "checkpoint": {"engine", "worker", "models", "tokenizer"},
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
+    "metrics": {"entrypoints", "bench", "engine"},
 }
 
 # What the packages outside the stack may import; everyone in the stack may import `messages` and `config`.
@@ -42,6 +43,7 @@ FOUNDATION: dict[str, set[str]] = {
     "messages": {"config"},
     "plugins": {"config"},
     "compat": {"tokenizer", "checkpoint", "messages", "config"},
+    "metrics": {"messages", "config"},
     "config": set(),
     "vllm_paths": set(),  # names modules of all others, and imports none
 }

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from quire.config import EngineConfig
 from quire.engine.input_processor import ParsedPrompt, Prompt
-from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
+from quire.metrics.kinds import Metric
 from quire.tokenizer.tokenizer import Tokenizer
 
 

@@ -16,7 +16,6 @@ from quire.engine.async_engine import EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
-from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
@@ -26,6 +25,8 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.engine import cache_config_info
+from quire.metrics.kinds import Metric
 from quire.tokenizer.load import tokenizer_of
 
 logger = logging.getLogger("quire")

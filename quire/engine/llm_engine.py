@@ -14,7 +14,6 @@ from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
 from quire.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
-from quire.engine.metrics import Metric, cache_config_info
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.resolve_config import resolve_config
 from quire.executor.factory import make_executor
@@ -22,6 +21,8 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
+from quire.metrics.engine import cache_config_info
+from quire.metrics.kinds import Metric
 from quire.platforms.defaults import with_platform_defaults
 from quire.tokenizer.load import tokenizer_of
 

@@ -11,8 +11,7 @@ import numpy as np
 from quire.engine.completion import Completion
 from quire.engine.logprobs import FlatLogprobs, Logprob
 from quire.engine.logprobs import PromptLogprobs as UserPromptLogprobs
-from quire.engine.metrics import EngineMetrics
-from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.requests import (
     EngineCoreOutputs,
@@ -24,6 +23,8 @@ from quire.messages.requests import (
     sequence_id,
 )
 from quire.messages.sampling_params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.request import RequestMetrics
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

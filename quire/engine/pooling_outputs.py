@@ -5,8 +5,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from quire.engine.outputs import RequestMetrics
 from quire.messages.requests import ErrorKind
+from quire.metrics.request import RequestMetrics
 
 Output = TypeVar("Output")
 

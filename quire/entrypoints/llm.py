@@ -11,7 +11,6 @@ from quire.config.logs import set_up_logging
 from quire.config.vllm.unpack import logging_options
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.metrics import Metric
 from quire.engine.outputs import RequestOutput
 from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
 from quire.entrypoints.interruption import interruption
@@ -19,6 +18,7 @@ from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, 
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.kinds import Metric
 
 if TYPE_CHECKING:
     from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams

@@ -7,8 +7,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from quire.config.environment import OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_SERVICE_NAME
-from quire.engine.outputs import RequestMetrics, RequestOutput
+from quire.engine.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
+from quire.metrics.request import RequestMetrics
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

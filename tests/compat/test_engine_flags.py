@@ -7,8 +7,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.metrics import Histogram
 from quire.messages.structured import StructuredOutputsParams
+from quire.metrics.kinds import Histogram
 from quire.worker.graphs import graph_sizes
 from tests.compat.conftest import Start, arguments
 from tests.tiny_models import save_tiny

@@ -10,7 +10,7 @@ import pytest
 import quire
 from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
 from quire.compat.unavailable import METHODS
-from quire.engine.outputs import RequestMetrics
+from quire.metrics.request import RequestMetrics
 from quire.vllm_paths import UNAVAILABLE
 
 NAMES = json.loads((Path(__file__).parent / "data" / "names.json").read_text())

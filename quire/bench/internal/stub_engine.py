@@ -11,13 +11,13 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.engine.async_engine import EngineDeadError
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
-from quire.engine.metrics import Metric
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import RequestOutput
 from quire.engine.resolve_config import resolve_config
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.kinds import Metric
 from quire.tokenizer.load import load_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

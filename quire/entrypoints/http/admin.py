@@ -11,11 +11,11 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.engine.async_engine import EngineDeadError
-from quire.engine.metrics import combined
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
 from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
 from quire.entrypoints.http.process_metrics import process_metrics
+from quire.metrics.kinds import combined
 
 Handler = Callable[[Request], Awaitable[Response]]
 SECRETS = ("api_key", "ssl_keyfile_password")

@@ -19,7 +19,6 @@ from quire.config.server import ServerConfig
 from quire.config.shown import shown
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.input_processor import ParsedPrompt
-from quire.engine.metrics import Metric
 from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
@@ -29,6 +28,7 @@ from quire.entrypoints.http.request_log import RequestLog
 from quire.entrypoints.parsers.detect import ParserNames, parser_names
 from quire.entrypoints.tool_prompt import takes_tools
 from quire.entrypoints.tracing import Tracer
+from quire.metrics.kinds import Metric
 from quire.tokenizer.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters; tokenizing them on the event loop would stall every stream

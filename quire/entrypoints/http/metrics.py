@@ -3,8 +3,9 @@
 from collections import Counter as Tally
 from collections.abc import Iterable
 
-from quire.engine.metrics import HELP, REQUEST_SECONDS, Counter, Gauge, Histogram, Metric, Observations
 from quire.entrypoints.http.process_metrics import PROCESS_HELP
+from quire.metrics.engine import HELP, REQUEST_SECONDS
+from quire.metrics.kinds import Counter, Gauge, Histogram, Metric, Observations
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "quire:"

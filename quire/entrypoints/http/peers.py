@@ -8,7 +8,6 @@ from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.metrics import Metric
 from quire.entrypoints.http.process_messages import (
     Abort,
     Aborted,
@@ -29,6 +28,7 @@ from quire.entrypoints.http.process_messages import (
     ToApi,
     TokensUsed,
 )
+from quire.metrics.kinds import Metric
 
 if TYPE_CHECKING:
     from quire.entrypoints.http.server import Server

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.metrics import Counter, Gauge, Histogram, Metric
+from quire.metrics.kinds import Counter, Gauge, Histogram, Metric
 
 LENGTH = struct.Struct("<I")
 

@@ -5,7 +5,7 @@ import os
 import resource
 from pathlib import Path
 
-from quire.engine.metrics import Counter, Gauge, Metric
+from quire.metrics.kinds import Counter, Gauge, Metric
 
 PROCESS_HELP = {
     "process_virtual_memory_bytes": "Virtual memory of the API process.",

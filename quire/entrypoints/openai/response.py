@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.protocol import GenerationRequest
+from quire.metrics.request import RequestMetrics
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import CacheConfig
 from quire.config.server import ServerConfig
-from quire.engine.metrics import RESIDENCY, Counter, cache_config_info
 from quire.entrypoints.http.metrics import HELP_TEXTS, prometheus_text
+from quire.metrics.engine import RESIDENCY, cache_config_info
+from quire.metrics.kinds import Counter
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 ROOT = Path(__file__).parents[3]

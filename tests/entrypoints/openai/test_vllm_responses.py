@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from quire.config.server import ServerConfig
-from quire.engine.outputs import RequestMetrics
 from quire.entrypoints.openai.response import timing
+from quire.metrics.request import RequestMetrics
 from tests.entrypoints.stub_server import StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]

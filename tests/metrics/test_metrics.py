@@ -3,18 +3,11 @@ import pytest
 
 from quire.config import CacheConfig
 from quire.engine import output_processor
-from quire.engine.metrics import (
-    Counter,
-    Gauge,
-    Histogram,
-    Observations,
-    cache_config_info,
-    combined,
-    scheduler_metrics,
-)
 from quire.engine.output_processor import OutputProcessor
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.engine import cache_config_info, scheduler_metrics
+from quire.metrics.kinds import Counter, Gauge, Histogram, Observations, combined
 from tests.core.fake_engine import FakeEngine
 
 LABELS = {"model_name": "m", "engine": "0"}
