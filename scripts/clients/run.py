@@ -38,12 +38,17 @@ class Client:
 
 # Nothing about tools: an agent must work without flags. The rest keeps a small machine usable.
 SERVER = ("--max-model-len", "4096", "--kv-cache-memory-bytes", "512M")
+MCP = "Its requests with tools import `mcp`, which it does not declare: `pip install mcp`"
+DSPY = (
+    "It sends a schema only to models it knows to follow one, so as `openai/MODEL` a model has to follow DSPy's format "
+    "by itself, which this one cannot; declare the server with `dspy.lm15.register_provider`, as the script does"
+)
 CLIENTS = (
     Client("openai", ("openai==3.49.0",), "openai_package.py", keyed=True),
     Client("langchain", ("langchain-openai==1.7.3",), "langchain_chat.py"),
-    Client("litellm", ("litellm==1.108.4",), "litellm_calls.py"),
+    Client("litellm", ("litellm==1.106.2", "mcp==2.3.0"), "litellm_calls.py", note=MCP),
     Client("llama-index", ("llama-index-llms-openai-like==0.8.1",), "llama_index_like.py"),
-    Client("dspy", ("dspy==3.4.1",), "dspy_predict.py"),
+    Client("dspy", ("dspy==3.4.1",), "dspy_predict.py", note=DSPY),
     Client("openai-agents", ("openai-agents==0.24.0",), "agents_run.py"),
     Client("open-webui", ("aiohttp==3.14.3",), "open_webui.py"),
     Client("instructor", ("instructor==1.17.0",), "instructor_models.py"),
