@@ -50,7 +50,7 @@ CLIENTS = (
     Client("llama-index", ("llama-index-llms-openai-like==0.8.1",), "llama_index_like.py"),
     Client("dspy", ("dspy==3.4.1",), "dspy_predict.py", note=DSPY),
     Client("openai-agents", ("openai-agents==0.24.0",), "agents_run.py"),
-    Client("open-webui", ("aiohttp==3.14.3",), "open_webui.py"),
+    Client("open-webui", ("aiohttp==3.14.5",), "open_webui.py"),
     Client("instructor", ("instructor==1.17.0",), "instructor_models.py"),
     Client("llm", ("llm==0.36",), "llm_command.py"),
 )
