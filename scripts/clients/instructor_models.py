@@ -14,6 +14,7 @@ ASKED: Any = {
     "model": plain.models.list().data[0].id,
     "messages": [{"role": "user", "content": "Ada, 36 years old, is an engineer."}],
     "max_tokens": 100,
+    "temperature": 0,
     "max_retries": 1,
 }
 

@@ -2,7 +2,7 @@
 
     python openai_package.py URL [URL_WITH_KEY KEY]
 
-Batches need the environment's QUIRE, the path of the `quire` command.
+Batches need QUIRE_PYTHON, a Python that runs `-m quire` in the folder QUIRE_ROOT.
 """
 
 import asyncio
@@ -164,13 +164,8 @@ def tools_named() -> None:
 
 def tools_parsed() -> None:
     """chat.completions.parse with pydantic_function_tool"""
-    message = (
-        client.chat.completions.parse(
-            model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice="required", max_tokens=200
-        )
-        .choices[0]
-        .message
-    )
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "parallel_tool_calls": False}
+    message = client.chat.completions.parse(**arguments, tools=[TOOL], tool_choice="required").choices[0].message
     assert message.tool_calls and isinstance(message.tool_calls[0].function.parsed_arguments, Weather)
 
 
@@ -236,8 +231,9 @@ def batch() -> None:
     with tempfile.TemporaryDirectory() as folder:
         requests, results = Path(folder, "requests.jsonl"), Path(folder, "results.jsonl")
         requests.write_text("".join(json.dumps(line) + "\n" for line in (good, bad)))
-        command = [os.environ["QUIRE"], "run-batch", "-i", requests, "-o", results, "--url", URL]
-        assert subprocess.run(command, timeout=300).returncode == 1  # one line failed
+        command = [os.environ["QUIRE_PYTHON"], "-m", "quire", "run-batch", "-i", requests, "-o", results, "--url", URL]
+        done = subprocess.run(command, cwd=os.environ["QUIRE_ROOT"], timeout=300)
+        assert done.returncode == 1  # one line failed
         first, second = map(json.loads, results.read_text().splitlines())
     assert (first["custom_id"], second["custom_id"]) == ("good", "bad")
     assert first["response"]["status_code"] == 200 and first["error"] is None
@@ -247,4 +243,4 @@ def batch() -> None:
 
 STEPS = (models, chat, chat_options, raw_response, chat_stream, stream_helper, completions, asynchronous)
 TOOLS = (tools_auto, tools_required, tools_named, tools_parsed, json_schema, parsed, errors)
-run_steps((*STEPS, *TOOLS, *((keys,) if KEYED else ()), *((batch,) if "QUIRE" in os.environ else ())))
+run_steps((*STEPS, *TOOLS, *((keys,) if KEYED else ()), *((batch,) if "QUIRE_PYTHON" in os.environ else ())))

@@ -43,14 +43,16 @@ DSPY = (
     "It sends a schema only to models it knows to follow one, so as `openai/MODEL` a model has to follow DSPy's format "
     "by itself, which this one cannot; declare the server with `dspy.lm15.register_provider`, as the script does"
 )
+AGENTS = "The tool is offered until it was called once, since this model would go on calling it"
+WEBUI = "Its requests as its source makes them, sent with the HTTP client that it uses; Open WebUI itself does not run"
 CLIENTS = (
     Client("openai", ("openai==3.49.0",), "openai_package.py", keyed=True),
     Client("langchain", ("langchain-openai==1.7.3",), "langchain_chat.py"),
     Client("litellm", ("litellm==1.106.2", "mcp==2.3.0"), "litellm_calls.py", note=MCP),
     Client("llama-index", ("llama-index-llms-openai-like==0.8.1",), "llama_index_like.py"),
     Client("dspy", ("dspy==3.4.1",), "dspy_predict.py", note=DSPY),
-    Client("openai-agents", ("openai-agents==0.24.0",), "agents_run.py"),
-    Client("open-webui", ("aiohttp==3.14.5",), "open_webui.py"),
+    Client("openai-agents", ("openai-agents==0.24.0",), "agents_run.py", note=AGENTS),
+    Client("open-webui", ("aiohttp==3.14.5",), "open_webui.py", note=WEBUI),
     Client("instructor", ("instructor==1.17.0",), "instructor_models.py"),
     Client("llm", ("llm==0.36",), "llm_command.py"),
 )
@@ -97,8 +99,8 @@ def run(client: Client, cache: Path, arguments: Sequence[str]) -> str:
         done = subprocess.run(
             [python, FOLDER / client.script, *arguments],
             cwd=cache,
-            # The batch of OpenAI's package is run by our command.
-            env=clean_environment() | {"QUIRE": str(Path(sys.executable).parent / "quire")},
+            # For scripts that run commands of ours too: `QUIRE_PYTHON -m quire` in QUIRE_ROOT.
+            env=clean_environment() | {"QUIRE_PYTHON": sys.executable, "QUIRE_ROOT": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=SECONDS,
