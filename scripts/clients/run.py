@@ -109,11 +109,11 @@ def run(client: Client, cache: Path, arguments: Sequence[str]) -> str:
         exercised = re.findall(r"^ok: (.*)$", done.stdout, re.MULTILINE)
         failed = re.findall(r"^failed: (.*)$", done.stdout, re.MULTILINE)
         if done.returncode and not failed:
-            failed = (done.stderr.strip().splitlines() or ["no message"])[-1:]
+            failed = [last_line(done.stderr)]
     except subprocess.TimeoutExpired:
         exercised, failed = [], [f"not done within {SECONDS} seconds"]
     except subprocess.CalledProcessError as error:
-        exercised, failed = [], [f"not installed: {error.stderr.strip().splitlines()[-1]}"]
+        exercised, failed = [], [f"not installed: {last_line(error.stderr)}"]
     result = "ok" if not failed else f"failed: {'; '.join(failed)}"
     print(f"{client.name}: {result}, {len(exercised)} things worked ({time.monotonic() - began:.0f} s)", flush=True)
     for line in exercised:
@@ -123,6 +123,10 @@ def run(client: Client, cache: Path, arguments: Sequence[str]) -> str:
     note = f". {client.note}" if client.note else ""
     cells = (client.name, version, date, result, "; ".join(exercised) + note)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
 
 
 def environment(client: Client, cache: Path) -> Path:
