@@ -58,6 +58,10 @@ test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and 
 		$(wildcard quire/kernels/native/*.c) -o build/check-arm -lm
 	@qemu-aarch64 -L /usr/aarch64-linux-gnu build/check-arm
 
+CLIENTS ?=
+test-clients: $(INSTALLED)  ## other people's clients against our server, each in an environment of its own; CLIENTS="openai dspy"
+	@$(BIN)/python scripts/clients/run.py $(CLIENTS)
+
 lint: $(INSTALLED)  ## check style, formatting and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -87,4 +91,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties mutants test-models test-arm lint format fuzz chaos lock bench figures
+.PHONY: help install serve test test-properties mutants test-models test-arm test-clients \
+	lint format fuzz chaos lock bench figures

@@ -91,6 +91,8 @@ NOT_YET: dict[str, tuple[tuple[str, ...], str]] = {
     "/wake_up": (POST, "sleep mode"),
     "/weight_checker": (POST, "weight updates"),
 }
+# OpenAI's package sends again whatever gets a 5xx, unless told otherwise.
+NO_RETRY = {"x-should-retry": "false"}
 
 
 def unserved(served: Collection[str]) -> list[Route]:
@@ -103,6 +105,6 @@ def unserved(served: Collection[str]) -> list[Route]:
 def _refusing(path: str, methods: tuple[str, ...], status: int, why: str) -> Route:
     async def refuse(request: Request) -> Response:
         kind, code = (SERVER, "not_available") if status == 501 else (INVALID, "not_found")
-        raise ApiError(status, f"{request.method} {path}: {why}", type=kind, code=code)
+        raise ApiError(status, f"{request.method} {path}: {why}", type=kind, code=code, headers=NO_RETRY)
 
     return Route(path, refuse, methods=list(methods), include_in_schema=False)

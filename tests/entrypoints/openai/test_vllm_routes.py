@@ -36,7 +36,7 @@ def test_every_route_says_what_it_is(server: StubServer) -> None:
         assert response.status_code == 404 and flag in response.json()["error"]["message"]
     for path, (methods, feature) in NOT_YET.items():
         response = server.get(path) if methods == ("GET",) else server.post(path, {})
-        assert response.status_code == 501
+        assert response.status_code == 501 and response.headers["x-should-retry"] == "false"
         assert response.json()["error"]["message"].endswith(f"not available yet: {feature}")
 
 
