@@ -96,10 +96,14 @@ PATHS = {*MODULES, *UNAVAILABLE} - {""}
 PARENTS = {path[:at] for path in PATHS for at, character in enumerate(path) if character == "."}
 
 
+def to_come(path: str, name: str) -> str:
+    return f"{name} is not available yet: {UNAVAILABLE[path][name]}"
+
+
 def find(path: str, name: str) -> Any:
     """What `from quire.PATH import NAME` gives."""
     if name in UNAVAILABLE.get(path, {}):
-        raise ImportError(f"{name} is not available yet: {UNAVAILABLE[path][name]}")
+        raise AttributeError(to_come(path, name))
     for home, names in MODULES.get(path, {}).items():
         known = dict(_pair(text) for text in names.split())
         if name in known or ("*" in known and not name.startswith("__")):
@@ -126,6 +130,8 @@ class Loader:
         found.__doc__ = f"vLLM's import path {path}."
         found.__all__ = [name for name in names if name != "*"]
         found.__getattr__ = lambda name: find(path, name)
+        if path in UNAVAILABLE:
+            found.__path__ = []  # so that `from` asks spec_of about what __getattr__ has not got
 
     def get_code(self, name: str) -> types.CodeType:
         """For `python -m`."""
@@ -143,8 +149,12 @@ class Loader:
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """The spec of `quire.PATH`, if that is in the table."""
+    """The spec of `quire.PATH`, if that is in the table. `from` looks for a missing name as a module: there the
+    feature is named, so that `hasattr` can be False."""
     path = module.removeprefix("quire.")
+    parent, _, name = path.rpartition(".")
+    if name in UNAVAILABLE.get(parent, {}):
+        raise ImportError(to_come(parent, name), name=module)
     if path not in PATHS and path not in PARENTS:
         return None
     # The origin is what `python -m` puts into sys.argv[0].
