@@ -129,7 +129,9 @@ def test_the_seed_of_requests_without_one(start: Start) -> None:
 def test_the_most_logprobs(start: Start) -> None:
     with pytest.raises(ValueError, match="logprobs"):
         text(start("--max-logprobs", "2"), SamplingParams(logprobs=3))
-    assert text(start("--max-logprobs", "3"), SamplingParams(logprobs=3, temperature=0))
+    llm = start("--max-logprobs", "3")
+    assert text(llm, SamplingParams(logprobs=3, temperature=0))
+    assert text(llm, SamplingParams(logprob_token_ids=list(range(9)), temperature=0))  # 128 of these, as in vLLM
 
 
 def test_names_of_precisions(start: Start) -> None:

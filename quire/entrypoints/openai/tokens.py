@@ -87,7 +87,10 @@ class TokensResponse(ResponseBuilder):
         return b""
 
     def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
-        return []
+        if choice != 0 or not self.with_prompt_logprobs:
+            return []
+        fields = b',"prompt_logprobs":' + encode(prompt_logprobs(output.prompt_logprobs))
+        return [self.event(choice, self.no_text, choice_fields=b',"token_ids":[]', event_fields=fields)]
 
     def choice(
         self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput

@@ -186,6 +186,16 @@ def test_tokens_in_a_stream(server: StubServer) -> None:
     assert not any("text" in one for one in choices)
 
 
+def test_prompt_logprobs_come_first_in_a_stream_of_tokens(server: StubServer) -> None:
+    request = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 2, "prompt_logprobs": 0}}
+    whole = body(server, "/inference/v1/generate", **request)["prompt_logprobs"]
+    lines = server.post("/inference/v1/generate", request | {"stream": True}).text.strip().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert whole is not None and events[0]["prompt_logprobs"] == whole
+    assert not any("prompt_logprobs" in event for event in events[1:])
+    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 2
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [
