@@ -159,6 +159,8 @@ class TokensRequest(EngineRequest, kw_only=True):
 
     token_ids: list[TokenId]
     sampling_params: dict[str, Any]
+    output_mode: str | None = None
+    return_token_ids: bool | None = None
 
     # Refused unless null
     features: Any = None
@@ -169,6 +171,56 @@ class TokensRequest(EngineRequest, kw_only=True):
     token_offsets: Ignored = msgspec.field(default_factory=_nothing)
     kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
     ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+
+
+class GeneratedLogprob(msgspec.Struct, kw_only=True):
+    token_id: TokenId
+    logprob: float
+    rank: Int | None = None
+    top_logprobs: list["GeneratedLogprob"] = []
+
+
+class GeneratedLogprobs(msgspec.Struct, kw_only=True):
+    content: list[GeneratedLogprob] | None = None
+
+
+class GeneratedChoice(msgspec.Struct, kw_only=True):
+    index: Int
+    token_ids: list[TokenId] | None = None
+    logprobs: GeneratedLogprobs | None = None
+    finish_reason: str | None = "stop"
+    stop_reason: Int | str | None = None
+
+
+class GeneratedTokens(msgspec.Struct, kw_only=True):
+    """A response of /inference/v1/generate."""
+
+    choices: list[GeneratedChoice]
+    request_id: str | None = None
+    output_mode: str = "tokens"
+    prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Ignored = msgspec.field(default_factory=_nothing)  # passed through
+
+
+class DerenderRequest(msgspec.Struct, kw_only=True):
+    """Generated tokens, to become a response of the request that was rendered."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+class DerenderChatRequest(DerenderRequest, kw_only=True):
+    generate_response: GeneratedTokens
+    prompt_tokens: Int | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    chat_request: ChatRequest | None = None
+
+
+class DerenderCompletionRequest(DerenderRequest, kw_only=True):
+    generate_responses: list[GeneratedTokens]
+    prompt_tokens: list[Int] | None = None
+    prompt_token_ids: list[list[TokenId] | None] | None = None
+    completion_request: CompletionRequest | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

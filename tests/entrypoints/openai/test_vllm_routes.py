@@ -14,6 +14,7 @@ from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.route_table import NOT_YET, WITH_FLAG, WORKS
 from quire.entrypoints.openai.invocations import InvocationsEndpoint
+from tests.entrypoints.openai.test_parsed_chat import says
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -172,9 +173,24 @@ def test_tokens_in_tokens_out(server: StubServer) -> None:
 def test_logprobs_of_named_tokens(server: StubServer) -> None:
     params = {"max_tokens": 2, "logprobs": 0, "logprob_token_ids": [5, 6, 7]}
     answer = body(server, "/inference/v1/generate", token_ids=[7, 8, 9], sampling_params=params)
-    texts = [server.post("/detokenize", {"tokens": [token]}).json()["prompt"] for token in (5, 6, 7)]
     for one in answer["choices"][0]["logprobs"]["content"]:
-        assert [top["token"] for top in one["top_logprobs"]] == [*texts, one["token"]]
+        assert [top["token_id"] for top in one["top_logprobs"]] == [5, 6, 7, one["token_id"]]
+
+
+def test_tokens_with_their_text(server: StubServer) -> None:
+    request: dict[str, Any] = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 5, "logprobs": 1}}
+    request |= {"output_mode": "text", "return_token_ids": True}
+    answer = body(server, "/inference/v1/generate", **request)
+    (choice,) = answer["choices"]
+    expected = body(server, "/v1/completions", prompt=[7, 8, 9], max_tokens=5)["choices"][0]["text"]
+    assert choice["text"] == expected == "".join(one["token"] for one in choice["logprobs"]["content"])
+    assert answer["prompt_token_ids"] == [7, 8, 9] and answer["output_mode"] == "text"
+    lines = server.post("/inference/v1/generate", request | {"stream": True}).text.strip().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(event["choices"][0]["text"] for event in events) == expected
+    assert events[0]["prompt_token_ids"] == [7, 8, 9] and events[-1]["choices"][0]["stop_reason"] is None
+    for wrong in ({"output_mode": "chat"}, {"output_mode": "text", "sampling_params": {"detokenize": False}}):
+        assert server.post("/inference/v1/generate", request | wrong).json()["error"]["param"] == "output_mode"
 
 
 def test_tokens_in_a_stream(server: StubServer) -> None:
@@ -301,3 +317,69 @@ def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
         forwarded = {"prompt_token_ids": ids}
         wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": forwarded})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
+
+
+def test_generated_tokens_become_a_chat_response(server: StubServer) -> None:
+    request = {"messages": HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": 1, "n": 2}
+    rendered = body(server, "/v1/chat/completions/render", **request)
+    generated = body(server, "/inference/v1/generate", **rendered)
+    derendered = {"generate_response": generated, "prompt_token_ids": rendered["token_ids"]}
+    made = body(server, "/v1/chat/completions/derender", **derendered, chat_request=request)
+    whole = body(server, "/v1/chat/completions", **request)
+    assert (made["choices"], made["usage"]) == (whole["choices"], whole["usage"])
+    assert made["id"] == generated["request_id"] and made["object"] == "chat.completion"
+    plain = body(server, "/v1/chat/completions/derender", generate_response=generated, prompt_tokens=7)
+    assert [one["message"]["content"] for one in plain["choices"]] == [
+        one["message"]["content"] for one in whole["choices"]
+    ]
+    assert plain["usage"]["prompt_tokens"] == 7
+
+
+def test_generated_calls_are_parsed() -> None:
+    with stub_server(says("<think>Hm.</think>It is noon."), ServerConfig(reasoning_parser="qwen3")) as server:
+        request = {"messages": HELLO, "max_tokens": 50}
+        rendered = body(server, "/v1/chat/completions/render", **request)
+        generated = body(server, "/inference/v1/generate", **rendered)
+        made = body(server, "/v1/chat/completions/derender", generate_response=generated, chat_request=request)[
+            "choices"
+        ][0]["message"]
+        assert (made["reasoning"], made["content"]) == ("Hm.", "It is noon.")
+
+
+def test_generated_tokens_become_a_completion(server: StubServer) -> None:
+    request = {"prompt": ["one", "two"], "max_tokens": 3, "logprobs": 1}
+    rendered = body(server, "/v1/completions/render", **request)
+    generated = [body(server, "/inference/v1/generate", **one) for one in rendered]
+    made = body(
+        server,
+        "/v1/completions/derender",
+        generate_responses=generated,
+        prompt_token_ids=[one["token_ids"] for one in rendered],
+        completion_request=request,
+    )
+    whole = body(server, "/v1/completions", **request)
+    assert (made["choices"], made["usage"]) == (whole["choices"], whole["usage"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"stream": True}, "stream"),
+        ({"generate_response": {"choices": []}}, "choices"),
+        ({"generate_response": {"choices": [{"index": 1, "token_ids": [5]}]}}, "choices"),
+        ({"generate_response": {"choices": [{"index": 0, "token_ids": []}]}}, "token_ids"),
+        ({"generate_response": {"choices": [{"index": 0, "token_ids": [10**8]}]}}, "token_ids"),
+        ({"generate_response": {"choices": [{"index": 0, "token_ids": [5]}], "output_mode": "text"}}, "output_mode"),
+        ({"chat_request": {"messages": []}}, "messages"),
+    ],
+)
+def test_tokens_that_cannot_become_a_response(server: StubServer, fields: dict[str, Any], named: str) -> None:
+    request = {"generate_response": {"choices": [{"index": 0, "token_ids": [5]}]}} | fields
+    assert server.post("/v1/chat/completions/derender", request).json()["error"]["param"] == named
+
+
+def test_each_rendered_prompt_counts_as_a_request() -> None:
+    with stub_server(stub_engine(), ServerConfig(rate_limit_requests=3)) as server:
+        assert server.post("/v1/completions/render", {"prompt": ["one", "two", "three", "four"]}).status_code == 429
+        assert len(body(server, "/v1/completions/render", prompt=["one", "two"])) == 2
+        assert server.post("/v1/completions/render", {"prompt": "one"}).status_code == 429
