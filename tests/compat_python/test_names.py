@@ -15,7 +15,7 @@ from quire.vllm_paths import UNAVAILABLE
 
 NAMES = json.loads((Path(__file__).parent / "data" / "names.json").read_text())
 # Of features to come, or of no meaning here
-NO_STATS = {"num_preemptions", "is_watermarked", "is_watermark_skipped"}
+NO_STATS = {"is_watermarked", "is_watermark_skipped"}
 
 
 @pytest.mark.parametrize("name", NAMES["exports"])
