@@ -40,6 +40,12 @@ class ModelConfig:
         choices=MODEL_IMPLS,
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the checkpoint")
+    code_revision: str | None = option(
+        None, "branch, tag or commit of that code, where the checkpoint names another hub repository for it"
+    )
+    model_class_overrides: dict[str, Any] | None = option(
+        None, 'your own classes by architecture, as JSON: {"LlamaForCausalLM": "module:Class"}'
+    )
     hf_overrides: Overrides | None = option(
         None, 'changes to the model\'s config.json, as JSON: {"max_position_embeddings": 8192}'
     )

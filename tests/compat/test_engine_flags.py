@@ -9,6 +9,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.metrics import Histogram
 from quire.messages.structured import StructuredOutputsParams
+from quire.models.llama import LlamaForCausalLM
+from quire.models.registry import ModelRegistry
 from quire.worker.graphs import graph_sizes
 from tests.compat.conftest import Start, arguments
 from tests.tiny_models import save_tiny
@@ -59,6 +61,16 @@ def sized(tiny: Path, size: str) -> int:
 def blocks(llm: LLM) -> int:
     (info,) = [metric for metric in llm.get_metrics() if metric.name.endswith("cache_config_info")]
     return int(info.labels["num_gpu_blocks"])
+
+
+class OwnLlama(LlamaForCausalLM):
+    pass
+
+
+def test_model_classes_of_your_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRegistry, "_registered", {})
+    llm = start("--model-class-overrides.LlamaForCausalLM", f"{__name__}:OwnLlama")
+    assert llm.apply_model(type) == [OwnLlama] and text(llm)
 
 
 def test_the_longest_sequence(start: Start) -> None:

@@ -239,10 +239,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "watermarks": {
         "watermark_config": ("json",),
     },
-    "model classes by flag": {
-        "model_class_overrides": ("json",),
-        "code_revision": ("text",),
-    },
     "quantization by a config of your own": {
         "quantization_config": ("json",),
     },
