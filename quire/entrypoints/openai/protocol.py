@@ -64,6 +64,7 @@ class GenerationRequest(EngineRequest, kw_only=True):
     truncation_side: str | None = None
     prompt_logprobs: Int | None = None
     repetition_detection: dict[str, Int] | None = None
+    thinking_token_budget: Int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -84,14 +85,19 @@ class GenerationRequest(EngineRequest, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
 
-    # Refused where SamplingParams has no such field
     logprob_token_ids: list[TokenId] | None = None
     stream_interval: Int | None = None
+
+    # Refused unless neutral
+    watermarking: bool | None = None
+    routed_experts_prompt_start: Int | None = None
 
     # No effect
     user: str | None = None
     session_id: str | None = None
     return_token_offsets: bool | None = None  # of /render
+    mm_payload: Ignored = msgspec.field(default_factory=_nothing)  # of /render, with images
+    return_mm_kwargs: Ignored = msgspec.field(default_factory=_nothing)
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
@@ -128,7 +134,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     return_prompt_text: bool | None = None
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
-    thinking_token_budget: Int | None = None
     kv_transfer_params: dict[str, Any] | None = None  # type: ignore[assignment]  # only its prompt_token_ids count
 
     # Refused unless neutral

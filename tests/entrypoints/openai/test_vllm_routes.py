@@ -251,6 +251,15 @@ def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
         assert server.post("/inference/v1/generate", rendered).status_code == 400
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(("name", "value"), [("watermarking", True), ("routed_experts_prompt_start", 3)])
+def test_fields_of_features_to_come_are_refused(server: StubServer, path: str, name: str, value: Any) -> None:
+    request: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "x"}
+    error = server.post(path, request | {name: value}).json()["error"]
+    assert error["param"] == name and "not available yet" in error["message"]
+    assert server.post(path, request | {name: None, "max_tokens": 1}).status_code == 200
+
+
 def test_the_load_in_a_header(server: StubServer) -> None:
     asked = {"endpoint-load-metrics-format": "json"}
     response = server.post("/v1/completions", {"prompt": [7], "max_tokens": 1}, headers=asked)
