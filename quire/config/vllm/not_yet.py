@@ -27,7 +27,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "dp_supervisor_probe_failure_threshold": ("int", 3),
         "dp_sync_interval": ("int", 16),
         "disable_nccl_for_dp_synchronization": ("switch",),
-        "enable_scale_out": ("switch",),
     },
     "expert parallelism over several devices": {
         "enable_eplb": ("switch",),
@@ -221,9 +220,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "budgets for reasoning": {
         "reasoning_config": ("json",),
-    },
-    "a server of tokens alone": {
-        "tokens_only": ("switch",),
     },
     "more outputs of a model": {
         "enable_return_routed_experts": ("switch",),

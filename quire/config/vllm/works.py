@@ -66,6 +66,7 @@ WORKS: dict[str, str] = {
     "exclude_tools_when_tool_choice_none": "entrypoints/openai/test_tools_by_default.py::test_tools_without_a_choice",
     "reasoning_parser_plugin": "entrypoints/openai/test_tools_by_default.py::test_reasoning_parser_plugin",
     "enable_prompt_embeds": "features/test_embeddings.py::test_wrong_embeddings_are_refused",
+    "tokens_only": "compat/test_server_flags.py::test_a_server_of_tokens_alone",
     "tool_call_parser": "entrypoints/tools/test_request.py::test_custom_parsers",
     "tool_parser_plugin": "entrypoints/tools/test_request.py::test_custom_parsers",
     "reasoning_parser": "entrypoints/openai/test_parsed_chat.py::test_a_budget_needs_a_parser",

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         if value and not hasattr(args, name):
             setattr(args, name, value)
     config = server_config(args)
+    if config.tokens_only:
+        engine_args = {"skip_tokenizer_init": True} | engine_args
     api_keys = load_api_keys(config)
     engine_config = EngineConfig.from_kwargs(**engine_args)
     from quire.engine.async_engine import EngineDeadError

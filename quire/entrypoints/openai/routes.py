@@ -52,6 +52,8 @@ def routes(context: ServerContext) -> list[Route]:
     invocations = InvocationsEndpoint(context.bodies, {"messages": chat, "prompt": completions})
     routes += [Route("/invocations", invocations, methods=["POST"], include_in_schema=False)]
     routes += ModelEndpoints(context).routes()
+    if context.config.tokens_only:
+        routes = [route for route in routes if route.path.startswith(("/inference/", "/v1/models"))]
     if not context.config.disable_fastapi_docs:
         routes += [Route(SCHEMA_PATH, openapi, methods=["GET"], include_in_schema=False), *documentation()]
     return routes
