@@ -99,6 +99,12 @@ class ModelConfig:
         if not callable(self.hf_overrides):
             require_object("hf_overrides", self.hf_overrides)
         require_object("override_generation_config", self.override_generation_config)
+        require_object("model_class_overrides", self.model_class_overrides)
+        for target in (self.model_class_overrides or {}).values():
+            if not isinstance(target, str) or ":" not in target:
+                raise ValueError(
+                    f"model_class_overrides has {target!r}; write 'module:Class' (--model-class-overrides)"
+                )
         self.logits_processors = _processors(self.logits_processors)
         validate(self)
 

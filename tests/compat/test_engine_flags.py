@@ -71,6 +71,8 @@ def test_model_classes_of_your_own(start: Start, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ModelRegistry, "_registered", {})
     llm = start("--model-class-overrides.LlamaForCausalLM", f"{__name__}:OwnLlama")
     assert llm.apply_model(type) == [OwnLlama] and text(llm)
+    with pytest.raises(ValueError, match="write 'module:Class'"):
+        EngineConfig.from_kwargs(model_class_overrides={"LlamaForCausalLM": "my.Llama"})
 
 
 def test_the_longest_sequence(start: Start) -> None:

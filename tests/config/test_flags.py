@@ -10,6 +10,7 @@ from quire.config.server import ServerConfig, add_server_flags, server_config
 
 OBJECTS = (
     "hf_overrides",
+    "model_class_overrides",
     "override_generation_config",
     "kv_transfer_config",
     "speculative_config",
