@@ -248,11 +248,11 @@ class WorldSize(msgspec.Struct):
 
 RESPONSES: dict[str, Any] = {
     "/v1/completions": Completion,
-    "/v1/completions/derender": Completion,
+    "/v1/completions/derender": dict[str, Any],  # a whole response, or a chunk and the state for the next
     "/v1/completions/render": list[Rendered],
     "/v1/chat/completions": ChatCompletion,
     "/v1/chat/completions/batch": ChatCompletion,
-    "/v1/chat/completions/derender": ChatCompletion,
+    "/v1/chat/completions/derender": dict[str, Any],
     "/v1/chat/completions/render": Rendered,
     "/inference/v1/generate": TokensResponse,
     "/tokenizer_info": TokenizerInfo,

@@ -205,26 +205,36 @@ class GeneratedTokens(msgspec.Struct, kw_only=True):
     output_mode: str = "tokens"
     prompt_token_ids: list[TokenId] | None = None
     prompt_logprobs: Ignored = msgspec.field(default_factory=_nothing)  # passed through
+    usage: dict[str, Any] | None = None  # of a stream's last event
+
+
+class DerenderState(msgspec.Struct, kw_only=True):
+    """What a client carries from one chunk of a choice to the next."""
+
+    output_token_ids: list[TokenId] = []
+    started: bool = False
 
 
 class DerenderRequest(msgspec.Struct, kw_only=True):
-    """Generated tokens, to become a response of the request that was rendered."""
+    """Generated tokens, to become a response of the request that was rendered; or one event of a stream of them."""
 
     model: str | None = None
     stream: bool | None = None
+    generate_chunk: GeneratedTokens | None = None
+    stream_state: DerenderState | None = None
 
 
 class DerenderChatRequest(DerenderRequest, kw_only=True):
-    generate_response: GeneratedTokens
+    generate_response: GeneratedTokens | None = None
     prompt_tokens: Int | None = None
     prompt_token_ids: list[TokenId] | None = None
     chat_request: ChatRequest | None = None
 
 
 class DerenderCompletionRequest(DerenderRequest, kw_only=True):
-    generate_responses: list[GeneratedTokens]
-    prompt_tokens: list[Int] | None = None
-    prompt_token_ids: list[list[TokenId] | None] | None = None
+    generate_responses: list[GeneratedTokens] | None = None
+    prompt_tokens: Int | list[Int] | None = None  # of a chunk, or for each response
+    prompt_token_ids: list[TokenId | list[TokenId] | None] | None = None
     completion_request: CompletionRequest | None = None
 
 

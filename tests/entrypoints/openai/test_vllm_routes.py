@@ -373,7 +373,16 @@ def test_generated_tokens_become_a_completion(server: StubServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"stream": True}, "stream"),
+        ({"stream": True}, "generate_chunk"),
+        ({"stream": True, "generate_chunk": {"choices": [{"index": 0}, {"index": 1}]}}, "choices"),
+        (
+            {
+                "stream": True,
+                "generate_chunk": {"choices": [{"index": 0, "token_ids": [5]}]},
+                "stream_state": {"output_token_ids": [10**8]},
+            },
+            "token_ids",
+        ),
         ({"generate_response": {"choices": []}}, "choices"),
         ({"generate_response": {"choices": [{"index": 1, "token_ids": [5]}]}}, "choices"),
         ({"generate_response": {"choices": [{"index": 0, "token_ids": []}]}}, "token_ids"),
@@ -385,6 +394,40 @@ def test_generated_tokens_become_a_completion(server: StubServer) -> None:
 def test_tokens_that_cannot_become_a_response(server: StubServer, fields: dict[str, Any], named: str) -> None:
     request = {"generate_response": {"choices": [{"index": 0, "token_ids": [5]}]}} | fields
     assert server.post("/v1/chat/completions/derender", request).json()["error"]["param"] == named
+
+
+def derendered_stream(server: StubServer, path: str, request: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The choices of a stream that another server has generated."""
+    rendered = body(server, f"{path}/render", **request)
+    rendered = rendered[0] if isinstance(rendered, list) else rendered
+    lines = server.post("/inference/v1/generate", rendered | {"stream": True}).text.strip().split("\n\n")
+    state, found = None, []
+    for line in lines[:-1]:
+        fields = {"generate_chunk": json.loads(line.removeprefix("data: ")), "stream": True, "stream_state": state}
+        made = body(server, f"{path}/derender", **fields, **{name: request, "prompt_token_ids": rendered["token_ids"]})
+        state = made["stream_state"]
+        found += made["chunk"]["choices"]
+    return found
+
+
+def test_a_generated_stream_becomes_a_chat_stream() -> None:
+    with stub_server(says("<think>Hm.</think>It is noon, naïvely."), ServerConfig(reasoning_parser="qwen3")) as server:
+        request: dict[str, Any] = {"messages": HELLO, "max_tokens": 50, "logprobs": True}
+        choices = derendered_stream(server, "/v1/chat/completions", request, "chat_request")
+    deltas = [choice["delta"] for choice in choices]
+    assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "Hm."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "It is noon, naïvely."
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+    assert all(choice["logprobs"]["content"] for choice in choices)
+
+
+def test_a_generated_stream_becomes_a_stream_of_text(server: StubServer) -> None:
+    request = {"prompt": "one", "max_tokens": 5}
+    choices = derendered_stream(server, "/v1/completions", request, "completion_request")
+    whole = body(server, "/v1/completions", **request)["choices"][0]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    assert choices[-1]["finish_reason"] == "length"
 
 
 def test_each_rendered_prompt_counts_as_a_request() -> None:
