@@ -113,6 +113,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None  # refused unless null
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -251,6 +251,11 @@ def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
         assert server.post("/inference/v1/generate", rendered).status_code == 400
 
 
+def test_embeddings_are_not_ignored(server: StubServer) -> None:
+    error = server.post("/v1/completions", {"prompt": "x", "prompt_embeds": "AAAA"}).json()["error"]
+    assert error["param"] == "prompt_embeds" and "LLM.generate" in error["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(("name", "value"), [("watermarking", True), ("routed_experts_prompt_start", 3)])
 def test_fields_of_features_to_come_are_refused(server: StubServer, path: str, name: str, value: Any) -> None:
