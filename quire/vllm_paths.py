@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 POOLING, LORA, MULTIMODAL = "pooling models", "LoRA", "prompts with images, audio or video"
+EMBEDDED = "a server inside your own program (quire serve is one of its own)"
+PARSERS = "parsers with vLLM's interface (ours is in docs/tools.md and docs/reasoning.md)"
 
 # path -> home: names. `A=B` is our B under vLLM's name A; `*=f` asks the function f for any name.
 MODULES: dict[str, dict[str, str]] = {
@@ -23,6 +25,7 @@ MODULES: dict[str, dict[str, str]] = {
         "engine.async_engine": "AsyncEngineDeadError=EngineDeadError",
     },
     "engine.protocol": {"engine.async_engine": "EngineClient=AsyncEngine"},
+    "entrypoints.chat_utils": {"entrypoints.vllm_utils": "load_chat_template"},
     "entrypoints.openai.api_server": {"entrypoints.cli.main": "main"},
     "entrypoints.openai.run_batch": {"entrypoints.cli.main": "main"},
     "envs": {"entrypoints.vllm_utils": "*=variable"},
@@ -79,10 +82,18 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
         "ScoringRequestOutput": POOLING,
         "initialize_ray_cluster": "several machines",
     },
+    "assets.audio": {"AudioAsset": MULTIMODAL},
+    "assets.image": {"ImageAsset": MULTIMODAL},
+    "assets.video": {"VideoAsset": MULTIMODAL},
+    "entrypoints.openai.api_server": dict.fromkeys(("build_async_engine_client", "run_server"), EMBEDDED),
+    "entrypoints.openai.cli_args": dict.fromkeys(("make_arg_parser", "validate_parsed_serve_args"), EMBEDDED),
     "inputs": {"ExplicitEncoderDecoderPrompt": "encoder-decoder models"},
     "lora.request": {"LoRARequest": LORA},
     "multimodal": {"MULTIMODAL_REGISTRY": MULTIMODAL},
     "multimodal.utils": {"fetch_image": MULTIMODAL, "fetch_audio": MULTIMODAL},
+    "reasoning": dict.fromkeys(("ReasoningParser", "ReasoningParserManager"), PARSERS),
+    "tool_parsers": dict.fromkeys(("ToolParser", "ToolParserManager"), PARSERS),
+    "v1.metrics.loggers": {"StatLoggerBase": "loggers of statistics of your own"},
     "outputs": {
         "ClassificationRequestOutput": POOLING,
         "ScoringRequestOutput": POOLING,
