@@ -73,10 +73,10 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if not name.startswith("_"):
-        from quire.vllm_paths import UNAVAILABLE
+        from quire.vllm_paths import UNAVAILABLE, to_come
 
         if name in UNAVAILABLE[""]:
-            raise ImportError(f"{name} is not available yet: {UNAVAILABLE[''][name]}")
+            raise AttributeError(to_come("", name))
     raise AttributeError(f"module 'quire' has no attribute {name!r}")
 
 

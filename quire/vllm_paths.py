@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 POOLING, LORA, MULTIMODAL = "pooling models", "LoRA", "prompts with images, audio or video"
+EMBEDDED = "a server inside your own program (quire serve is one of its own)"
+PARSERS = "parsers with vLLM's interface (ours is in docs/tools.md and docs/reasoning.md)"
 
 # path -> home: names. `A=B` is our B under vLLM's name A; `*=f` asks the function f for any name.
 MODULES: dict[str, dict[str, str]] = {
@@ -23,6 +25,7 @@ MODULES: dict[str, dict[str, str]] = {
         "engine.async_engine": "AsyncEngineDeadError=EngineDeadError",
     },
     "engine.protocol": {"engine.async_engine": "EngineClient=AsyncEngine"},
+    "entrypoints.chat_utils": {"entrypoints.vllm_utils": "load_chat_template"},
     "entrypoints.openai.api_server": {"entrypoints.cli.main": "main"},
     "entrypoints.openai.run_batch": {"entrypoints.cli.main": "main"},
     "envs": {"entrypoints.vllm_utils": "*=variable"},
@@ -79,10 +82,18 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
         "ScoringRequestOutput": POOLING,
         "initialize_ray_cluster": "several machines",
     },
+    "assets.audio": {"AudioAsset": MULTIMODAL},
+    "assets.image": {"ImageAsset": MULTIMODAL},
+    "assets.video": {"VideoAsset": MULTIMODAL},
+    "entrypoints.openai.api_server": dict.fromkeys(("build_async_engine_client", "run_server"), EMBEDDED),
+    "entrypoints.openai.cli_args": dict.fromkeys(("make_arg_parser", "validate_parsed_serve_args"), EMBEDDED),
     "inputs": {"ExplicitEncoderDecoderPrompt": "encoder-decoder models"},
     "lora.request": {"LoRARequest": LORA},
     "multimodal": {"MULTIMODAL_REGISTRY": MULTIMODAL},
     "multimodal.utils": {"fetch_image": MULTIMODAL, "fetch_audio": MULTIMODAL},
+    "reasoning": dict.fromkeys(("ReasoningParser", "ReasoningParserManager"), PARSERS),
+    "tool_parsers": dict.fromkeys(("ToolParser", "ToolParserManager"), PARSERS),
+    "v1.metrics.loggers": {"StatLoggerBase": "loggers of statistics of your own"},
     "outputs": {
         "ClassificationRequestOutput": POOLING,
         "ScoringRequestOutput": POOLING,
@@ -96,10 +107,14 @@ PATHS = {*MODULES, *UNAVAILABLE} - {""}
 PARENTS = {path[:at] for path in PATHS for at, character in enumerate(path) if character == "."}
 
 
+def to_come(path: str, name: str) -> str:
+    return f"{name} is not available yet: {UNAVAILABLE[path][name]}"
+
+
 def find(path: str, name: str) -> Any:
     """What `from quire.PATH import NAME` gives."""
     if name in UNAVAILABLE.get(path, {}):
-        raise ImportError(f"{name} is not available yet: {UNAVAILABLE[path][name]}")
+        raise AttributeError(to_come(path, name))
     for home, names in MODULES.get(path, {}).items():
         known = dict(_pair(text) for text in names.split())
         if name in known or ("*" in known and not name.startswith("__")):
@@ -126,6 +141,8 @@ class Loader:
         found.__doc__ = f"vLLM's import path {path}."
         found.__all__ = [name for name in names if name != "*"]
         found.__getattr__ = lambda name: find(path, name)
+        if path in UNAVAILABLE:
+            found.__path__ = []  # so that `from` asks spec_of about what __getattr__ has not got
 
     def get_code(self, name: str) -> types.CodeType:
         """For `python -m`."""
@@ -143,8 +160,12 @@ class Loader:
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """The spec of `quire.PATH`, if that is in the table."""
+    """The spec of `quire.PATH`, if that is in the table. `from` looks for a missing name as a module: there the
+    feature is named, so that `hasattr` can be False."""
     path = module.removeprefix("quire.")
+    parent, _, name = path.rpartition(".")
+    if name in UNAVAILABLE.get(parent, {}):
+        raise ImportError(to_come(parent, name), name=module)
     if path not in PATHS and path not in PARENTS:
         return None
     # The origin is what `python -m` puts into sys.argv[0].

@@ -10,7 +10,8 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.config.fields import options
 from quire.config.flags import FlagParser, add_engine_flags
-from quire.config.vllm.table import TABLE
+from quire.config.vllm.accepted import SERVER_ARGUMENTS
+from quire.config.vllm.table import KINDS, TABLE
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
@@ -20,7 +21,9 @@ def _fields() -> list[tuple[str, Any, Any]]:
         hints, defaults = typing.get_type_hints(config), {f.name: f.default for f in dataclasses.fields(config)}
         found += [(name, hints[name], dataclasses.field(default=defaults[name])) for name in options(config)]
     known = {name for name, *_ in found}
-    later = {row.name: next(iter(row.neutral), None) for row in TABLE.values() if row.name not in known}
+    # What works without an option of the engine is an object of several, or the server's.
+    ours = [row for row in TABLE.values() if row.status != "works" or row.name in (*KINDS, *SERVER_ARGUMENTS)]
+    later = {row.name: next(iter(row.neutral), None) for row in ours if row.name not in known}
     return [*found, *((name, Any, dataclasses.field(default=value)) for name, value in later.items())]
 
 

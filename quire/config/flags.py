@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
 import re
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,8 @@ from quire.config.engine import EngineConfig
 from quire.config.fields import FieldInfo, flag, is_optional, options
 from quire.config.vllm.syntax import human_integer, normalized, read_config_file
 from quire.config.vllm.table import TABLE
+
+logger = logging.getLogger("quire")
 
 HIDDEN = "vllm."  # before the names of flags that are only in vLLM's table
 
@@ -78,7 +81,8 @@ class FlagParser(argparse.ArgumentParser):
         return {a.option_strings[0]: given[a.dest] for a in self._actions if a.option_strings and a.dest in given}
 
     def _check_model(self, args: argparse.Namespace, words: list[str]) -> None:
-        """`--api-key KEY MODEL` must not serve the default model with the model's name as a key."""
+        """`--api-key KEY MODEL` must not serve the default model with the model's name as a key, or say so where the
+        name could be a key as well."""
         takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
         if not takes_model or hasattr(args, "model"):
             return
@@ -87,9 +91,16 @@ class FlagParser(argparse.ArgumentParser):
             if not self._starts_flag(word):
                 values.append(word)
                 continue
-            if len(values) > 2 and self._how_many(values[0]) == "many" and _may_be_model(values[-1], at == len(words)):
-                taken = f"{values[0]} took {values[-1]!r} as one of its values, and no model is named"
-                self.error(f"{taken}; write the model before it, or as --model")
+            if len(values) > 2 and self._how_many(values[0]) == "many" and _may_be_name(values[-1]):
+                write = "write the model before it, or as --model"
+                if at == len(words) or _looks_like_model(values[-1]):
+                    taken = f"{values[0]} took {values[-1]!r} as one of its values, and no model is named"
+                    self.error(f"{taken}; {write}")
+                count = len(values) - 1
+                logger.warning(
+                    "no model is named, so the default is used: all %d words behind %s are its values; %s if one is it",
+                    *(count, values[0], write),
+                )
             values = [word]
 
     def _starts_flag(self, word: str) -> bool:
@@ -122,11 +133,12 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _may_be_model(word: str, is_last: bool) -> bool:
-    """The last word of a command line may be one whatever it looks like."""
-    if "*" in word or re.fullmatch(r"\d+", word):
-        return False
-    return is_last or "/" in word or word.endswith(".gguf") or Path(word).is_dir()
+def _may_be_name(word: str) -> bool:
+    return "*" not in word and not re.fullmatch(r"\d+", word)
+
+
+def _looks_like_model(word: str) -> bool:
+    return "/" in word or word.endswith(".gguf") or Path(word).is_dir()
 
 
 def _config_file(words: list[str]) -> tuple[list[str], str | None]:

@@ -40,6 +40,12 @@ class ModelConfig:
         choices=MODEL_IMPLS,
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the checkpoint")
+    code_revision: str | None = option(
+        None, "branch, tag or commit of that code, where the checkpoint names another hub repository for it"
+    )
+    model_class_overrides: dict[str, Any] | None = option(
+        None, 'your own classes by architecture, as JSON: {"LlamaForCausalLM": "module:Class"}'
+    )
     hf_overrides: Overrides | None = option(
         None, 'changes to the model\'s config.json, as JSON: {"max_position_embeddings": 8192}'
     )
@@ -93,6 +99,12 @@ class ModelConfig:
         if not callable(self.hf_overrides):
             require_object("hf_overrides", self.hf_overrides)
         require_object("override_generation_config", self.override_generation_config)
+        require_object("model_class_overrides", self.model_class_overrides)
+        for target in (self.model_class_overrides or {}).values():
+            if not isinstance(target, str) or ":" not in target:
+                raise ValueError(
+                    f"model_class_overrides has {target!r}; write 'module:Class' (--model-class-overrides)"
+                )
         self.logits_processors = _processors(self.logits_processors)
         validate(self)
 

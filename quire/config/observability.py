@@ -7,7 +7,14 @@ from quire.config.environment import LOG_LEVELS
 from quire.config.fields import option, require_object, validate
 
 # Of histograms that have the same bounds, with vLLM's names.
-FAMILIES = ("request_latency", "time_to_first_token", "inter_token_latency", "request_tokens", "request_params_n")
+FAMILIES = (
+    "request_latency",
+    "time_to_first_token",
+    "inter_token_latency",
+    "request_tokens",
+    "request_params_n",
+    "request_num_preemptions",
+)
 
 
 @dataclass

@@ -212,6 +212,7 @@ class EngineProcess:
             return
         clients = set(np.unique(outputs.index >> CLIENT_SHIFT).tolist())
         clients |= {part.owner >> CLIENT_SHIFT for part in outputs.prompt_logprobs}
+        clients |= {index >> CLIENT_SHIFT for index in outputs.preempted}
         for client in clients & self._clients.keys():
             part = outputs.select(client << CLIENT_SHIFT, (client + 1) << CLIENT_SHIFT)
             self._out.put((self._clients[client], Outputs(part)))

@@ -77,6 +77,7 @@ class Scheduler:
             chunked_prefill=chunked_prefill,
         )
         self.num_preemptions = 0
+        self._preempted: list[int] = []  # since the last outputs
         self.failures: list[Failure] = []  # outside of a step; emptied by the caller that reports them
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._step_tokens_sum = 0
@@ -261,6 +262,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free the request's row and blocks; it computes them again later, from its confirmed tokens."""
         self.num_preemptions += 1
+        self._preempted.append(request.core.index)
         request.frames_to_discard = int(self.running.num_frames[request.row])
         request.prompt_planned = False
         self._leave_row(request)
@@ -286,8 +288,13 @@ class Scheduler:
         if result.failed:
             # What they computed may be wrong from any position on, and part of it can be found in the cache.
             self.reset_prefix_cache()
-        result.outputs.stats = self.stats()
-        return result.outputs
+        return self._with_stats(result.outputs)
+
+    def _with_stats(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        outputs.stats = self.stats()
+        if self._preempted:
+            outputs.preempted, self._preempted = self._preempted, []
+        return outputs
 
     def fail_plan(self, plan: SchedulerOutput, error: RequestError, connector: int | None = None) -> EngineCoreOutputs:
         """The step raised. Its requests end with the cause; all others compute again, since blocks that the failed
@@ -302,8 +309,7 @@ class Scheduler:
         if connector is not None:
             self._end_transfers(self.transfers.connector_failed(connector, error))
         self.reset_prefix_cache()
-        result.outputs.stats = self.stats()
-        return result.outputs
+        return self._with_stats(result.outputs)
 
     def _end_transfers(self, ended: Ended) -> None:
         for request in ended.loaded:

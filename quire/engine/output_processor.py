@@ -16,6 +16,7 @@ from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    ErrorKind,
     FinishReason,
     PromptLogprobs,
     RequestError,
@@ -151,6 +152,9 @@ class OutputProcessor:
         tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
         logprobs_at = {} if outputs.logprobs is None else {int(p): i for i, p in enumerate(outputs.logprobs.position)}
         self.metrics.generated(len(tokens))
+        for index in outputs.preempted:
+            if index in self._running:
+                self._running[index].metrics.num_preemptions += 1
         ready: list[EngineOutput] = []
         ended: list[str] = []
         for i, part in enumerate(outputs.prompt_logprobs):
@@ -269,6 +273,8 @@ class OutputProcessor:
             self._record_end(request, now)
             num_prompt, num_cached = len(request.prompt_token_ids), request.num_cached or 0
             params = None if request.pools else request.params
+            if request.error is not None and request.error.kind is ErrorKind.NOT_A_NUMBER:
+                self.metrics.corrupted_requests += 1
             self.metrics.ended(request.metrics, params, num_prompt, num_cached, request.num_tokens)
             del self._requests[request.request_id]
 

@@ -6,6 +6,7 @@ import logging
 import random
 import socket
 import uuid
+from pathlib import Path
 
 from quire.config.environment import process_environment
 
@@ -39,6 +40,13 @@ def random_uuid() -> str:
 
 def cdiv(a: int, b: int) -> int:
     return -(a // -b)
+
+
+def load_chat_template(chat_template: Path | str | None, *, is_literal: bool = False) -> str | None:
+    """The text of a template file, or the text itself."""
+    from quire.entrypoints.chat_renderer import read_template
+
+    return str(chat_template) if is_literal else read_template(str(chat_template)) if chat_template else None
 
 
 def get_open_port() -> int:

@@ -199,6 +199,7 @@ class EngineCoreOutputs(msgspec.Struct):
     logprobs: Logprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = []
     pooled: dict[int, np.ndarray] = {}  # row -> float32, of requests that pool, which finish so
+    preempted: list[int] = []  # indices of requests, once for each preemption since the last outputs
     stats: SchedulerStats | None = None
 
     @classmethod
@@ -244,5 +245,6 @@ class EngineCoreOutputs(msgspec.Struct):
             logprobs=logprobs,
             prompt_logprobs=[part for part in self.prompt_logprobs if low <= part.owner < high],
             pooled={new_row[row]: data for row, data in self.pooled.items() if row in new_row},
+            preempted=[index for index in self.preempted if low <= index < high],
             stats=self.stats,
         )

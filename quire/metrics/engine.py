@@ -25,6 +25,7 @@ REQUEST_SECONDS = (
 )
 TOKENS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
 COMPLETIONS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 ENGINE = "0"  # the label that tells data-parallel engines apart
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
@@ -43,6 +44,7 @@ class EngineMetrics:
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         self.generation_tokens = 0
+        self.corrupted_requests = 0
         self.finish_reasons: Tally[str] = Tally()
         self.time_to_first_token = Observations(first_token)
         self.inter_token = Observations(token)
@@ -58,6 +60,7 @@ class EngineMetrics:
         self.request_longest = Observations(tokens)
         self.request_max_tokens = Observations(tokens)
         self.request_n = Observations(own.get("request_params_n", COMPLETIONS))
+        self.request_preemptions = Observations(own.get("request_num_preemptions", PREEMPTIONS))
 
     def generated(self, count: int) -> None:
         self.generation_tokens += count
@@ -94,6 +97,7 @@ class EngineMetrics:
         self.request_computed_tokens.add(num_prompt_tokens - num_cached)
         self.request_generation_tokens.add(sum(num_tokens))
         self.request_longest.add(longest)
+        self.request_preemptions.add(times.num_preemptions)
         if params is not None:
             self.request_n.add(params.n)
             if params.max_tokens is not None:
@@ -129,6 +133,7 @@ class EngineMetrics:
             "request_max_num_generation_tokens": self.request_longest,
             "request_params_max_tokens": self.request_max_tokens,
             "request_params_n": self.request_n,
+            "request_num_preemptions": self.request_preemptions,
         }
         return [
             *scheduler_metrics(stats, labels),
@@ -137,6 +142,7 @@ class EngineMetrics:
             Counter("quire:prompt_tokens_by_source", {**labels, "source": "local_compute"}, computed),
             Counter("quire:prompt_tokens_by_source", {**labels, "source": "local_cache_hit"}, cached),
             Counter("quire:generation_tokens", labels, self.generation_tokens),
+            Counter("quire:corrupted_requests", labels, self.corrupted_requests),
             *(
                 Counter("quire:request_success", {**labels, "finished_reason": reason}, self.finish_reasons[reason])
                 for reason in map(str, FinishReason)
@@ -151,6 +157,7 @@ RESIDENCY = ("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", 
 
 def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Metric]:
     at, bounds = stats.time, STEP_TOKEN_BOUNDS
+    cached = {"device": stats.prefix_cache_hits, "external_unspecified": stats.external_cache_hits}
     waiting = {"capacity": stats.num_waiting - stats.num_deferred, "deferred": stats.num_deferred}
     return [
         Gauge("quire:num_requests_running", labels, stats.num_running, as_of=at),
@@ -169,6 +176,10 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
         Counter("quire:prefix_cache_hits", labels, stats.prefix_cache_hits, as_of=at),
         Counter("quire:external_prefix_cache_queries", labels, stats.external_cache_queries, as_of=at),
         Counter("quire:external_prefix_cache_hits", labels, stats.external_cache_hits, as_of=at),
+        *(
+            Counter("quire:prompt_tokens_cached_by_source", {**labels, "source": source}, count, as_of=at)
+            for source, count in cached.items()
+        ),
         histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
         *(
             histogram(f"quire:{name}", labels, RESIDENCY_SECONDS, list(map(int, counts)), total, at)
@@ -204,7 +215,9 @@ HELP = {
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token or pooled vector.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",
     "quire:prompt_tokens_by_source": "Prompt tokens that were computed, and those from the cache.",
+    "quire:prompt_tokens_cached_by_source": "Prompt tokens found at admission, in the KV cache or by connectors.",
     "quire:generation_tokens": "Tokens generated.",
+    "quire:corrupted_requests": "Requests that failed because their logits were not numbers.",
     "quire:request_success": "Finished completions, by reason.",
     "quire:time_to_first_token_seconds": "From arrival to the first token.",
     "quire:inter_token_latency_seconds": "Between one output of a completion and the next.",
@@ -220,5 +233,6 @@ HELP = {
     "quire:request_max_num_generation_tokens": "Tokens of a request's longest completion.",
     "quire:request_params_max_tokens": "The parameter max_tokens, if given.",
     "quire:request_params_n": "The parameter n.",
+    "quire:request_num_preemptions": "How often a request was preempted.",
     "quire:cache_config_info": "Configuration of the KV cache as labels; the value is always 1.",
 }

@@ -14,6 +14,7 @@ class RequestMetrics:
     last_token_time: float | None = None  # known at the end
     finished_time: float | None = None
     num_generation_tokens: int = 0  # of all completions, known at the end
+    num_preemptions: int = 0  # of all completions
 
     @property
     def queued_ts(self) -> float:

@@ -21,6 +21,7 @@ from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.loader import load_model
+from quire.models.registry import ModelRegistry
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
@@ -43,6 +44,8 @@ class Worker:
         self.config = config
         self.rank, self.world = rank, world
         load_plugins()
+        for architecture, target in (config.model.model_class_overrides or {}).items():
+            ModelRegistry.register_model(architecture, target)
         checkpoint = resolve_model(
             config.model.model,
             load_format=config.load.load_format,
@@ -74,6 +77,7 @@ class Worker:
             quantization=config.model.quantization,
             model_impl=config.model.model_impl,
             trust_remote_code=config.model.trust_remote_code,
+            code_revision=config.model.code_revision,
             moe_backend=device.moe_backend,
             longest=config.model.derived_max_model_len,
             packed_weights_cache=config.load.packed_weights_cache,

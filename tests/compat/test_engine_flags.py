@@ -9,6 +9,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.messages.structured import StructuredOutputsParams
 from quire.metrics.kinds import Histogram
+from quire.models.llama import LlamaForCausalLM
+from quire.models.registry import ModelRegistry
 from quire.worker.graphs import graph_sizes
 from tests.compat.conftest import Start, arguments
 from tests.tiny_models import save_tiny
@@ -59,6 +61,18 @@ def sized(tiny: Path, size: str) -> int:
 def blocks(llm: LLM) -> int:
     (info,) = [metric for metric in llm.get_metrics() if metric.name.endswith("cache_config_info")]
     return int(info.labels["num_gpu_blocks"])
+
+
+class OwnLlama(LlamaForCausalLM):
+    pass
+
+
+def test_model_classes_of_your_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRegistry, "_registered", {})
+    llm = start("--model-class-overrides.LlamaForCausalLM", f"{__name__}:OwnLlama")
+    assert llm.apply_model(type) == [OwnLlama] and text(llm)
+    with pytest.raises(ValueError, match="write 'module:Class'"):
+        EngineConfig.from_kwargs(model_class_overrides={"LlamaForCausalLM": "my.Llama"})
 
 
 def test_the_longest_sequence(start: Start) -> None:
@@ -129,7 +143,9 @@ def test_the_seed_of_requests_without_one(start: Start) -> None:
 def test_the_most_logprobs(start: Start) -> None:
     with pytest.raises(ValueError, match="logprobs"):
         text(start("--max-logprobs", "2"), SamplingParams(logprobs=3))
-    assert text(start("--max-logprobs", "3"), SamplingParams(logprobs=3, temperature=0))
+    llm = start("--max-logprobs", "3")
+    assert text(llm, SamplingParams(logprobs=3, temperature=0))
+    assert text(llm, SamplingParams(logprob_token_ids=list(range(9)), temperature=0))  # 128 of these, as in vLLM
 
 
 def test_names_of_precisions(start: Start) -> None:

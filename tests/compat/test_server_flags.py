@@ -17,6 +17,7 @@ from quire.config.server import ServerConfig, server_config
 from quire.entrypoints.cli import serve
 from quire.entrypoints.http.context import Job
 from quire.entrypoints.http.server import bind
+from tests.entrypoints.server_process import server_process
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "one two", "max_tokens": 3}
@@ -32,6 +33,18 @@ def logged(caplog: pytest.LogCaptureFixture, level: int, *words: str, **fields: 
         assert server.post("/v1/completions", BODY | fields).status_code == 200
         server.wait_until(lambda: server.server.context.http_metrics.in_progress == 0)
     return [record.getMessage() for record in caplog.records if record.name == "quire.requests"]
+
+
+def test_a_server_of_tokens_alone(tmp_path: Path) -> None:
+    with server_process(tmp_path, "--tokens-only") as server:
+        request = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
+        (choice,) = server.post("/inference/v1/generate", request).json()["choices"]
+        assert len(choice["token_ids"]) == 2
+        assert server.get("/v1/models").status_code == 200
+        for path in ("/v1/completions", "/tokenize", "/v1/chat/completions/render"):
+            assert server.post(path, BODY).status_code == 404
+        text = server.post("/inference/v1/generate", request | {"output_mode": "text"})  # there is no tokenizer
+        assert text.status_code == 400 and "try: curl" not in server.log.read_text()
 
 
 def test_requests_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """The table of vLLM's flags: complete, honest, and the one that its docs show."""
 
 import ast
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig, logs
+from quire.config.engine_args import EngineArgs
 from quire.config.environment import TRUE_ALREADY, VARIABLES
 from quire.config.fields import flag, options
 from quire.config.server import ServerConfig
@@ -108,6 +110,17 @@ def test_options_of_the_server_have_no_meaning_offline(
         with caplog.at_level("INFO", logger="quire"):
             assert EngineConfig.from_kwargs(**{name: "x"}) == EngineConfig()
         assert f"{name} has no effect here: it is for the server" in caplog.text
+
+
+def test_all_arguments_at_their_defaults_ask_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logs, "_said", set())
+    assert set(NAMES["engine_args"]) <= {field.name for field in dataclasses.fields(EngineArgs)}
+    with caplog.at_level("INFO", logger="quire"):
+        given = dataclasses.asdict(EngineArgs(model="m"))  # as in LLM(**asdict(engine_args))
+        assert EngineConfig.from_kwargs(**given) == EngineConfig.from_kwargs(model="m")
+    assert caplog.text == ""
 
 
 def test_none_of_vllms_defaults_is_refused() -> None:

@@ -10,6 +10,7 @@ from quire.config.server import ServerConfig, add_server_flags, server_config
 
 OBJECTS = (
     "hf_overrides",
+    "model_class_overrides",
     "override_generation_config",
     "kv_transfer_config",
     "speculative_config",
@@ -163,12 +164,17 @@ def test_a_list_that_is_no_list_of_texts(text: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
-def test_a_model_behind_a_flag_of_several_values_is_not_a_key(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_behind_a_flag_of_several_values_is_not_a_key(
+    flag: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     for words in (["gpt2"], ["org/model"], ["org/model", "--port", "9000"]):
         with pytest.raises(SystemExit):
             serve(flag, "secret", *words)
         taken = f"{flag} took {words[0]!r} as one of its values, and no model is named; write the model before it"
         assert taken in capsys.readouterr().err
+    assert serve(flag, "secret", "gpt2", "--port", "9000").port == 9000  # as in vLLM, but not without a word
+    assert f"no model is named, so the default is used: all 2 words behind {flag} are its values" in caplog.text
+    assert "secret" not in caplog.text
     assert serve(f"{flag}=secret", "gpt2").port == 8000
     assert serve(flag, "secret", "--", "gpt2").port == 8000
     assert serve(flag, "secret", flag, "other").port == 8000

@@ -62,9 +62,14 @@ def assert_equal(outputs, reference: Reference, which=None) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equal_to_transformers(reference, setting):
     with engine(reference, **SETTINGS[setting]) as llm:
-        assert_equal(llm.generate(reference.prompts, GREEDY, use_tqdm=False), reference)
+        outputs = llm.generate(reference.prompts, GREEDY, use_tqdm=False)
+        assert_equal(outputs, reference)
+        preemptions = sum(output.metrics.num_preemptions for output in outputs)
+        assert preemptions == llm.llm_engine.stats.num_preemptions
         if "preemption" in setting:
-            assert llm.llm_engine.stats.num_preemptions > 0
+            assert preemptions > 0
+            (found,) = [one for one in llm.get_metrics() if one.name == "quire:request_num_preemptions"]
+            assert (found.sum, found.count) == (preemptions, len(outputs))
 
 
 def test_one_by_one_then_warm_from_the_cache(reference):

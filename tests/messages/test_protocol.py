@@ -115,13 +115,14 @@ def test_a_front_end_s_part_of_the_outputs():
         num_cached=np.zeros(4, np.int32),
         scheduled={2: 1.5, 3: 2.5},
         pooled={0: np.zeros(3, np.float32), 1: np.arange(1000, dtype=np.float32)},
+        preempted=[21, 10, 21],
         stats=SchedulerStats(time=3.0, step_tokens=tuple(range(14))),
     )
     part = all_of_them.select(20, 30)
     assert part.index.tolist() == [21, 22] and part.token_ids.tolist() == [1, 2, 3]
     assert part.scheduled == {1: 1.5} and list(part.pooled) == [0]
     got = Codec(FromEngine).decode(Codec().encode(Outputs(part))).outputs
-    assert got.scheduled == {1: 1.5} and got.stats == all_of_them.stats
+    assert got.scheduled == {1: 1.5} and got.stats == all_of_them.stats and got.preempted == [21, 21]
     assert np.array_equal(got.pooled[0], np.arange(1000)) and got.pooled[0].dtype == np.float32
 
 

@@ -4,7 +4,14 @@ import pytest
 from quire.config import CacheConfig
 from quire.engine import output_processor
 from quire.engine.output_processor import OutputProcessor
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
+from quire.messages.requests import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorKind,
+    FinishReason,
+    RequestError,
+    SchedulerStats,
+)
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import cache_config_info, scheduler_metrics
 from quire.metrics.kinds import Counter, Gauge, Histogram, Observations, combined
@@ -155,6 +162,14 @@ def test_what_ends_without_a_token_has_no_phases(clock):
     assert seen(got["e2e_request_latency_seconds",]) == (1, 1)
     empty = ("time_to_first_token", "request_queue_time", "request_prefill_time", "request_decode_time")
     assert all(got[f"{name}_seconds",].count == 0 for name in empty)
+
+
+def test_requests_whose_logits_are_not_numbers(clock):
+    processor = OutputProcessor(None)
+    for index, kind in enumerate((ErrorKind.NOT_A_NUMBER, ErrorKind.INTERNAL)):
+        add(processor, clock, str(index), [index])
+        processor.process(EngineCoreOutputs.ended([index], FinishReason.ERROR, RequestError(kind, "x")))
+    assert metrics(processor)["corrupted_requests",].value == 1
 
 
 def test_an_aborted_request_reports_its_progress(clock):

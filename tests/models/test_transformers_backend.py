@@ -1,6 +1,7 @@
 """Models served with transformers' code and our attention. All that it has: transformers_sweep.py."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,33 @@ def test_code_of_the_checkpoint_runs_only_if_trusted(tmp_path, monkeypatch):
         load(folder, model_impl="auto")
     assert not list(tmp_path.rglob("imported"))
     assert type(load(folder, trust_remote_code=True).model).__name__ == "OwnModel"
+
+
+def test_the_revision_of_code_in_another_repository(tmp_path):
+    folder = tmp_path / "model"
+    save("stablelm", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnModel"]}
+    config["auto_map"] = {"AutoConfig": "me/code--own.OwnConfig", "AutoModelForCausalLM": "me/code--own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    repository = tmp_path / "hub" / "models--me--code"
+    for name, commit in (("main", "1" * 40), ("next", "2" * 40)):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "own.py").write_text(f"{REMOTE_CODE}    revision = {name!r}\n")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    code = (
+        "import sys; from pathlib import Path; from tests.models.test_transformers_backend import load\n"
+        "options = {'trust_remote_code': True, 'code_revision': sys.argv[2]}\n"
+        "print(type(load(Path(sys.argv[1]), **options).model).revision)"
+    )
+    cache = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    for name in ("next", "main"):
+        command = [sys.executable, "-c", code, str(folder), name]
+        environment = os.environ | cache | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.stdout.split()[-1:] == [name], done.stderr
 
 
 def test_without_transformers_the_error_names_the_remedy():

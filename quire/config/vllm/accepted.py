@@ -26,6 +26,9 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "every response has the header X-Request-Id": {
         "enable_request_id_headers": "switch",
     },
+    "/render, /derender and /inference/v1/generate are always served": {
+        "enable_scale_out": "switch",
+    },
     "/docs needs nothing from elsewhere": {
         "enable_offline_docs": "switch",
     },
@@ -72,6 +75,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
 # Options of the server that vLLM's EngineArgs has too: for `LLM(...)` they have no meaning.
 SERVER_ARGUMENTS = (
     "served_model_name",
+    "tokens_only",
     "otlp_traces_endpoint",
     "reasoning_parser",
     "reasoning_parser_plugin",

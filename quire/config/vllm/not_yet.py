@@ -27,7 +27,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "dp_supervisor_probe_failure_threshold": ("int", 3),
         "dp_sync_interval": ("int", 16),
         "disable_nccl_for_dp_synchronization": ("switch",),
-        "enable_scale_out": ("switch",),
     },
     "expert parallelism over several devices": {
         "enable_eplb": ("switch",),
@@ -222,9 +221,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "budgets for reasoning": {
         "reasoning_config": ("json",),
     },
-    "a server of tokens alone": {
-        "tokens_only": ("switch",),
-    },
     "more outputs of a model": {
         "enable_return_routed_experts": ("switch",),
         "return_sampling_mask": ("switch",),
@@ -238,10 +234,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "watermarks": {
         "watermark_config": ("json",),
-    },
-    "model classes by flag": {
-        "model_class_overrides": ("json",),
-        "code_revision": ("text",),
     },
     "quantization by a config of your own": {
         "quantization_config": ("json",),

@@ -102,11 +102,13 @@ def settle(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
             continue
         if row is None or row.status == "works" or (row.status == "accepted" and name in options):
             if name in SERVER_ARGUMENTS and name not in options:
-                say_once(f"{name} has no effect here: it is for the server")
+                if value is not None:
+                    say_once(f"{name} has no effect here: it is for the server")
             else:
                 kept[name] = value
         elif row.status == "accepted":
-            say_once(f"{flag(name)} is accepted: {row.note}")
+            if value is not None:
+                say_once(f"{flag(name)} is accepted: {row.note}")
         elif not row.is_neutral(value):
             raise ValueError(
                 f"not available yet: {row.note}; {name} is {value!r}, leave it out or pass {row.neutral_text} "

@@ -66,6 +66,7 @@ WORKS: dict[str, str] = {
     "exclude_tools_when_tool_choice_none": "entrypoints/openai/test_tools_by_default.py::test_tools_without_a_choice",
     "reasoning_parser_plugin": "entrypoints/openai/test_tools_by_default.py::test_reasoning_parser_plugin",
     "enable_prompt_embeds": "features/test_embeddings.py::test_wrong_embeddings_are_refused",
+    "tokens_only": "compat/test_server_flags.py::test_a_server_of_tokens_alone",
     "tool_call_parser": "entrypoints/tools/test_request.py::test_custom_parsers",
     "tool_parser_plugin": "entrypoints/tools/test_request.py::test_custom_parsers",
     "reasoning_parser": "entrypoints/openai/test_parsed_chat.py::test_a_budget_needs_a_parser",
@@ -76,6 +77,7 @@ WORKS: dict[str, str] = {
     "tokenizer_mode": "compat/test_loading_flags.py::test_a_slow_tokenizer",
     "tokenizer_revision": "compat/test_loading_flags.py::test_the_tokenizer_of_another_revision",
     "skip_tokenizer_init": "compat/test_engine_flags.py::test_without_a_tokenizer",
+    "code_revision": "models/test_transformers_backend.py::test_the_revision_of_code_in_another_repository",
     "trust_remote_code": "models/test_transformers_backend.py::test_code_of_the_checkpoint_runs_only_if_trusted",
     "dtype": "compat/test_engine_flags.py::test_names_of_precisions",
     "seed": "compat/test_engine_flags.py::test_the_seed_of_requests_without_one",
@@ -91,6 +93,7 @@ WORKS: dict[str, str] = {
     "hf_overrides": "engine/test_resolve_config.py::test_a_limit_beyond_the_models_positions_is_allowed_by_an_override",
     "generation_config": "engine/test_resolve_config.py::test_sampling_defaults_come_from_the_model",
     "override_generation_config": "engine/test_resolve_config.py::test_another_folder_and_single_values",
+    "model_class_overrides": "compat/test_engine_flags.py::test_model_classes_of_your_own",
     "model_impl": "models/test_transformers_backend.py::test_auto_prefers_our_own",
     "logits_processors": "sample/test_user_processors.py::test_flags_and_options",
     # Loading

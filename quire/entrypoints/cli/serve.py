@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         if value and not hasattr(args, name):
             setattr(args, name, value)
     config = server_config(args)
+    if config.tokens_only:
+        engine_args = {"skip_tokenizer_init": True} | engine_args
     api_keys = load_api_keys(config)
     engine_config = EngineConfig.from_kwargs(**engine_args)
     from quire.engine.async_engine import EngineDeadError
@@ -89,7 +91,8 @@ def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[
     try:
         app = build_app(engine, config, engine.config, api_keys)
         url, context = base_url(sock, config), app.state.context
-        server = Server(app, config, ready=lambda: announce(url, context.model_names[0], str(context.parsers)))
+        names, parsers = context.model_names, str(context.parsers)
+        server = Server(app, config, ready=lambda: announce(url, names[0], parsers, not config.tokens_only))
         server.run(sockets=[sock])
     finally:
         in_order = server is not None and not server.force_exit

@@ -26,8 +26,10 @@ WORKS: dict[str, tuple[str, ...]] = {
     "/tokenize": POST,
     "/v1/chat/completions": POST,
     "/v1/chat/completions/batch": POST,
+    "/v1/chat/completions/derender": POST,
     "/v1/chat/completions/render": POST,
     "/v1/completions": POST,
+    "/v1/completions/derender": POST,
     "/v1/completions/render": POST,
 }
 WITH_FLAG: dict[str, tuple[tuple[str, ...], str]] = {
@@ -71,8 +73,6 @@ NOT_YET: dict[str, tuple[tuple[str, ...], str]] = {
     "/update_weights": (POST, "weight updates"),
     "/v1/audio/transcriptions": (POST, "transcription models"),
     "/v1/audio/translations": (POST, "transcription models"),
-    "/v1/chat/completions/derender": (POST, "detokenizing on another server"),
-    "/v1/completions/derender": (POST, "detokenizing on another server"),
     "/v1/embeddings": (POST, "embedding models"),
     "/v1/load_lora_adapter": (POST, "LoRA adapters"),
     "/v1/messages": (POST, "the Messages API"),

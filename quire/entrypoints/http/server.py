@@ -224,9 +224,9 @@ class Certificate:
             logger.info("the TLS certificate was loaded again")
 
 
-def announce(url: str, name: str, parsers: str) -> None:
+def announce(url: str, name: str, parsers: str, with_example: bool = True) -> None:
     logger.info("serving %s at %s", name, url)
     logger.info(parsers)
-    for dialect in [] if url.startswith("unix:") else dialects():
+    for dialect in [] if url.startswith("unix:") or not with_example else dialects():
         if dialect.example is not None:
             logger.info("try: %s", dialect.example(url, name))

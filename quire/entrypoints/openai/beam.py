@@ -43,6 +43,10 @@ INCOMPATIBLE: dict[str, Any] = {
     "vllm_xargs": None,
     "suffix": "",
     "thinking_token_budget": None,
+    "logprob_token_ids": None,
+    "prompt_embeds": None,
+    "watermarking": False,
+    "routed_experts_prompt_start": 0,
 }
 
 T = TypeVar("T")

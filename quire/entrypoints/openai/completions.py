@@ -11,6 +11,7 @@ from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
+from quire.entrypoints.openai.output_parsing import ReasoningSetup
 from quire.entrypoints.openai.params import truncated_right
 from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
@@ -54,6 +55,18 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
                 self.check_length(truncated, len(ids), len(prompts) if multiple else None)
                 prompts.append(ParsedPrompt(text, truncated_right(request, ids, longest)))
         return prompts
+
+    def adjusted(
+        self, request: CompletionRequest, params: SamplingParams, prompts: list[ParsedPrompt]
+    ) -> SamplingParams:
+        """A budget for reasoning needs its tags."""
+        name, tokenizer = self.context.parsers.reasoning, self.context.engine.tokenizer
+        if params.thinking_token_budget is None or not name or tokenizer is None:
+            return params
+        setup = ReasoningSetup(name, tokenizer)
+        texts = [prompt.text or tokenizer.decode(prompt.token_ids, skip_special_tokens=False) for prompt in prompts]
+        opened = {setup.format.is_open(text) for text in texts}
+        return setup.adjust(params, opened.pop() if len(opened) == 1 else None)
 
     def prompt_copies(self, request: CompletionRequest, params: SamplingParams) -> int:
         """Every choice repeats them, and so does an echoed prompt."""

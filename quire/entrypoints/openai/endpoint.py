@@ -98,7 +98,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         search, params, sources = await context.in_thread_if(size > LONG_TEXT, prepare)
         num_sequences = len(sources) * (params.n if search is None else search.beams.beam_width)
         request_id = self.request_id(request, scope)
-        await self._admit(num_sequences, scope)
+        await self.admit(num_sequences, scope)
         with context.job(self.id_prefix, request_id, len(sources), num_sequences) as job:
             prompts, params = await context.in_thread_if(self.takes_long(request, size), tokenize)
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
@@ -148,7 +148,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             return beam.beam_request(request, self.context, self.builder)
         return None
 
-    async def _admit(self, num_sequences: int, scope: Scope) -> None:
+    async def admit(self, num_sequences: int, scope: Scope) -> None:
         """Enforce limits on the number of sequences, before anything is tokenized."""
         limit = self.context.config.max_sequences
         if num_sequences > limit:

@@ -51,9 +51,23 @@ class LogprobFormat:
             content.append({**self._chat_token(token, entry[token]), "top_logprobs": top})
         return content
 
+    @staticmethod
+    def tokens(token_ids: Sequence[int], entries: Sequence[Entry], num_top: int) -> list[dict[str, Any]]:
+        """Of /inference/v1/generate, which names tokens by their ids."""
+        content = []
+        for token, entry in zip(token_ids, entries, strict=True):
+            best = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+            top = [_ranked(id, found) for id, found in (best if num_top == ALL_LOGPROBS else best[:num_top])]
+            content.append({**_ranked(token, entry[token]), "top_logprobs": top})
+        return content
+
     def _chat_token(self, token: int, found: Logprob) -> dict[str, Any]:
         data = list(self.tokenizer.token_bytes(token)) if self.tokenizer is not None else None
         return {"token": self.text(token), "logprob": _finite(found.logprob), "bytes": data}
+
+
+def _ranked(token: int, found: Logprob) -> dict[str, Any]:
+    return {"token_id": token, "logprob": _finite(found.logprob), "rank": found.rank}
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, Any] | None] | None:

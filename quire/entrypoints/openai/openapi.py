@@ -18,6 +18,8 @@ from quire.entrypoints.openai.protocol import (
     BatchChatRequest,
     ChatRequest,
     CompletionRequest,
+    DerenderChatRequest,
+    DerenderCompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     TokensRequest,
@@ -29,9 +31,11 @@ GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/ge
 TIMED_PATHS = (*GENERATION_PATHS, "/v1/chat/completions/batch")
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
+    "/v1/completions/derender": DerenderCompletionRequest,
     "/v1/completions/render": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/chat/completions/batch": BatchChatRequest,
+    "/v1/chat/completions/derender": DerenderChatRequest,
     "/v1/chat/completions/render": ChatRequest,
     "/inference/v1/generate": TokensRequest,
     "/tokenize": TokenizeRequest,

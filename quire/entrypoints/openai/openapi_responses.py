@@ -134,9 +134,11 @@ class TokensChoice(msgspec.Struct):
     index: int
     logprobs: dict[str, Any] | None
     finish_reason: str
+    stop_reason: int | str | None
     token_ids: list[int]
     routed_experts: None
     sampling_mask: None
+    text: str = ""  # in output_mode text
 
 
 class TokensResponse(msgspec.Struct):
@@ -146,8 +148,11 @@ class TokensResponse(msgspec.Struct):
     choices: list[TokensChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
+    output_mode: str
     kv_transfer_params: None
     ec_transfer_params: None
+    metrics: RequestTimes | None
 
 
 class Rendered(msgspec.Struct):
@@ -243,9 +248,11 @@ class WorldSize(msgspec.Struct):
 
 RESPONSES: dict[str, Any] = {
     "/v1/completions": Completion,
+    "/v1/completions/derender": dict[str, Any],  # a whole response, or a chunk and the state for the next
     "/v1/completions/render": list[Rendered],
     "/v1/chat/completions": ChatCompletion,
     "/v1/chat/completions/batch": ChatCompletion,
+    "/v1/chat/completions/derender": dict[str, Any],
     "/v1/chat/completions/render": Rendered,
     "/inference/v1/generate": TokensResponse,
     "/tokenizer_info": TokenizerInfo,

@@ -79,6 +79,10 @@ class OutputParsing:
     continued: str | None = None  # the final message that continue_final_message continues
     tools: ToolUse | None = None
 
+    @property
+    def forces_calls(self) -> bool:
+        return self.tools is not None and self.tools.factory is None
+
     def adjust(self, params: SamplingParams, prompt: str) -> SamplingParams:
         if self.tools is not None:
             params = self.tools.adjust(params)

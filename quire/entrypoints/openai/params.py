@@ -37,9 +37,12 @@ SHARED_FIELDS = (
     "truncate_prompt_tokens",
     "prompt_logprobs",
     "repetition_detection",
+    "logprob_token_ids",
+    "stream_interval",
+    "thinking_token_budget",
+    "watermarking",
+    "routed_experts_prompt_start",
 )
-# Passed on where SamplingParams has them, else refused.
-OPTIONAL_FIELDS = ("logprob_token_ids", "stream_interval")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROB_ENTRIES = 1 << 20
 
@@ -57,6 +60,8 @@ class ParamsBuilder:
         self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: generation_config.json sets none
 
     def for_completion(self, request: CompletionRequest) -> SamplingParams:
+        if request.prompt_embeds is not None:
+            raise not_available("prompt_embeds", "a prompt of embeddings over HTTP (LLM.generate takes them)")
         if request.suffix:
             raise not_available("suffix", "inserting text before a suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):
@@ -87,8 +92,6 @@ class ParamsBuilder:
             given["logprobs"] = top
         elif request.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        if request.thinking_token_budget is not None:
-            given["thinking_token_budget"] = request.thinking_token_budget
         return self._build(request, given)
 
     @property
@@ -98,11 +101,6 @@ class ParamsBuilder:
     def _given(self, request: GenerationRequest) -> dict[str, Any]:
         given = {name: getattr(request, name) for name in SHARED_FIELDS}
         given = self.defaults | {name: value for name, value in given.items() if value is not None}
-        for name in OPTIONAL_FIELDS:
-            if (value := getattr(request, name)) is not None:
-                if name not in SamplingParams.__struct_fields__:
-                    raise not_available(name, "it")
-                given[name] = value
         _check_truncation(request)
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]

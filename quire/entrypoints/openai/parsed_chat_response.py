@@ -94,8 +94,9 @@ class ParsedChatResponse(ChatResponse):
             self._choices_with_calls.add(index)
         content: str | None = self.echoed + fed.content + held.content
         reasoning: str | None = fed.reasoning + held.reasoning if self.with_reasoning else None
+        # As in vLLM: null beside calls that the model decided on, empty beside those that the request demanded.
         if not content and (calls or fed.reasoning or held.reasoning):
-            content = None
+            content = "" if self.parsing.forces_calls else None
         shape = super().choice(index, prompt_index, output, completion)
         message = self.message(content, reasoning or None)
         if self.parsing.reasoning is not None or reasoning:

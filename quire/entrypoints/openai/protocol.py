@@ -64,6 +64,7 @@ class GenerationRequest(EngineRequest, kw_only=True):
     truncation_side: str | None = None
     prompt_logprobs: Int | None = None
     repetition_detection: dict[str, Int] | None = None
+    thinking_token_budget: Int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -84,14 +85,19 @@ class GenerationRequest(EngineRequest, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
 
-    # Refused where SamplingParams has no such field
     logprob_token_ids: list[TokenId] | None = None
     stream_interval: Int | None = None
+
+    # Refused unless neutral
+    watermarking: bool | None = None
+    routed_experts_prompt_start: Int | None = None
 
     # No effect
     user: str | None = None
     session_id: str | None = None
     return_token_offsets: bool | None = None  # of /render
+    mm_payload: Ignored = msgspec.field(default_factory=_nothing)  # of /render, with images
+    return_mm_kwargs: Ignored = msgspec.field(default_factory=_nothing)
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
@@ -107,6 +113,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None  # refused unless null
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -128,7 +135,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     return_prompt_text: bool | None = None
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
-    thinking_token_budget: Int | None = None
     kv_transfer_params: dict[str, Any] | None = None  # type: ignore[assignment]  # only its prompt_token_ids count
 
     # Refused unless neutral
@@ -159,6 +165,8 @@ class TokensRequest(EngineRequest, kw_only=True):
 
     token_ids: list[TokenId]
     sampling_params: dict[str, Any]
+    output_mode: str | None = None
+    return_token_ids: bool | None = None
 
     # Refused unless null
     features: Any = None
@@ -169,6 +177,66 @@ class TokensRequest(EngineRequest, kw_only=True):
     token_offsets: Ignored = msgspec.field(default_factory=_nothing)
     kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
     ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+
+
+class GeneratedLogprob(msgspec.Struct, kw_only=True):
+    token_id: TokenId
+    logprob: float
+    rank: Int | None = None
+    top_logprobs: list["GeneratedLogprob"] = []
+
+
+class GeneratedLogprobs(msgspec.Struct, kw_only=True):
+    content: list[GeneratedLogprob] | None = None
+
+
+class GeneratedChoice(msgspec.Struct, kw_only=True):
+    index: Int
+    token_ids: list[TokenId] | None = None
+    logprobs: GeneratedLogprobs | None = None
+    finish_reason: str | None = "stop"
+    stop_reason: Int | str | None = None
+
+
+class GeneratedTokens(msgspec.Struct, kw_only=True):
+    """A response of /inference/v1/generate."""
+
+    choices: list[GeneratedChoice]
+    request_id: str | None = None
+    output_mode: str = "tokens"
+    prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Ignored = msgspec.field(default_factory=_nothing)  # passed through
+    usage: dict[str, Any] | None = None  # of a stream's last event
+
+
+class DerenderState(msgspec.Struct, kw_only=True):
+    """What a client carries from one chunk of a choice to the next."""
+
+    output_token_ids: list[TokenId] = []
+    started: bool = False
+
+
+class DerenderRequest(msgspec.Struct, kw_only=True):
+    """Generated tokens, to become a response of the request that was rendered; or one event of a stream of them."""
+
+    model: str | None = None
+    stream: bool | None = None
+    generate_chunk: GeneratedTokens | None = None
+    stream_state: DerenderState | None = None
+
+
+class DerenderChatRequest(DerenderRequest, kw_only=True):
+    generate_response: GeneratedTokens | None = None
+    prompt_tokens: Int | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    chat_request: ChatRequest | None = None
+
+
+class DerenderCompletionRequest(DerenderRequest, kw_only=True):
+    generate_responses: list[GeneratedTokens] | None = None
+    prompt_tokens: Int | list[Int] | None = None  # of a chunk, or for each response
+    prompt_token_ids: list[TokenId | list[TokenId] | None] | None = None
+    completion_request: CompletionRequest | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

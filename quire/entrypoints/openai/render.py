@@ -2,6 +2,7 @@
 them, without generating anything."""
 
 import uuid
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -9,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.input_processor import ParsedPrompt
+from quire.entrypoints.http.context import LONG_TEXT
 from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.protocol import GenerationRequest
@@ -31,15 +33,19 @@ class RenderEndpoint(Generic[R]):
         context.admit()
         request_id = endpoint.request_id(request, scope)
 
+        def prepare() -> tuple[SamplingParams, Sequence[Any]]:
+            return endpoint.params(request), endpoint.sources(request)
+
         def render() -> bytes:
-            params, sources = endpoint.params(request), endpoint.sources(request)
             prompts = endpoint.prompts(request, sources, size)
-            params = endpoint.adjusted(request, params, prompts)
-            shared = msgspec.json.encode(self._shared(request, model, params))
+            adjusted = endpoint.adjusted(request, params, prompts)
+            shared = msgspec.json.encode(self._shared(request, model, adjusted))
             _check_size(len(shared), len(prompts), context.config.max_request_bytes)
             rendered = [self._own(request, request_id, prompt)[:-1] + b"," + shared[1:] for prompt in prompts]
             return rendered[0] if self.single else b"[%b]" % b",".join(rendered)
 
+        params, sources = await context.in_thread_if(size > LONG_TEXT, prepare)
+        await endpoint.admit(len(sources), scope)  # each prompt is tokenized, and counts as a request to /tokenize does
         long = endpoint.takes_long(request, size) or not self.single
         body = await context.in_thread_if(long, render)
         await Response(body, media_type="application/json")(scope, receive, send)

@@ -15,6 +15,7 @@ from quire.entrypoints.http.errors import json_response
 from quire.entrypoints.openai.batch_chat import BatchChatEndpoint
 from quire.entrypoints.openai.chat import ChatEndpoint, load_plugins
 from quire.entrypoints.openai.completions import CompletionEndpoint
+from quire.entrypoints.openai.derender import DerenderChatEndpoint, DerenderCompletionEndpoint
 from quire.entrypoints.openai.errors import ERROR_BODIES, error_body
 from quire.entrypoints.openai.invocations import InvocationsEndpoint
 from quire.entrypoints.openai.models import ModelEndpoints
@@ -39,9 +40,11 @@ def routes(context: ServerContext) -> list[Route]:
     completions, chat = CompletionEndpoint(context, params), ChatEndpoint(context, params)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": completions,
+        "/v1/completions/derender": DerenderCompletionEndpoint(context, completions),
         "/v1/completions/render": RenderEndpoint(completions, single=False),
         "/v1/chat/completions": chat,
         "/v1/chat/completions/batch": BatchChatEndpoint(context, params, chat),
+        "/v1/chat/completions/derender": DerenderChatEndpoint(context, chat),
         "/v1/chat/completions/render": RenderEndpoint(chat, single=True),
         "/inference/v1/generate": TokensEndpoint(context, params),
     }
@@ -49,6 +52,8 @@ def routes(context: ServerContext) -> list[Route]:
     invocations = InvocationsEndpoint(context.bodies, {"messages": chat, "prompt": completions})
     routes += [Route("/invocations", invocations, methods=["POST"], include_in_schema=False)]
     routes += ModelEndpoints(context).routes()
+    if context.config.tokens_only:
+        routes = [route for route in routes if route.path.startswith(("/inference/", "/v1/models"))]
     if not context.config.disable_fastapi_docs:
         routes += [Route(SCHEMA_PATH, openapi, methods=["GET"], include_in_schema=False), *documentation()]
     return routes

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,27 @@ def unsupported_reason(hf_config: dict[str, Any], trust_remote_code: bool) -> st
     return f"transformers has no causal language model of model_type {model_type!r} either"
 
 
-def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], trust_remote_code: bool) -> Any:
+@dataclass(frozen=True)
+class RemoteCode:
+    """Whether the checkpoint's Python code may run, and its revision where that is in a repository of its own."""
+
+    trusted: bool = False
+    revision: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of transformers' from_pretrained and from_config."""
+        revision = {"code_revision": self.revision} if self.trusted and self.revision is not None else {}
+        return {"trust_remote_code": self.trusted, **revision}
+
+
+def auto_config(checkpoint: Checkpoint, hf_config: dict[str, Any], code: RemoteCode) -> Any:
     """transformers' config object with the values of `hf_config`, which may differ from config.json (overrides)."""
     transformers = import_transformers()
     values = _with_floats(hf_config)
-    if trust_remote_code and hf_config.get("auto_map"):
+    if code.trusted and hf_config.get("auto_map"):
         _secure_code_cache()
-        config = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=True)
+        config = transformers.AutoConfig.from_pretrained(checkpoint.path, **code.arguments)
         stored = _with_floats(json.loads((checkpoint.path / "config.json").read_bytes()))
         config.update({name: value for name, value in values.items() if value != stored.get(name)})
         return config

@@ -22,7 +22,7 @@ from quire.models.transformers.attention import (
     register,
     set_handler,
 )
-from quire.models.transformers.library import auto_config
+from quire.models.transformers.library import RemoteCode, auto_config
 from quire.models.transformers.probe import (
     Head,
     ProbeResult,
@@ -48,6 +48,7 @@ def load_transformers_model(
     *,
     quantization: str | None = None,
     trust_remote_code: bool = False,
+    code_revision: str | None = None,
     longest: int | None = None,
     seed: int = 0,
     progress: bool = False,
@@ -60,15 +61,16 @@ def load_transformers_model(
     if quantization is not None or hf_config.get("quantization_config"):
         method = quantization or hf_config["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"{through}, which does not support quantization here ({method}); only built-in families do")
-    config = auto_config(checkpoint, hf_config, trust_remote_code)
+    code = RemoteCode(trust_remote_code, code_revision)
+    config = auto_config(checkpoint, hf_config, code)
     register()
     try:
         check_attention(config)
         if checkpoint.format == "dummy":
-            model = init_with_random_weights(config, dtype, device, SERVING, trust_remote_code, seed)
+            model = init_with_random_weights(config, dtype, device, SERVING, code, seed)
         else:
             with progress_bars(progress):
-                model = load_pretrained(checkpoint, config, dtype, device, SERVING, trust_remote_code)
+                model = load_pretrained(checkpoint, config, dtype, device, SERVING, code)
         model.requires_grad_(False).eval()
         freeze_rope(model, longest)
         return TransformersModel(model, config.get_text_config().vocab_size)

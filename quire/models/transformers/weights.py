@@ -11,7 +11,7 @@ import torch
 from quire.checkpoint.resolve import Checkpoint
 from quire.models.loading.weight_loader import abbreviated
 from quire.models.transformers.attention import NO_INTERFACE, Unsupported
-from quire.models.transformers.library import import_transformers
+from quire.models.transformers.library import RemoteCode, import_transformers
 
 
 def check_attention(config: Any) -> None:
@@ -40,21 +40,27 @@ def progress_bars(wanted: bool) -> Iterator[None]:
 
 
 def load_pretrained(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device, implementation: str, trust: bool
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    implementation: str,
+    code: RemoteCode,
 ) -> Any:
     """By transformers, which knows the tensors that were renamed or fused since the checkpoint was written."""
     transformers = import_transformers()
     placed = device.type == "cpu" or find_spec("accelerate") is not None
     place = {"device_map": {"": str(device)}} if device.type != "cpu" and placed else {}
+    elsewhere = any("--" in str(name) for name in (getattr(config, "auto_map", None) or {}).values())
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint.path,
         config=config,
         dtype=dtype,
         attn_implementation=implementation,
-        trust_remote_code=trust,
-        local_files_only=True,
+        local_files_only=not elsewhere,
         use_safetensors=checkpoint.format == "safetensors",
         output_loading_info=True,
+        **code.arguments,
         **place,
     )
     found = (("lacks", info["missing_keys"]), ("has unknown", info["unexpected_keys"]))
@@ -65,7 +71,7 @@ def load_pretrained(
 
 
 def init_with_random_weights(
-    config: Any, dtype: torch.dtype, device: torch.device, implementation: str, trust: bool, seed: int
+    config: Any, dtype: torch.dtype, device: torch.device, implementation: str, code: RemoteCode, seed: int
 ) -> Any:
     """Generated on the device, where billions of random numbers take no time."""
     transformers = import_transformers()
@@ -73,7 +79,7 @@ def init_with_random_weights(
 
     with torch.device(device), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust
+            config, dtype=dtype, attn_implementation=implementation, **code.arguments
         )
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():

@@ -213,6 +213,9 @@ def test_the_engine_receives_the_reasoning_tags(special: StubServer) -> None:
     assert tokenizer is not None and params.reasoning is not None
     assert params.thinking_token_budget == 7 and params.reasoning.open is None
     assert params.reasoning.end == [tokenizer.special_id("<issue_closed>")]
+    seen.clear()
+    special.post("/v1/completions", {"prompt": "So", "thinking_token_budget": 7})
+    assert (seen[0].params.thinking_token_budget, seen[0].params.reasoning) == (7, params.reasoning)
 
 
 def test_a_budget_needs_a_parser() -> None:

@@ -14,6 +14,7 @@ from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.route_table import NOT_YET, WITH_FLAG, WORKS
 from quire.entrypoints.openai.invocations import InvocationsEndpoint
+from tests.entrypoints.openai.test_parsed_chat import says
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -172,9 +173,24 @@ def test_tokens_in_tokens_out(server: StubServer) -> None:
 def test_logprobs_of_named_tokens(server: StubServer) -> None:
     params = {"max_tokens": 2, "logprobs": 0, "logprob_token_ids": [5, 6, 7]}
     answer = body(server, "/inference/v1/generate", token_ids=[7, 8, 9], sampling_params=params)
-    texts = [server.post("/detokenize", {"tokens": [token]}).json()["prompt"] for token in (5, 6, 7)]
     for one in answer["choices"][0]["logprobs"]["content"]:
-        assert [top["token"] for top in one["top_logprobs"]] == [*texts, one["token"]]
+        assert [top["token_id"] for top in one["top_logprobs"]] == [5, 6, 7, one["token_id"]]
+
+
+def test_tokens_with_their_text(server: StubServer) -> None:
+    request: dict[str, Any] = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 5, "logprobs": 1}}
+    request |= {"output_mode": "text", "return_token_ids": True}
+    answer = body(server, "/inference/v1/generate", **request)
+    (choice,) = answer["choices"]
+    expected = body(server, "/v1/completions", prompt=[7, 8, 9], max_tokens=5)["choices"][0]["text"]
+    assert choice["text"] == expected == "".join(one["token"] for one in choice["logprobs"]["content"])
+    assert answer["prompt_token_ids"] == [7, 8, 9] and answer["output_mode"] == "text"
+    lines = server.post("/inference/v1/generate", request | {"stream": True}).text.strip().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert "".join(event["choices"][0]["text"] for event in events) == expected
+    assert events[0]["prompt_token_ids"] == [7, 8, 9] and events[-1]["choices"][0]["stop_reason"] is None
+    for wrong in ({"output_mode": "chat"}, {"output_mode": "text", "sampling_params": {"detokenize": False}}):
+        assert server.post("/inference/v1/generate", request | wrong).json()["error"]["param"] == "output_mode"
 
 
 def test_tokens_in_a_stream(server: StubServer) -> None:
@@ -184,6 +200,16 @@ def test_tokens_in_a_stream(server: StubServer) -> None:
     choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
     assert sum(len(one["token_ids"]) for one in choices) == 5 and choices[-1]["finish_reason"] == "length"
     assert not any("text" in one for one in choices)
+
+
+def test_prompt_logprobs_come_first_in_a_stream_of_tokens(server: StubServer) -> None:
+    request = {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 2, "prompt_logprobs": 0}}
+    whole = body(server, "/inference/v1/generate", **request)["prompt_logprobs"]
+    lines = server.post("/inference/v1/generate", request | {"stream": True}).text.strip().split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert whole is not None and events[0]["prompt_logprobs"] == whole
+    assert not any("prompt_logprobs" in event for event in events[1:])
+    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 2
 
 
 @pytest.mark.parametrize(
@@ -223,6 +249,20 @@ def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
         assert body(server, "/inference/v1/generate", **rendered)["usage"]["completion_tokens"] == 4
         rendered["sampling_params"]["reasoning"] = {"start": "x", "end": [1], "other": 1}
         assert server.post("/inference/v1/generate", rendered).status_code == 400
+
+
+def test_embeddings_are_not_ignored(server: StubServer) -> None:
+    error = server.post("/v1/completions", {"prompt": "x", "prompt_embeds": "AAAA"}).json()["error"]
+    assert error["param"] == "prompt_embeds" and "LLM.generate" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(("name", "value"), [("watermarking", True), ("routed_experts_prompt_start", 3)])
+def test_fields_of_features_to_come_are_refused(server: StubServer, path: str, name: str, value: Any) -> None:
+    request: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "x"}
+    error = server.post(path, request | {name: value}).json()["error"]
+    assert error["param"] == name and "not available yet" in error["message"]
+    assert server.post(path, request | {name: None, "max_tokens": 1}).status_code == 200
 
 
 def test_the_load_in_a_header(server: StubServer) -> None:
@@ -291,3 +331,112 @@ def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
         forwarded = {"prompt_token_ids": ids}
         wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": forwarded})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
+
+
+def test_generated_tokens_become_a_chat_response(server: StubServer) -> None:
+    request = {"messages": HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": 1, "n": 2}
+    rendered = body(server, "/v1/chat/completions/render", **request)
+    generated = body(server, "/inference/v1/generate", **rendered)
+    derendered = {"generate_response": generated, "prompt_token_ids": rendered["token_ids"]}
+    made = body(server, "/v1/chat/completions/derender", **derendered, chat_request=request)
+    whole = body(server, "/v1/chat/completions", **request)
+    assert (made["choices"], made["usage"]) == (whole["choices"], whole["usage"])
+    assert made["id"] == generated["request_id"] and made["object"] == "chat.completion"
+    plain = body(server, "/v1/chat/completions/derender", generate_response=generated, prompt_tokens=7)
+    assert [one["message"]["content"] for one in plain["choices"]] == [
+        one["message"]["content"] for one in whole["choices"]
+    ]
+    assert plain["usage"]["prompt_tokens"] == 7
+
+
+def test_generated_calls_are_parsed() -> None:
+    with stub_server(says("<think>Hm.</think>It is noon."), ServerConfig(reasoning_parser="qwen3")) as server:
+        request = {"messages": HELLO, "max_tokens": 50}
+        rendered = body(server, "/v1/chat/completions/render", **request)
+        generated = body(server, "/inference/v1/generate", **rendered)
+        made = body(server, "/v1/chat/completions/derender", generate_response=generated, chat_request=request)[
+            "choices"
+        ][0]["message"]
+        assert (made["reasoning"], made["content"]) == ("Hm.", "It is noon.")
+
+
+def test_generated_tokens_become_a_completion(server: StubServer) -> None:
+    request = {"prompt": ["one", "two"], "max_tokens": 3, "logprobs": 1}
+    rendered = body(server, "/v1/completions/render", **request)
+    generated = [body(server, "/inference/v1/generate", **one) for one in rendered]
+    made = body(
+        server,
+        "/v1/completions/derender",
+        generate_responses=generated,
+        prompt_token_ids=[one["token_ids"] for one in rendered],
+        completion_request=request,
+    )
+    whole = body(server, "/v1/completions", **request)
+    assert (made["choices"], made["usage"]) == (whole["choices"], whole["usage"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"stream": True}, "generate_chunk"),
+        ({"stream": True, "generate_chunk": {"choices": [{"index": 0}, {"index": 1}]}}, "choices"),
+        (
+            {
+                "stream": True,
+                "generate_chunk": {"choices": [{"index": 0, "token_ids": [5]}]},
+                "stream_state": {"output_token_ids": [10**8]},
+            },
+            "token_ids",
+        ),
+        ({"generate_response": {"choices": []}}, "choices"),
+        ({"generate_response": {"choices": [{"index": 1, "token_ids": [5]}]}}, "choices"),
+        ({"generate_response": {"choices": [{"index": 0, "token_ids": []}]}}, "token_ids"),
+        ({"generate_response": {"choices": [{"index": 0, "token_ids": [10**8]}]}}, "token_ids"),
+        ({"generate_response": {"choices": [{"index": 0, "token_ids": [5]}], "output_mode": "text"}}, "output_mode"),
+        ({"chat_request": {"messages": []}}, "messages"),
+    ],
+)
+def test_tokens_that_cannot_become_a_response(server: StubServer, fields: dict[str, Any], named: str) -> None:
+    request = {"generate_response": {"choices": [{"index": 0, "token_ids": [5]}]}} | fields
+    assert server.post("/v1/chat/completions/derender", request).json()["error"]["param"] == named
+
+
+def derendered_stream(server: StubServer, path: str, request: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The choices of a stream that another server has generated."""
+    rendered = body(server, f"{path}/render", **request)
+    rendered = rendered[0] if isinstance(rendered, list) else rendered
+    lines = server.post("/inference/v1/generate", rendered | {"stream": True}).text.strip().split("\n\n")
+    state, found = None, []
+    for line in lines[:-1]:
+        fields = {"generate_chunk": json.loads(line.removeprefix("data: ")), "stream": True, "stream_state": state}
+        made = body(server, f"{path}/derender", **fields, **{name: request, "prompt_token_ids": rendered["token_ids"]})
+        state = made["stream_state"]
+        found += made["chunk"]["choices"]
+    return found
+
+
+def test_a_generated_stream_becomes_a_chat_stream() -> None:
+    with stub_server(says("<think>Hm.</think>It is noon, naïvely."), ServerConfig(reasoning_parser="qwen3")) as server:
+        request: dict[str, Any] = {"messages": HELLO, "max_tokens": 50, "logprobs": True}
+        choices = derendered_stream(server, "/v1/chat/completions", request, "chat_request")
+    deltas = [choice["delta"] for choice in choices]
+    assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "Hm."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "It is noon, naïvely."
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+    assert all(choice["logprobs"]["content"] for choice in choices)
+
+
+def test_a_generated_stream_becomes_a_stream_of_text(server: StubServer) -> None:
+    request = {"prompt": "one", "max_tokens": 5}
+    choices = derendered_stream(server, "/v1/completions", request, "completion_request")
+    whole = body(server, "/v1/completions", **request)["choices"][0]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_each_rendered_prompt_counts_as_a_request() -> None:
+    with stub_server(stub_engine(), ServerConfig(rate_limit_requests=3)) as server:
+        assert server.post("/v1/completions/render", {"prompt": ["one", "two", "three", "four"]}).status_code == 429
+        assert len(body(server, "/v1/completions/render", prompt=["one", "two"])) == 2
+        assert server.post("/v1/completions/render", {"prompt": "one"}).status_code == 429

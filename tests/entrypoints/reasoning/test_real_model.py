@@ -54,7 +54,7 @@ def test_a_call_after_the_reasoning(server: ServerProcess, choice: Any) -> None:
     (call,) = whole.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
     assert whole.message.reasoning == reasoning and call.function.arguments == arguments
-    assert reasoning and whole.message.content is None and call.function.name == "answer"
+    assert reasoning and whole.message.content == "" and call.function.name == "answer"
 
 
 def test_a_form_after_the_reasoning(server: ServerProcess) -> None:

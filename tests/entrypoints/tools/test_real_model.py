@@ -62,7 +62,7 @@ def test_forced_calls_are_valid(smollm: ServerProcess) -> None:
     for (_, choice), (whole, streamed) in zip(jobs, responses, strict=True):
         (call,) = whole.message.tool_calls
         assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop") == streamed.finish_reason
-        assert whole.message.content is None and (choice == "required" or call.function.name == "get_weather")
+        assert whole.message.content == "" and (choice == "required" or call.function.name == "get_weather")
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
         (again,) = streamed.message.tool_calls
         assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)

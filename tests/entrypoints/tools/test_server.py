@@ -141,7 +141,7 @@ def test_required(server: StubServer) -> None:
     say(server.engine, CALLS)
     response = whole(server, tool_choice="required")
     assert calls(response) == [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
-    assert response.finish_reason == "tool_calls" and response.message.content is None
+    assert response.finish_reason == "tool_calls" and response.message.content == ""
     together, _ = streamed(server, tool_choice="required")
     assert calls(together) == calls(response) and together.finish_reason == "tool_calls"
 
@@ -150,7 +150,7 @@ def test_named(server: StubServer) -> None:
     say(server.engine, '{"city": "Oslo", "days": 3}')
     response = whole(server, tool_choice=NAMED)
     assert calls(response) == [("get_weather", '{"city": "Oslo", "days": 3}')]
-    assert response.finish_reason == "stop" and response.message.content is None
+    assert response.finish_reason == "stop" and response.message.content == ""
     together, deltas = streamed(server, tool_choice=NAMED)
     assert calls(together) == calls(response) and together.finish_reason == "stop"
     assert len(deltas) > 3
