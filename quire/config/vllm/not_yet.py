@@ -219,9 +219,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "tool_server": ("text",),
         "tool_strict_level": ("text", "auto"),
     },
-    "budgets for reasoning": {
-        "reasoning_config": ("json",),
-    },
     "a server of tokens alone": {
         "tokens_only": ("switch",),
     },

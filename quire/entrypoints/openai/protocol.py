@@ -102,7 +102,8 @@ class GenerationRequest(EngineRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt_embeds: str | list[str] | None = None  # see prompt_embeds.py
     logprobs: Int | None = None
     echo: bool | None = None
     best_of: Int | None = None
@@ -126,6 +127,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
+    return_assistant_tokens_mask: bool | None = None  # of /render
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
     thinking_token_budget: Int | None = None
