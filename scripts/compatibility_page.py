@@ -23,7 +23,8 @@ INTRO = """\
 
 A command line of `vllm serve` 0.32 and the arguments of its `LLM` and `EngineArgs` work here unchanged. This page is
 made by `python -m scripts.compatibility_page` from the table that the command line itself reads (`quire/config/vllm/`);
-`tests/compat/` compares that with vLLM's own names.
+`tests/compat/` compares that with vLLM's own names. What vLLM's own online tests say of this server:
+[vllm_tests.md](vllm_tests.md).
 """
 DEFAULTS = """\
 ## Defaults that differ

@@ -16,6 +16,7 @@ from quire.config.flags import add_flag
 
 logger = logging.getLogger("quire")
 
+REASONING_KEYS = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -61,6 +62,9 @@ class ServerConfig:
         None, "format of the model's reasoning: qwen3, ..., none, or your own module:name; default: by chat template"
     )
     reasoning_parser_plugin: str | None = option(None, "file or module that registers reasoning parsers of your own")
+    reasoning_config: dict[str, str] | None = option(
+        None, "reasoning_start_str, reasoning_end_str: what begins reasoning, and ends it where a request's budget does"
+    )
     enable_auto_tool_choice: bool = option(True, "let the model decide to call tools")
     tool_call_parser: str | None = option(
         None, "format of the model's calls: hermes, ..., none, or your own module:name; default: by chat template"
@@ -184,9 +188,19 @@ class ServerConfig:
         if self.disable_uvicorn_access_log:
             self.access_log = False
         require_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        self._check_reasoning()
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r}; it must begin with / (--root-path)")
         self.root_path = self.root_path.rstrip("/")
+
+    def _check_reasoning(self) -> None:
+        require_object("reasoning_config", self.reasoning_config)
+        given = self.reasoning_config or {}
+        wrong = [name for name, text in given.items() if name not in REASONING_KEYS or not isinstance(text, str)]
+        if wrong:
+            allowed = ", ".join(REASONING_KEYS)
+            raise ValueError(f"reasoning_config has {', '.join(wrong)}; allowed, with texts as values: {allowed}")
+        self.reasoning_parser = self.reasoning_parser or given.get("reasoning_parser") or None
 
     @property
     def unlogged_paths(self) -> frozenset[str]:

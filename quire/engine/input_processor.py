@@ -230,7 +230,7 @@ class InputProcessor:
         sampling = params if isinstance(params, SamplingParams) else NO_SAMPLING
         features = self._features.check(prompt.features, len(prompt.token_ids), sampling.max_tokens)
         if sampling.prompt_logprobs is not None and any(feature.kind == EMBEDS for feature in features):
-            raise ValueError("prompt_logprobs are of token ids, which a prompt with embeddings does not have")
+            raise ValueError("prompt_logprobs are not compatible with embeddings, which have no token ids")
         return features
 
     def _resumed(self, prompt: ParsedPrompt, params: SamplingParams) -> np.ndarray:

@@ -43,6 +43,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         content_format: str | None = None,
+        marks: bool = False,
     ) -> str:
         """`chat_template` is Jinja text, never a path: it may come from a client. `content_format` is the renderer's
         unless given."""
@@ -60,6 +61,7 @@ class ChatRenderer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
             special_tokens=self.special_tokens,
+            marks=marks,
         )
 
 
@@ -148,7 +150,7 @@ def _as_dict(message: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _text_part(part: Any, where: str) -> dict[str, str]:
+def _text_part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -158,7 +160,7 @@ def _text_part(part: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} is of type {shown(kind)}; only text is supported so far")
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{where} needs a text")
-    return {"type": "text", "text": part["text"]}
+    return {**part, "type": "text"}  # some templates read more of a part, such as a language
 
 
 def _checked_call(call: Any, where: str) -> dict[str, Any]:

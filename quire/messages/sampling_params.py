@@ -93,9 +93,10 @@ class ReasoningTokens(msgspec.Struct, kw_only=True):
     start: list[int]
     end: list[int]
     open: bool | None = None  # whether the output starts inside the reasoning; None: it may begin with `start`
+    budget_end: list[int] | None = None  # written where a budget ends it; None: `end`
 
     def __post_init__(self) -> None:
-        for name in ("start", "end"):
+        for name in ("start", "end", *(() if self.budget_end is None else ("budget_end",))):
             check(bool(getattr(self, name)), name, [], "a list of at least one token id")
             check_tokens(name, getattr(self, name), MAX_TAG_TOKENS)
         if self.open is not None:

@@ -1,6 +1,7 @@
 """Chat templates: messages to the text a model was trained on, as transformers' apply_chat_template renders it."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,14 @@ import jinja2
 from jinja2 import nodes
 
 from quire.tokenizer.template_meter import Meter, TemplateLimitError, input_weight_of
-from quire.tokenizer.template_sandbox import METER, GenerationTag, sandbox_environment
+from quire.tokenizer.template_sandbox import (
+    MARKS,
+    METER,
+    SPAN_END,
+    SPAN_START,
+    GenerationTag,
+    sandbox_environment,
+)
 
 MAX_SOURCE_CHARS = 1_000_000
 CONTINUE = "\ue000\ue001continue\ue001\ue000"  # private-use characters: no message contains them by accident
@@ -24,10 +32,12 @@ def render_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
+    marks: bool = False,
 ) -> str:
     """The prompt of a conversation. `special_tokens` are names for the template, such as {"bos_token": "<s>"}.
 
     With `continue_final_message` the prompt ends where the last message's text ends, for the model to continue it.
+    With `marks` what the template has within `{% generation %}` is marked for `without_marks`.
     """
     if continue_final_message and add_generation_prompt:
         raise ValueError(
@@ -44,6 +54,7 @@ def render_chat(
             "messages": _as_json(list(messages)),
             "tools": _as_json(list(tools)) if tools is not None else None,
             "add_generation_prompt": add_generation_prompt,
+            **({MARKS: True} if marks else {}),
         }
         if continue_final_message:
             _mark_end(variables["messages"][-1])
@@ -51,6 +62,23 @@ def render_chat(
     except RecursionError:
         raise ValueError("the chat template or its messages are nested too deeply") from None
     return _cut_at_mark(text) if continue_final_message else text
+
+
+def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text rendered with marks, and where what they enclose begins and ends without them."""
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    at, start = 0, None
+    for part in re.split(f"({SPAN_START}|{SPAN_END})", text):
+        if part == SPAN_START:
+            start = at
+        elif part == SPAN_END and start is not None:
+            spans.append((start, at))
+            start = None
+        elif part != SPAN_END:
+            parts.append(part)
+            at += len(part)
+    return "".join(parts), spans if start is None else [*spans, (start, at)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,6 +23,8 @@ from jinja2.visitor import NodeTransformer
 from quire.tokenizer.template_meter import Meter, TemplateLimitError, check_filter, check_method, check_operator
 
 METER = "meter!"  # the variable that holds it while rendering: a name that no template can spell
+MARKS = "marks!"  # the variable that asks for marks around the assistant's words
+SPAN_START, SPAN_END = "\ue000\ue002", "\ue002\ue000"  # private-use characters: no message contains them by accident
 MAX_JSON_INDENT = 64
 
 
@@ -38,7 +40,7 @@ def sandbox_environment() -> ImmutableSandboxedEnvironment:
     del environment.globals["lipsum"]
     for name, function in list(environment.filters.items()):
         environment.filters[name] = _charged(name, function)
-    environment.filters |= {"iteration!": _iteration, "concat!": _concat, "literal!": _literal}
+    environment.filters |= {"iteration!": _iteration, "concat!": _concat, "literal!": _literal, "mark!": _mark}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -112,14 +114,15 @@ def _literal_chars(body: list[nodes.Node]) -> int:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only a scope."""
+    """`{% generation %}` marks the assistant's words for training; a scope, and marks where they are asked for."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        start, end = (nodes.Output([_filter(nodes.Const(mark), "mark!")]) for mark in (SPAN_START, SPAN_END))
+        return nodes.Scope([start, *body, end]).set_lineno(line, override=False)
 
 
 class _Namespace(Namespace):
@@ -204,6 +207,11 @@ def _concat(context: Context, values: list[Any]) -> str:
     meter.check_size(sum([meter.weigh(value) for value in values]))
     text: str = meter.accept("".join(map(str, values)))
     return text
+
+
+@pass_context
+def _mark(context: Context, mark: str) -> str:
+    return mark if MARKS in context.parent else ""
 
 
 @pass_context

@@ -35,6 +35,12 @@ def test_how_a_template_takes_content(template, takes_parts, takes_texts):
     assert text["content"] == ("t" if takes_texts else [{"type": "text", "text": "t"}])
 
 
+def test_a_template_sees_all_fields_of_a_part():
+    part = {"type": "text", "text": "a", "target_lang_code": "es"}
+    (message,) = normalize_messages([{"role": "user", "content": [part, "b"]}], PARTS)
+    assert message["content"] == [part, {"type": "text", "text": "b"}]
+
+
 def test_tool_calls_pass_through_with_their_arguments_parsed():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     odd = {"id": "2", "type": "function", "function": {"name": "f", "arguments": "not json"}}

@@ -157,7 +157,7 @@ def test_what_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
 
 
 @settings(max_examples=200 * SEARCH)
-@given(st.dictionaries(st.sampled_from(["start", "end", "open"]), ANYTHING))
+@given(st.dictionaries(st.sampled_from(["start", "end", "open", "budget_end"]), ANYTHING))
 def test_reasoning_that_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError, TypeError):
         reasoning = ReasoningTokens(**fields)

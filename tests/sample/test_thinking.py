@@ -12,10 +12,12 @@ START, END = [7], [8, 9]
 PROMPT = [1, 2, 3]
 
 
-def generate(choices: list[int], budget: int, open: bool | None, **params) -> list[int]:
+def generate(
+    choices: list[int], budget: int, open: bool | None, budget_end: list[int] | None = None, **params
+) -> list[int]:
     """The output if the model prefers these tokens one after the other."""
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
-    reasoning = ReasoningTokens(start=START, end=END, open=open)
+    reasoning = ReasoningTokens(start=START, end=END, open=open, budget_end=budget_end)
     wanted = SamplingParams(thinking_token_budget=budget, reasoning=reasoning, **params)
     sampler.add_row(new_row(0, wanted, PROMPT))
     token_ids = torch.zeros(8, 64, dtype=torch.int32)
@@ -33,6 +35,11 @@ def generate(choices: list[int], budget: int, open: bool | None, **params) -> li
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_end_is_forced_when_the_budget_is_used_up(temperature):
     assert generate([4] * 8, 3, True, temperature=temperature, seed=1) == [4, 4, 4, 8, 9, 4, 4, 4]
+
+
+def test_the_end_of_a_budget_may_have_words_of_its_own():
+    assert generate([4] * 7, 2, True, budget_end=[5, 8, 9], temperature=0) == [4, 4, 5, 8, 9, 4, 4]
+    assert generate([4, 8, 9, 4, 4, 4], 3, True, budget_end=[5, 8, 9], temperature=0) == [4, 8, 9, 4, 4, 4]
 
 
 def test_without_any_budget_there_is_no_reasoning():

@@ -218,9 +218,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "tool_server": ("text",),
         "tool_strict_level": ("text", "auto"),
     },
-    "budgets for reasoning": {
-        "reasoning_config": ("json",),
-    },
     "more outputs of a model": {
         "enable_return_routed_experts": ("switch",),
         "return_sampling_mask": ("switch",),

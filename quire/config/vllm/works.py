@@ -70,6 +70,7 @@ WORKS: dict[str, str] = {
     "tool_call_parser": "entrypoints/tools/test_request.py::test_custom_parsers",
     "tool_parser_plugin": "entrypoints/tools/test_request.py::test_custom_parsers",
     "reasoning_parser": "entrypoints/openai/test_parsed_chat.py::test_a_budget_needs_a_parser",
+    "reasoning_config": "entrypoints/openai/test_parsed_chat.py::test_what_ends_reasoning_where_a_budget_does",
     "structured_outputs_config": "compat/test_engine_flags.py::test_structured_outputs_of_all_requests",
     # The model
     "model": "config/test_flags.py::test_the_model_argument_may_be_anywhere",

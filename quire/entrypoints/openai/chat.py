@@ -1,6 +1,7 @@
 """POST /v1/chat/completions"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.config.server import ServerConfig
@@ -21,6 +22,12 @@ from quire.entrypoints.parsers.detect import JSON
 from quire.entrypoints.parsers.plugins import load_plugin
 from quire.entrypoints.tool_prompt import describe_tools, mentions_tools, takes_tools
 from quire.messages.sampling_params import SamplingParams
+from quire.tokenizer.chat_template import without_marks
+
+
+@dataclass
+class ChatPrompt(ParsedPrompt):
+    assistant_spans: Sequence[tuple[int, int]] | None = None  # of the text, where they were asked for
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
@@ -33,7 +40,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         config, tokenizer = context.config, context.engine.tokenizer
         load_plugins(config)
         names = context.parsers
-        self.reasoning = ReasoningSetup(names.reasoning, tokenizer) if names.reasoning and tokenizer else None
+        given = config.reasoning_config
+        self.reasoning = ReasoningSetup(names.reasoning, tokenizer, given) if names.reasoning and tokenizer else None
         self.tools = ToolSetup(names.tools, config.max_tools, tokenizer)
 
     def params(self, request: ChatRequest) -> SamplingParams:
@@ -97,7 +105,7 @@ def takes_long(request: ChatRequest | TokenizeRequest, size: int) -> bool:
 
 def render(
     context: ServerContext, request: ChatRequest | TokenizeRequest, template_kwargs: dict[str, Any], size: int
-) -> ParsedPrompt:
+) -> ChatPrompt:
     """`size` is the body's, in bytes: an upper bound on the length of its texts."""
     if request.chat_template is not None and not context.config.trust_request_chat_template:
         raise bad_request(
@@ -105,6 +113,7 @@ def render(
             "chat_template",
         )
     messages, tools, config = request.messages or [], request.tools, context.config
+    marks = isinstance(request, ChatRequest) and bool(request.return_assistant_tokens_mask)
     for name, given, most in (("messages", messages, config.max_messages), ("tools", tools, config.max_tools)):
         if given is not None and len(given) > most:
             flag = f"--max-{name}"
@@ -125,9 +134,11 @@ def render(
             add_generation_prompt=generates_message(request),
             continue_final_message=bool(request.continue_final_message),
             template_kwargs=kwargs,
+            marks=marks,
         )
+        text, spans = without_marks(text) if marks else (text, None)
         context.check_chars(len(text), "messages")
-        return ParsedPrompt(text, context.tokenizer.encode(text, add_special_tokens=False))
+        return ChatPrompt(text, context.tokenizer.encode(text, add_special_tokens=False), assistant_spans=spans)
     except ValueError as error:
         raise refused_value(error, request.__struct_fields__, "messages") from None
 

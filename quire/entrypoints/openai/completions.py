@@ -13,6 +13,7 @@ from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.output_parsing import ReasoningSetup
 from quire.entrypoints.openai.params import truncated_right
+from quire.entrypoints.openai.prompt_embeds import read_prompt_embeds
 from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
 from quire.messages.sampling_params import SamplingParams
@@ -29,7 +30,10 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         return self.builder.for_completion(request)
 
     def sources(self, request: CompletionRequest) -> Sequence[Any]:
-        given = as_prompts(request.prompt)
+        given: list[Any] = embeds_of(request)
+        if request.prompt is None and not given:
+            raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        given += as_prompts(request.prompt) if request.prompt is not None else []
         most = self.context.config.max_prompts
         if len(given) > most:
             message = f"prompt holds {len(given)} prompts; at most {most} are allowed (--max-prompts)"
@@ -39,13 +43,14 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     def prompts(self, request: CompletionRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         multiple, truncated = len(sources) > 1, request.truncate_prompt_tokens is not None
         longest = self.context.engine.max_model_len - 1
-        if not isinstance(sources[0], str):
-            for prompt_index, ids in enumerate(sources):
+        prompts = self._embedded(request)
+        sources = sources[len(prompts) :]
+        if sources and not isinstance(sources[0], str):
+            for prompt_index, ids in enumerate(sources, len(prompts)):
                 self.check_length(truncated, len(ids), prompt_index if multiple else None)
-            return [ParsedPrompt(None, truncated_right(request, ids, longest)) for ids in sources]
+            return prompts + [ParsedPrompt(None, truncated_right(request, ids, longest)) for ids in sources]
         for text in sources:
             self.context.check_chars(len(text), "prompt")
-        prompts: list[ParsedPrompt] = []
         for texts in _groups(sources):
             try:
                 encoded = self.context.tokenizer.encode_batch(texts, request.add_special_tokens is not False)
@@ -68,6 +73,23 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         opened = {setup.format.is_open(text) for text in texts}
         return setup.adjust(params, opened.pop() if len(opened) == 1 else None)
 
+    def _embedded(self, request: CompletionRequest) -> list[ParsedPrompt]:
+        encoded = embeds_of(request)
+        if not encoded:
+            return []
+        if not self.context.engine.config.model.enable_prompt_embeds:
+            raise bad_request("prompt_embeds need a server started with --enable-prompt-embeds", "prompt_embeds")
+        for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
+            if getattr(request, name):
+                raise bad_request(f"{name} is not compatible with prompt_embeds, which have no token ids", name)
+        try:
+            prompts = [read_prompt_embeds(one) for one in encoded]
+        except ValueError as error:
+            raise refused_value(error, (), "prompt_embeds") from None
+        for place, prompt in enumerate(prompts):
+            self.check_length(False, len(prompt.token_ids), place)
+        return prompts
+
     def prompt_copies(self, request: CompletionRequest, params: SamplingParams) -> int:
         """Every choice repeats them, and so does an echoed prompt."""
         shown = (request.prompt_logprobs is not None) + bool(request.echo and request.logprobs is not None)
@@ -89,6 +111,11 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
             group, size = [], 0
     if group:
         yield group
+
+
+def embeds_of(request: CompletionRequest) -> list[str]:
+    given = request.prompt_embeds or []
+    return [given] if isinstance(given, str) else list(given)
 
 
 def as_prompts(prompt: Any) -> list[str] | list[list[int]]:

@@ -1,5 +1,6 @@
 """Errors in OpenAI's schema, or with vLLM's types and codes; both name the request's field."""
 
+import re
 from collections.abc import Callable, Collection
 from http import HTTPStatus
 
@@ -25,10 +26,16 @@ VLLM_TYPES = {
 }
 
 
+PYDANTIC_TYPES = {">=": "greater_than_equal", "<=": "less_than_equal"}  # programs look for them in messages
+
+
 def vllm_error_body(error: ApiError) -> bytes:
     """The code is the status."""
     kind = VLLM_TYPES.get(error.status) or HTTPStatus(error.status).phrase
-    shape = {"message": error.message, "type": kind, "param": error.param, "code": error.status}
+    message = error.message
+    if limit := re.search(r": expected (?:int|float) (>=|<=)", message):
+        message += f" ({PYDANTIC_TYPES[limit[1]]})"
+    shape = {"message": message, "type": kind, "param": error.param, "code": error.status}
     return msgspec.json.encode({"error": shape})
 
 

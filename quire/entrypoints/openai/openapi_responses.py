@@ -168,7 +168,7 @@ class Rendered(msgspec.Struct):
     cache_salt: str | None
     priority: int
     features: None
-    assistant_tokens_mask: None
+    assistant_tokens_mask: list[int] | None
 
 
 class Model(msgspec.Struct):

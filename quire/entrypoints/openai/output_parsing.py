@@ -1,6 +1,6 @@
 """The parsers for a response's text, and the sampling parameters that they need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.entrypoints.http.errors import bad_request
@@ -19,13 +19,17 @@ MAX_BEFORE_START = 32  # tokens; a response without a start tag by then has no r
 class ReasoningSetup:
     """A reasoning format's tags as tokens of the served model."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, given: Mapping[str, str] | None = None) -> None:
+        """`given`: --reasoning-config."""
+        given = given or {}
         self.format: ReasoningFormat = reasoning_format(name)
         if isinstance(self.format, SuffixedFormat):
             added = tokenizer.backend.get_added_tokens_decoder().values()
             self.format = self.format.for_tokens(token.content for token in added)
-        self.start = tokenizer.encode(self.format.start, add_special_tokens=False)
+        self.start = tokenizer.encode(given.get("reasoning_start_str") or self.format.start, add_special_tokens=False)
         self.end = tokenizer.encode(self.format.end, add_special_tokens=False)
+        forced = given.get("reasoning_end_str")
+        self.budget_end = tokenizer.encode(forced, add_special_tokens=False) if forced else None
         special = (tokenizer.special_id(marker) for marker in self.format.markers)
         self.visible = sorted({token for token in special if token is not None})
         ends = [tokenizer.encode(end, add_special_tokens=False) for end in self.format.end_markers]
@@ -39,7 +43,7 @@ class ReasoningSetup:
             tags = f"{self.format.start!r} and {self.format.end!r}"
             message = f"{BUDGET}: {tags} are not single tokens of this model, so reasoning cannot be counted"
             raise bad_request(message, BUDGET)
-        reasoning = ReasoningTokens(start=self.start, end=self.end, open=is_open)
+        reasoning = ReasoningTokens(start=self.start, end=self.end, open=is_open, budget_end=self.budget_end)
         visible = sorted({*params.visible_token_ids, *self.visible})
         return params.replace_unchecked(reasoning=reasoning, visible_token_ids=visible)
 

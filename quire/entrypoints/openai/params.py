@@ -60,8 +60,6 @@ class ParamsBuilder:
         self.max_tokens: int | None = model.default_sampling.get("max_tokens")  # None: generation_config.json sets none
 
     def for_completion(self, request: CompletionRequest) -> SamplingParams:
-        if request.prompt_embeds is not None:
-            raise not_available("prompt_embeds", "a prompt of embeddings over HTTP (LLM.generate takes them)")
         if request.suffix:
             raise not_available("suffix", "inserting text before a suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):

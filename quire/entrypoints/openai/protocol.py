@@ -108,12 +108,12 @@ class GenerationRequest(EngineRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt_embeds: str | list[str] | None = None  # see prompt_embeds.py
     logprobs: Int | None = None
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
-    prompt_embeds: Any = None  # refused unless null
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -133,6 +133,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     return_prompt_text: bool | None = None
+    return_assistant_tokens_mask: bool | None = None  # of /render
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None  # type: ignore[assignment]  # only its prompt_token_ids count

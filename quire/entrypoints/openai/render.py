@@ -2,6 +2,7 @@
 them, without generating anything."""
 
 import uuid
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.http.context import LONG_TEXT
 from quire.entrypoints.http.errors import bad_request
+from quire.entrypoints.openai.chat import ChatPrompt
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.messages.sampling_params import SamplingParams
@@ -38,6 +40,8 @@ class RenderEndpoint(Generic[R]):
 
         def render() -> bytes:
             prompts = endpoint.prompts(request, sources, size)
+            if any(prompt.features for prompt in prompts):
+                raise bad_request("prompt_embeds cannot be rendered: they have no token ids", "prompt_embeds")
             adjusted = endpoint.adjusted(request, params, prompts)
             shared = msgspec.json.encode(self._shared(request, model, adjusted))
             _check_size(len(shared), len(prompts), context.config.max_request_bytes)
@@ -56,6 +60,7 @@ class RenderEndpoint(Generic[R]):
             "request_id": f"{self.endpoint.id_prefix}{request_id or uuid.uuid4().hex}",
             "token_ids": prompt.token_ids,
             "token_offsets": self._offsets(prompt) if request.return_token_offsets else None,
+            "assistant_tokens_mask": self._mask(prompt),
         }
         return msgspec.json.encode(shape)
 
@@ -73,8 +78,17 @@ class RenderEndpoint(Generic[R]):
             "cache_salt": request.cache_salt,
             "priority": request.priority or 0,
             "features": None,
-            "assistant_tokens_mask": None,
         }
+
+    def _mask(self, prompt: ParsedPrompt) -> list[int] | None:
+        """1 for the tokens of the assistant's words, 0 for others."""
+        spans = prompt.assistant_spans if isinstance(prompt, ChatPrompt) else None
+        offsets = self._offsets(prompt) if spans is not None else None
+        if spans is None or offsets is None:
+            return None
+        ends = [end for _, end in spans]
+        next_spans = ((last, bisect_right(ends, first)) for first, last in offsets)
+        return [int(at < len(spans) and spans[at][0] < last) for last, at in next_spans]
 
     def _offsets(self, prompt: ParsedPrompt) -> list[tuple[int, int]] | None:
         """Where each token begins and ends in the text; None where the tokenizer cannot say, or there is no text."""

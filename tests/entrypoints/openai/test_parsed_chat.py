@@ -218,6 +218,17 @@ def test_the_engine_receives_the_reasoning_tags(special: StubServer) -> None:
     assert (seen[0].params.thinking_token_budget, seen[0].params.reasoning) == (7, params.reasoning)
 
 
+def test_what_ends_reasoning_where_a_budget_does(special: StubServer) -> None:
+    config = {"reasoning_parser": "special_reasoning:FORMAT", "reasoning_end_str": "Enough.<issue_closed>"}
+    with stub_server(says("Yes."), ServerConfig(reasoning_config=config)) as server:
+        rendered = server.post("/v1/chat/completions/render", {"messages": HELLO, "thinking_token_budget": 7}).json()
+        tags, tokenizer = rendered["sampling_params"]["reasoning"], server.engine.tokenizer
+    assert tokenizer is not None and tags["end"] == [tokenizer.special_id("<issue_closed>")]
+    assert tags["budget_end"] == tokenizer.encode("Enough.<issue_closed>", add_special_tokens=False)
+    with pytest.raises(ValueError, match=r"reasoning_config has end; allowed.*reasoning_end_str"):
+        ServerConfig(reasoning_config={"end": "x"})
+
+
 def test_a_budget_needs_a_parser() -> None:
     with stub_server(says("Yes.")) as plain, pytest.raises(openai.BadRequestError, match="--reasoning-parser") as error:
         whole(plain, extra_body={"thinking_token_budget": 7})

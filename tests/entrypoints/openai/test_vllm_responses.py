@@ -137,3 +137,5 @@ def test_errors_in_the_schema_of_vllm() -> None:
         assert (found["type"], found["code"], found["param"]) == ("BadRequestError", 400, "temperature")
         found = error(server.post("/v1/completions", {"prompt": "a", "model": "other"}))
         assert (found["type"], found["code"]) == ("NotFoundError", 404)
+        found = error(server.post("/v1/completions", {"prompt": "a", "seed": -(1 << 63) - 1}))
+        assert found["message"].endswith("(greater_than_equal)")

@@ -238,6 +238,32 @@ def test_a_rendered_request_generates_the_same(server: StubServer) -> None:
     assert len(body(server, "/v1/completions/render", prompt=["one", "two"])) == 2
 
 
+def test_the_tokens_of_the_assistants_words() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n{% else %}"
+        "{% generation %}Bot: {{ m.content }}\n{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": "Hi there!"},
+        *BYE,
+        {"role": "assistant", "content": "See you"},
+    ]
+    with stub_server(stub_engine(), ServerConfig(trust_request_chat_template=True)) as server:
+        request = {"messages": messages, "chat_template": template}
+        rendered = body(server, "/v1/chat/completions/render", **request, return_assistant_tokens_mask=True)
+        marked = [id for id, mark in zip(rendered["token_ids"], rendered["assistant_tokens_mask"], strict=True) if mark]
+        assert body(server, "/detokenize", tokens=marked)["prompt"] == "Bot: Hi there!\nBot: See you\n"
+        plain = body(server, "/v1/chat/completions/render", **request)
+        assert plain["token_ids"] == rendered["token_ids"] and plain["assistant_tokens_mask"] is None
+        request |= {
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+            "return_assistant_tokens_mask": True,
+        }
+        assert body(server, "/v1/chat/completions/render", **request)["assistant_tokens_mask"][-1] == 1
+
+
 def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -249,11 +275,6 @@ def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
         assert body(server, "/inference/v1/generate", **rendered)["usage"]["completion_tokens"] == 4
         rendered["sampling_params"]["reasoning"] = {"start": "x", "end": [1], "other": 1}
         assert server.post("/inference/v1/generate", rendered).status_code == 400
-
-
-def test_embeddings_are_not_ignored(server: StubServer) -> None:
-    error = server.post("/v1/completions", {"prompt": "x", "prompt_embeds": "AAAA"}).json()["error"]
-    assert error["param"] == "prompt_embeds" and "LLM.generate" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
