@@ -37,6 +37,9 @@ SHARED_FIELDS = (
     "truncate_prompt_tokens",
     "prompt_logprobs",
     "repetition_detection",
+    "thinking_token_budget",
+    "watermarking",
+    "routed_experts_prompt_start",
 )
 # Passed on where SamplingParams has them, else refused.
 OPTIONAL_FIELDS = ("logprob_token_ids", "stream_interval")
@@ -61,6 +64,8 @@ class ParamsBuilder:
             raise not_available("suffix", "inserting text before a suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise not_available("best_of", "choosing among more completions than n")
+        if request.prompt_embeds is not None:
+            raise not_available("prompt_embeds", "a prompt of embeddings over HTTP")
         given = self._given(request)
         limit = self.completion_max_tokens if request.max_tokens is None else request.max_tokens
         if request.echo and limit == 0:
@@ -87,8 +92,6 @@ class ParamsBuilder:
             given["logprobs"] = top
         elif request.top_logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        if request.thinking_token_budget is not None:
-            given["thinking_token_budget"] = request.thinking_token_budget
         return self._build(request, given)
 
     @property
@@ -103,6 +106,8 @@ class ParamsBuilder:
                 if name not in SamplingParams.__struct_fields__:
                     raise not_available(name, "it")
                 given[name] = value
+        if request.return_mm_kwargs:
+            raise not_available("return_mm_kwargs", "inputs of images, audio or video")
         _check_truncation(request)
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]

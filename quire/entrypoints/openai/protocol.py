@@ -64,6 +64,7 @@ class GenerationRequest(EngineRequest, kw_only=True):
     truncation_side: str | None = None
     prompt_logprobs: Int | None = None
     repetition_detection: dict[str, Int] | None = None
+    thinking_token_budget: Int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -88,10 +89,16 @@ class GenerationRequest(EngineRequest, kw_only=True):
     logprob_token_ids: list[TokenId] | None = None
     stream_interval: Int | None = None
 
+    # Refused unless neutral
+    watermarking: bool | None = None
+    routed_experts_prompt_start: Int | None = None
+    return_mm_kwargs: bool | None = None
+
     # No effect
     user: str | None = None
     session_id: str | None = None
     return_token_offsets: bool | None = None  # of /render
+    mm_payload: str | None = None  # of return_mm_kwargs
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
@@ -107,6 +114,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None  # refused
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -128,7 +136,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     return_prompt_text: bool | None = None
     reasoning_effort: str | None = None  # passed to the chat template
     include_reasoning: bool | None = None
-    thinking_token_budget: Int | None = None
     kv_transfer_params: dict[str, Any] | None = None  # type: ignore[assignment]  # only its prompt_token_ids count
 
     # Refused unless neutral
@@ -152,6 +159,7 @@ class BatchChatRequest(ChatRequest, kw_only=True):
     """Several conversations with the same parameters; a choice for each."""
 
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
+    best_of: Int | None = None  # no effect, as in vLLM
 
 
 class TokensRequest(EngineRequest, kw_only=True):
@@ -182,6 +190,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+
+    # No effect
+    media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
+    mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
