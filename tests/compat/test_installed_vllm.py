@@ -39,6 +39,7 @@ from quire.config.server import ServerConfig, server_config
 from quire.config.vllm.choices import to_come
 from quire.config.vllm.table import TABLE
 from quire.entrypoints.cli import serve
+from quire.entrypoints.openai import openapi_responses as responses
 from quire.entrypoints.openai import protocol
 from quire.messages.sampling_params import SamplingParams
 from scripts.compatibility_page import DIFFERENT, SAME_MEANING
@@ -176,6 +177,29 @@ def test_defaults_of_engine_arguments_are_taken() -> None:
     ],
 )
 def test_every_field_of_requests(theirs: Any, ours: Any) -> None:
+    assert not theirs.model_fields.keys() - set(ours.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (vllm_chat.ChatCompletionResponse, responses.ChatCompletion),
+        (vllm_chat.ChatCompletionResponseChoice, responses.ChatChoice),
+        (vllm_chat.ChatMessage, responses.ChatMessage),
+        (vllm_chat.ChatCompletionLogProbs, responses.ChatLogprobs),
+        (vllm_chat.ChatCompletionLogProbsContent, responses.ChatTokenLogprobs),
+        (vllm_chat.ToolCall, responses.ToolCall),
+        (vllm_chat.UsageInfo, responses.Usage),
+        (vllm_chat.PerRequestMetrics, responses.RequestTimes),
+        (vllm_completion.CompletionResponse, responses.Completion),
+        (vllm_completion.CompletionResponseChoice, responses.CompletionChoice),
+        (vllm_completion.CompletionLogProbs, responses.CompletionLogprobs),
+        (vllm_tokenize.TokenizeResponse, responses.Tokens),
+        (vllm_tokenize.DetokenizeResponse, responses.Text),
+    ],
+)
+def test_every_field_of_responses(theirs: Any, ours: Any) -> None:
+    """Of the schemas, against which another test validates real responses."""
     assert not theirs.model_fields.keys() - set(ours.__struct_fields__)
 
 
