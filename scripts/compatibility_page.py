@@ -3,6 +3,7 @@
 python -m scripts.compatibility_page
 """
 
+import json
 import textwrap
 from pathlib import Path
 
@@ -26,20 +27,38 @@ made by `python -m scripts.compatibility_page` from the table that the command l
 `tests/compat/` compares that with vLLM's own names. What vLLM's own online tests say of this server:
 [vllm_tests.md](vllm_tests.md).
 """
-DEFAULTS = """\
-## Defaults that differ
+# Defaults that differ: the flag, here, in vLLM.
+DIFFERENT = {
+    "host": ("127.0.0.1", "all addresses; `--host 0.0.0.0`"),
+    "model": ("the embedded SmolLM2", "a model of the hub"),
+    "enable_auto_tool_choice": ("on, with a parser for the model's format", "off"),
+    "shutdown_timeout": ("30 s for running requests", "0"),
+    "allowed_methods": ("GET and POST", "all"),
+    "h11_max_incomplete_event_size": ("64 KiB", "4 MiB"),
+    "renderer_num_workers": ("2", "1"),
+    "block_size": ("16", "by backend"),
+    "gpu_memory_utilization": ("0.9", "0.92"),
+}
+# Written differently, with the same meaning: None where vLLM decides, and what is on without being asked for.
+SAME_MEANING = {
+    "allowed_headers",
+    "api_server_count",
+    "async_scheduling",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "profiler_config",
+    "uvicorn_log_level",
+}
+INSTALLED = """\
+## Compared with vLLM itself
 
-| flag | here | vLLM |
-|---|---|---|
-| `--host` | 127.0.0.1 | all addresses; `--host 0.0.0.0` |
-| `--shutdown-timeout` | 30 s for running requests | 0 |
-| `--allowed-methods` | GET and POST | all |
-| `--h11-max-incomplete-event-size` | 64 KiB | 4 MiB |
-| `--block-size` | 16 | by backend |
-| `--gpu-memory-utilization` | 0.9 | 0.92 |
-
-With keys, every path is guarded except `--open-paths`; vLLM guards `/v1` and a few others.
+`make test-compat` installs vLLM 0.32.0's CPU build in an environment of its own and compares with its argparse,
+dataclass and pydantic objects: every spelling and choice of {flags} flags is taken, or refused with the feature's name;
+every default is taken, and those that differ are the ones below; {engine_args} engine arguments; every field of
+requests; the order and defaults of `SamplingParams`; the methods of `LLM` and their arguments. Last run: {date}, all
+of it agreed.
 """
+COMPARED = "2026-11-16"
 SYNTAX = """\
 ## Syntax
 
@@ -64,10 +83,23 @@ def page() -> str:
         INTRO,
         "\n".join(summary) + "\n",
         SYNTAX + short + "\n",
-        DEFAULTS,
+        _compared(),
+        _defaults(),
         *(_section(s) for s in ABOUT),
     ]
     return "\n".join([*parts, _environment()])
+
+
+def _compared() -> str:
+    names = json.loads((ROOT / "tests" / "compat" / "vllm_names.json").read_text("utf-8"))
+    counts = {name: len(names[name]) for name in ("flags", "engine_args")}
+    return INSTALLED.format(**counts, date=COMPARED)
+
+
+def _defaults() -> str:
+    lines = [f"| `{flag(name)}` | {here} | {there} |" for name, (here, there) in DIFFERENT.items()]
+    keys = "With keys, every path is guarded except `--open-paths`; vLLM guards `/v1` and a few others."
+    return "\n".join(["## Defaults that differ", "", "| flag | here | vLLM |", "|---|---|---|", *lines, "", keys, ""])
 
 
 def _section(status: str) -> str:

@@ -10,6 +10,7 @@ from quire.attention.base import CacheBackend, GroupFeatures
 from quire.attention.native import NativeBackend
 from quire.attention.simple_pages import needs_simple_pages
 from quire.attention.torch import TorchBackend
+from quire.config.vllm.choices import to_come
 from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from quire.platforms.base import Platform
 
@@ -78,7 +79,8 @@ def choose_backends(
     """Groups with the same choice share the backend. `requested` is for the kinds of cache that it knows."""
     names = [backend.name for backend in BACKENDS]
     if requested is not None and requested not in names:
-        raise ValueError(f"unknown attention backend {requested!r}; allowed: {', '.join(names)}")
+        later = to_come("attention_backend", requested.upper())
+        raise ValueError(f"{later}unknown attention backend {requested!r}; allowed: {', '.join(names)}")
     chosen = [_choose(platform, dtype, spec, features, requested) for spec, features in groups]
     made: dict[type[CacheBackend], CacheBackend] = {}
     for kind in dict.fromkeys(kind for kind, _ in chosen):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.config.vllm.choices import to_come
+
 
 @dataclass(frozen=True)
 class FieldInfo:
@@ -69,8 +71,7 @@ def validate(config: Any) -> None:
             value = info.aliases[str(value)]
             setattr(config, name, value)
         if info.choices is not None and value not in info.choices:
-            allowed = ", ".join(str(c) for c in info.choices)
-            raise ValueError(f"{name} is {value!r}; allowed: {allowed} ({flag(name)})")
+            raise ValueError(f"{refused_choice(name, value, info)} ({flag(name)})")
         if info.minimum is None and info.maximum is None:
             continue
         if value in info.words:
@@ -81,6 +82,11 @@ def validate(config: Any) -> None:
         if not number or not low <= value <= high:
             bounds = f"at least {low:g}" if info.maximum is None else f"between {low:g} and {high:g}"
             raise ValueError(f"{name} is {value!r}; it must be {bounds} ({flag(name)})")
+
+
+def refused_choice(name: str, value: Any, info: FieldInfo) -> str:
+    allowed = ", ".join(str(c) for c in info.choices or ())
+    return f"{to_come(name, value)}{name} is {value!r}; allowed: {allowed}"
 
 
 def require_object(name: str, value: Any) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
-from quire.config.fields import FieldInfo, flag, is_optional, options
+from quire.config.fields import FieldInfo, flag, is_optional, options, refused_choice
+from quire.config.vllm.choices import to_come
 from quire.config.vllm.syntax import human_integer, normalized, read_config_file
 from quire.config.vllm.table import TABLE
 
@@ -178,6 +179,17 @@ def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text == "None" else parse(text)
 
 
+def _available(name: str, info: FieldInfo, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Refuse a choice of vLLM's that is to come with its feature's name; argparse refuses other words."""
+
+    def parsed(text: str) -> Any:
+        if to_come(name, text):
+            raise argparse.ArgumentTypeError(refused_choice(name, text, info))
+        return parse(text)
+
+    return parsed
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """Add a flag for every engine option, one group per config class, except the options named in `leave_out`."""
     text = "YAML file of flags; those of the command line have precedence"
@@ -259,6 +271,7 @@ def add_flag(group: argparse._ArgumentGroup, name: str, info: FieldInfo, annotat
         parse = _parser_for(name, annotation)
         canonical = (lambda text: info.aliases.get(text, text)) if info.aliases else parse
         choices, metavar = info.choices, f"{{{','.join(map(str, info.choices))}}}"
+        canonical = _available(name, info, canonical)
         if is_optional(annotation):
             choices, canonical = (*choices, None), _or_none(canonical)
         group.add_argument(flag(name), choices=choices, metavar=metavar, type=canonical, **common)

@@ -3,6 +3,7 @@
 import importlib
 
 from quire.config import EngineConfig
+from quire.config.vllm.choices import to_come
 from quire.executor.base import Executor
 
 # Imported when chosen: a worker imports torch, before which the engine process sets its environment.
@@ -15,8 +16,8 @@ def make_executor(config: EngineConfig) -> Executor:
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
     if not attribute:
         raise ValueError(
-            f"distributed_executor_backend is {name!r}; allowed: {', '.join(_BUILT_IN)}, or your own as 'module:Class' "
-            "(--distributed-executor-backend)"
+            f"{to_come('distributed_executor_backend', name)}distributed_executor_backend is {name!r}; allowed: "
+            f"{', '.join(_BUILT_IN)}, or your own as 'module:Class' (--distributed-executor-backend)"
         )
     try:
         executor_class: type[Executor] = getattr(importlib.import_module(module), attribute)

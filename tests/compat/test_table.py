@@ -14,6 +14,7 @@ from quire.config.environment import TRUE_ALREADY, VARIABLES
 from quire.config.fields import flag, options
 from quire.config.server import ServerConfig
 from quire.config.vllm.accepted import SERVER_ARGUMENTS
+from quire.config.vllm.choices import CHOICES
 from quire.config.vllm.table import KINDS, OTHER_NAMES, SHORT, TABLE, Row
 from quire.entrypoints.cli import serve
 from scripts import compatibility_page
@@ -25,6 +26,9 @@ OPTIONS = {name for config in (ServerConfig, *EngineConfig.parts().values()) for
 NOT_YET = [row for row in TABLE.values() if row.status == "not yet"]
 EXAMPLES: dict[str, Any] = {"switch": True, "int": 7, "float": 7.5, "text": "other", "texts": ["other"], "any": "other"}
 EXAMPLES["json"] = {"key": "value"}
+
+
+FOUND_AT_START = {"distributed_executor_backend", "attention_backend"}  # a plugin may bring others
 
 
 def of(status: str) -> list[Row]:
@@ -41,17 +45,6 @@ def test_every_spelling_of_vllm_is_known() -> None:
         for other in others:
             if other != "-h":
                 assert SHORT.get(other, OTHER_NAMES.get(other[2:].replace("-", "_"))) == name
-
-
-def test_installed_vllm_has_no_flag_beyond_the_table() -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm.entrypoints.openai.cli_args import make_arg_parser  # type: ignore[import-not-found]
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
-
-    parser = make_arg_parser(FlexibleArgumentParser())
-    found = {word for word in parser._option_string_actions if word.startswith("--") and not word.startswith("--no-")}
-    known = {flag(name) for name in (*TABLE, *OTHER_NAMES)}
-    assert not found - known
 
 
 def test_what_works_names_a_test_that_exists() -> None:
@@ -82,6 +75,20 @@ def test_what_is_not_available_yet_is_refused_by_name(row: Row) -> None:
     assert row.note in str(error.value) and flag(row.name) in str(error.value)
     for neutral in (*row.neutral, None):
         assert EngineConfig.from_kwargs(**{row.name: neutral}) == EngineConfig()
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES.keys() - FOUND_AT_START))
+def test_choices_of_vllm_that_are_not_available_yet_are_refused_by_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for feature, choices in CHOICES[name].items():
+        for choice in choices.split():
+            with pytest.raises(ValueError, match="not available yet") as error:
+                EngineConfig.from_kwargs(**{name: choice})
+            assert feature in str(error.value) and "allowed: " in str(error.value)
+            with pytest.raises(SystemExit):
+                serve.parser().parse([flag(name), choice])
+            assert f"not available yet: {feature}" in capsys.readouterr().err
 
 
 def test_objects_and_lists_that_ask_for_nothing() -> None:

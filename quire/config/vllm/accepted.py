@@ -17,6 +17,12 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "disable_custom_all_reduce": "switch",
         "max_parallel_loading_workers": "int",
     },
+    "it has no effect without --enable-eplb": {
+        "eplb_config": "json",
+    },
+    "it has no effect without --enable-fault-tolerance": {
+        "fault_tolerance_config": "json",
+    },
     "there is one engine, with one log line": {
         "aggregate_engine_logging": "switch",
     },
@@ -44,6 +50,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "only language models are served": {
         "language_model_only": "switch",
         "skip_mm_profiling": "switch",
+        "mm_device_do_normalize": "switch",
     },
     "weights go from the file to where they are computed with": {
         "pt_load_map_location": "any",

@@ -30,7 +30,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "expert parallelism over several devices": {
         "enable_eplb": ("switch",),
-        "eplb_config": ("json",),
         "enable_elastic_ep": ("switch",),
         "elastic_ep_max_dp_size": ("int",),
     },
@@ -68,7 +67,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "recovery of failed engines": {
         "enable_fault_tolerance": ("switch",),
-        "fault_tolerance_config": ("json",),
     },
     "workers and schedulers of your own": {
         "worker_cls": ("text", "auto"),
@@ -125,7 +123,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "mm_tensor_ipc": ("text", "direct_rpc"),
         "mm_processor_device": ("text", "auto", "cpu"),
         "mm_ipc_gpu_memory_gb": ("float", 0.0),
-        "mm_device_do_normalize": ("switch",),
         "enable_mm_processor_stats": ("switch",),
         "disable_chunked_mm_input": ("switch",),
         "enable_shm_tensor_arena": ("switch",),
@@ -137,7 +134,15 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "kda_prefill_backend": ("text", "auto"),
         "kda_decode_backend": ("text", "auto"),
         "mamba_backend": ("text", "triton", "TRITON"),
-        "mamba_config": ("json",),
+        "mamba_config": (
+            "json",
+            {
+                "backend": "triton",
+                "enable_stochastic_rounding": False,
+                "stochastic_rounding_philox_rounds": 0,
+                "ssu_algorithm": None,
+            },
+        ),
         "mamba_ssu_algorithm": ("text", "auto"),
         "enable_mamba_cache_stochastic_rounding": ("switch",),
         "mamba_cache_philox_rounds": ("int", 0),

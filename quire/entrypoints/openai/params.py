@@ -64,6 +64,8 @@ class ParamsBuilder:
             raise not_available("suffix", "inserting text before a suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise not_available("best_of", "choosing among more completions than n")
+        if request.prompt_embeds is not None:
+            raise not_available("prompt_embeds", "a prompt of embeddings over HTTP")
         given = self._given(request)
         limit = self.completion_max_tokens if request.max_tokens is None else request.max_tokens
         if request.echo and limit == 0:
@@ -99,6 +101,8 @@ class ParamsBuilder:
     def _given(self, request: GenerationRequest) -> dict[str, Any]:
         given = {name: getattr(request, name) for name in SHARED_FIELDS}
         given = self.defaults | {name: value for name, value in given.items() if value is not None}
+        if request.return_mm_kwargs:
+            raise not_available("return_mm_kwargs", "inputs of images, audio or video")
         _check_truncation(request)
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]

@@ -91,13 +91,13 @@ class GenerationRequest(EngineRequest, kw_only=True):
     # Refused unless neutral
     watermarking: bool | None = None
     routed_experts_prompt_start: Int | None = None
+    return_mm_kwargs: bool | None = None
 
     # No effect
     user: str | None = None
     session_id: str | None = None
     return_token_offsets: bool | None = None  # of /render
     mm_payload: Ignored = msgspec.field(default_factory=_nothing)  # of /render, with images
-    return_mm_kwargs: Ignored = msgspec.field(default_factory=_nothing)
     metadata: Ignored = msgspec.field(default_factory=_nothing)
     store: bool | None = None
     service_tier: str | None = None
@@ -114,6 +114,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
+    prompt_embeds: Any = None  # refused
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -159,6 +160,7 @@ class BatchChatRequest(ChatRequest, kw_only=True):
     """Several conversations with the same parameters; a choice for each."""
 
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
+    best_of: Int | None = None  # no effect, as in vLLM
 
 
 class TokensRequest(EngineRequest, kw_only=True):
@@ -251,6 +253,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+
+    # No effect
+    media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
+    mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
