@@ -114,7 +114,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: Int | None = None
     suffix: str | None = None
-    prompt_embeds: Any = None  # refused
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
