@@ -47,7 +47,7 @@ def test_what_is_refused(served):
     wrong = {
         "prompt_embeds is not a tensor": {"prompt_embeds": "no base64"},
         "one tensor of floating-point numbers": {"prompt_embeds": encoded(torch.arange(4))},
-        "more than 1073741824 bytes": {"prompt_embeds": encoded(torch.sparse_coo_tensor(size=(1 << 20, 1 << 10)))},
+        "makes more than": {"prompt_embeds": encoded(torch.sparse_coo_tensor(size=(1 << 20, 1 << 10)))},
         "hidden size": {"prompt_embeds": encoded(torch.zeros(4, 3))},
         "not compatible": {"prompt_embeds": good, "prompt_logprobs": 1},
         "echo is not compatible": {"prompt_embeds": good, "echo": True},

@@ -176,7 +176,6 @@ def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[
         "functions": {"maxItems": 0},
         "function_call": {"enum": ["none", "auto", None]},
         "audio": {"type": "null"},
-        "prompt_embeds": {"type": "null"},
         "watermarking": {"const": False},
         "return_mm_kwargs": {"const": False},
         "routed_experts_prompt_start": {"minimum": 0, "maximum": 0},

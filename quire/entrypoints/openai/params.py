@@ -64,8 +64,6 @@ class ParamsBuilder:
             raise not_available("suffix", "inserting text before a suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise not_available("best_of", "choosing among more completions than n")
-        if request.prompt_embeds is not None:
-            raise not_available("prompt_embeds", "a prompt of embeddings over HTTP")
         given = self._given(request)
         limit = self.completion_max_tokens if request.max_tokens is None else request.max_tokens
         if request.echo and limit == 0:
