@@ -24,6 +24,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     # What works without an option of the engine is an object of several, or the server's.
     ours = [row for row in TABLE.values() if row.status != "works" or row.name in (*KINDS, *SERVER_ARGUMENTS)]
     later = {row.name: next(iter(row.neutral), None) for row in ours if row.name not in known}
+    later |= {name: None for name, value in later.items() if value == {}}  # a dataclass has no such defaults
     return [*found, *((name, Any, dataclasses.field(default=value)) for name, value in later.items())]
 
 

@@ -125,7 +125,10 @@ def test_structured_outputs_of_all_requests(start: Start) -> None:
 def test_priorities_need_their_policy(start: Start) -> None:
     with pytest.raises(ValueError, match="a priority needs scheduling_policy"):
         start().generate([PROMPT], GREEDY, priority=[1])
-    assert start("--scheduling-policy", "priority").generate([PROMPT], GREEDY, priority=[1])
+    by_priority = start("--scheduling-policy", "priority")
+    assert by_priority.generate([PROMPT], GREEDY, priority=[1])
+    template = "{{ messages[0].content }}"
+    assert by_priority.chat([{"role": "user", "content": PROMPT}], GREEDY, False, None, [1], template)
 
 
 def test_steps_ahead(start: Start) -> None:

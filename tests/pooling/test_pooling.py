@@ -196,6 +196,10 @@ def test_a_prompt_may_fill_the_model_s_length(reference):
             llm.encode(together, use_tqdm=False)
         cut, _ = llm.encode(together, truncate_prompt_tokens=-1, use_tqdm=False)
         assert cut.prompt_token_ids == prompt
+        keyed, _ = llm.embed(together, tokenization_kwargs={"truncate_prompt_tokens": -1}, use_tqdm=False)
+        assert keyed.prompt_token_ids == prompt
+        with pytest.raises(ValueError, match="lora_request is not available yet"):
+            llm.embed(prompt, lora_request=object())
         assert_close([cut], [reference.vectors("LAST")[5]])
         # A full row beside one that samples: nothing is appended where there is no room.
         llm.llm_engine.add_request("text", prompt[:60], GREEDY)

@@ -17,6 +17,9 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "disable_custom_all_reduce": "switch",
         "max_parallel_loading_workers": "int",
     },
+    "there is no state space model that it could change": {
+        "mamba_config": "json",
+    },
     "it has no effect without --enable-eplb": {
         "eplb_config": "json",
     },

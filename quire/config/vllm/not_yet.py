@@ -134,15 +134,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "kda_prefill_backend": ("text", "auto"),
         "kda_decode_backend": ("text", "auto"),
         "mamba_backend": ("text", "triton", "TRITON"),
-        "mamba_config": (
-            "json",
-            {
-                "backend": "triton",
-                "enable_stochastic_rounding": False,
-                "stochastic_rounding_philox_rounds": 0,
-                "ssu_algorithm": None,
-            },
-        ),
         "mamba_ssu_algorithm": ("text", "auto"),
         "enable_mamba_cache_stochastic_rounding": ("switch",),
         "mamba_cache_philox_rounds": ("int", 0),
