@@ -1,6 +1,6 @@
 """Make the stand-in that vLLM's tests of tools and reasoning need: the embedded model, taught to think and to call.
 
-python -m scripts.vllm_stand_in FOLDER [--steps 60]
+python -m scripts.vllm_stand_in FOLDER [--steps 70]
 
 The embedded chat model knows neither format. Some minutes of training on made-up conversations teach it to put its
 reasoning into <think> tags and calls into <tool_call> tags; the chat template is written here for these.
@@ -304,7 +304,7 @@ def make(folder: Path, steps: int, batch: int, layers: int, rate: float, resume:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=70)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rate", type=float, default=3e-4)

@@ -27,7 +27,7 @@ REASONS = {  # by the test's name, as a pattern
         "repeats itself: its JSON does not end, or is the same twice",
     ),
     "*test_chat.py::test_response_format_json_object*": ("stand-in", "answers in JSON, but not with the sum"),
-    "*test_chat.py::test_response_format_json_schema*": ("stand-in", "answers in JSON, but not with the sum"),
+    "*test_chat.py::test_response_format_json_schema*": ("stand-in", "its number does not end in time"),
     "*test_chat.py::test_complex_message_content*": ("stand-in", "does not answer with the sum alone"),
     "*test_chat.py::test_custom_role*": ("stand-in", "its greedy answers run to the end of the context"),
     "*test_completion.py::test_single_completion*": (
@@ -38,11 +38,19 @@ REASONS = {  # by the test's name, as a pattern
     "*test_return_token_ids.py::test_chat_completion_with_tool_use*": ("stand-in", "does not call the tool"),
     "*test_return_token_ids.py::test_comparison_with_prompt*": ("stand-in", "answers with nothing but the end token"),
     "*test_include_reasoning.py::*": ("stand-in", "does not end its reasoning within 200 tokens"),
-    "*::test_function_tool_use*": ("stand-in", "does not think, or calls nothing, where it is free to"),
-    "*::test_named_tool_use*": ("stand-in", "gives the same name twice"),
+    "*::test_function_tool_use*": ("stand-in", "does not end its reasoning, or calls nothing, where it is free to"),
+    "*::test_named_tool_use*": ("differs", "beside calls `content` is null, as OpenAI's, not empty"),
     "*test_thinking_token_budget.py::*": ("stand-in", "does not think"),
     "*test_run_batch.py::test_reasoning_parser*": ("stand-in", "does not think"),
     "*test_run_batch.py::test_tool_calling*": ("stand-in", "does not call the tool"),
+    "*::test_completions_with_prompt_embeds*": ("stand-in", "answers with nothing but the end token"),
+    "*::test_completions_with_logprobs_and_prompt_embeds*": ("stand-in", "answers with nothing but the end token"),
+    "*::test_prompt_logprobs_raises_error*": ("differs", "`prompt_logprobs: true` is refused for not being a number"),
+    "*test_run_batch.py::test_empty_file*": ("differs", "a batch without requests is an error"),
+    "*test_run_batch.py::test_completions": ("differs", "the exit code is 1 where a line of the batch failed"),
+    "*test_models.py::test_check_models*": ("to come", "LoRA; the name of the stand-in's files is another, too"),
+    "*::test_chat_return_tokens_as_token_ids_completion*": ("stand-in", "its tokens end within a character"),
+    "*test_chat.py::test_chat_streaming*": ("stand-in", "ends its answer before the last token"),
     "*test_run_batch.py::test_embeddings*": ("to come", "embeddings over HTTP"),
     "*test_run_batch.py::test_score*": ("to come", "scores over HTTP"),
     "*test_run_batch.py::test_trans*": ("to come", "speech"),
@@ -66,9 +74,10 @@ INTRO = """\
 # vLLM's own online tests
 
 The tests in vLLM's repository that talk to a server over HTTP or run a command, run unchanged against `quire serve`
-with SmolLM2-135M in place of every model that they name. Servers with a parser of tool calls or reasoning get a copy of
-it that `python -m scripts.vllm_stand_in` has trained for a few minutes to write both. Tests of vLLM's own classes are
-not counted. Made by `python -m scripts.vllm_tests_page` from what `python -m scripts.vllm_online_tests` reports.
+with SmolLM2-135M in place of every model that they name: as it is, and as a copy that `python -m scripts.vllm_stand_in`
+has trained for some minutes to write tool calls and reasoning. A test that passes with one of them counts as passed;
+tests of vLLM's own classes are not counted. Made by `python -m scripts.vllm_tests_page` from what
+`python -m scripts.vllm_online_tests` reports; the outcomes below are of several runs, some files at a time.
 """
 
 

@@ -73,7 +73,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "all of": {"allOf": [{"type": "integer"}, {"minimum": 5}, {"maximum": 50}]},
     "recursive": LIST,
     "definitions": {"definitions": {"c": {"enum": [1, 2]}}, "type": "array", "items": {"$ref": "#/definitions/c"}},
-    "annotated": {"title": "T", "description": "d", "default": 1, "examples": [2], "type": "integer"},
+    "annotated": {"title": "T", "description": "d", "default": 1, "examples": [2], "strict": True, "type": "integer"},
     "unicode": {"type": "object", "properties": {"schlüssel": {"const": "wért"}}, "required": ["schlüssel"]},
     "not a type": {"not": {"type": ["string", "object", "array"]}},
     "dependent": {

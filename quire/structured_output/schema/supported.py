@@ -21,6 +21,7 @@ ANNOTATIONS = {
     "example",
     "examples",
     "readOnly",
+    "strict",  # of OpenAI's functions, which many write into their schema
     "title",
     "writeOnly",
 }
