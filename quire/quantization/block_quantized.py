@@ -59,7 +59,7 @@ class BlockQuantizedWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._fused is not None:
-            return quantized.linear(x if self._order is None else x[:, self._order], self._fused, bias)
+            return quantized.linear(x if self._order is None else x.index_select(1, self._order), self._fused, bias)
         biases = [None] * len(self.outputs) if bias is None else bias.split(self.outputs)
         return torch.cat([product(x, b) for product, b in zip(self._products, biases, strict=True)], dim=1)
 
@@ -78,7 +78,7 @@ class BlockQuantizedWeight:
 def _product(part: Part, is_shared: bool, order: torch.Tensor | None) -> Multiply:
     if isinstance(part, quantized.Packed):
         fused = quantized.fuse([part])
-        return lambda x, bias: quantized.linear(x if order is None else x[:, order], fused, bias)
+        return lambda x, bias: quantized.linear(x if order is None else x.index_select(1, order), fused, bias)
     packed = None if is_shared else pack_weight(part)  # the other layer needs it unpacked
     return packed or (lambda x, bias: F.linear(x, part, bias))
 

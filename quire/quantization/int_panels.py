@@ -51,7 +51,7 @@ def _blocks(codes: torch.Tensor, zeros: torch.Tensor | None, weight: IntWeight) 
     if weight.bits == 4:
         # Five bits about 16 hold the difference of two numbers of four bits, without rounding the zero points.
         assert zeros is not None
-        shifted = (codes.to(torch.int16) - zeros + 16).to(torch.uint8)
+        shifted = codes + (16 - zeros).to(torch.uint8)
         return "Q5_0", torch.cat((_fifth_bits(shifted), _nibbles(shifted & 15)), dim=-1)
     if zeros is None:
         return "Q8_0", codes ^ 128
@@ -68,5 +68,6 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 def _fifth_bits(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 32] -> [..., 4], that of number i in bit i."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
-    return ((codes >> 4).unflatten(-1, (4, 8)) * weights).sum(-1, dtype=torch.uint8)
+    eight = (codes >> 4).contiguous().view(torch.int64)
+    # Moves the lowest bit of byte i to bit 56 + i: 8 * i and 7 * (8 - i) bits further.
+    return (eight * 0x0102040810204080 >> 56).to(torch.uint8)
