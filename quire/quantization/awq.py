@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 
-from quire.quantization.checkpoint_config import supported_bits, supported_group_size, unsupported, well_formed
+from quire.quantization.checkpoint_config import (
+    names_in,
+    supported_bits,
+    supported_group_size,
+    unsupported,
+    well_formed,
+)
 from quire.quantization.int_linear import Axis, StoredTensor
 from quire.quantization.int_weight import IntWeight
 
@@ -63,10 +69,7 @@ class AWQConfig:
             if not stored.get("zero_point", True):
                 raise unsupported("awq weights without zero points", "zero_point true")
             size = stored["group_size"] if "group_size" in stored else stored["q_group_size"]
-            skipped = tuple(stored.get("modules_to_not_convert") or ())
-            if not all(isinstance(name, str) for name in skipped):
-                raise TypeError("modules_to_not_convert must be names")
-            return cls(AWQScheme(supported_group_size(size)), skipped)
+            return cls(AWQScheme(supported_group_size(size)), names_in(stored, "modules_to_not_convert"))
 
     def scheme(self, name: str) -> AWQScheme | None:
         # As the format's own library decides, also within words: whoever quantized the layer went by that.

@@ -34,3 +34,12 @@ def supported_group_size(group_size: Any) -> int:
     if type(group_size) is int and group_size == PER_CHANNEL:
         return PER_CHANNEL
     return whole_number("group_size (quantization_config)", group_size)
+
+
+def names_in(stored: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names, or of lists of these; none if it is missing."""
+    listed = stored.get(key) or []
+    names = [name for item in listed for name in (item if isinstance(item, list) else [item])]
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{key} must be a list of names")
+    return tuple(names)

@@ -8,6 +8,7 @@ import torch
 
 from quire.quantization.checkpoint_config import (
     PER_CHANNEL,
+    names_in,
     supported_bits,
     supported_group_size,
     unsupported,
@@ -107,11 +108,9 @@ class CompressedConfig:
                     scheme = _scheme(group, group.get("format") or stored.get("format"))
                 except ValueError as error:
                     raise ValueError(f"{error} (config_groups: {group_name})") from error
-                targets += [(target, scheme) for target in group["targets"]]
-            for target, _ in targets:
-                _checked_target(target)
+                targets += [(_checked_target(target), scheme) for target in names_in(group, "targets")]
             targets.sort(key=lambda target: (target[0] == LINEAR, target[0].startswith("re:")))
-            return cls(tuple(targets), tuple(_checked_target(name) for name in stored.get("ignore") or ()))
+            return cls(tuple(targets), tuple(map(_checked_target, names_in(stored, "ignore"))))
 
     def scheme(self, name: str) -> CompressedScheme | None:
         if any(_matches(target, name) for target in self.skipped):

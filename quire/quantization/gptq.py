@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from quire.quantization.checkpoint_config import supported_bits, supported_group_size, unsupported, well_formed
+from quire.quantization.checkpoint_config import (
+    names_in,
+    supported_bits,
+    supported_group_size,
+    unsupported,
+    well_formed,
+)
 from quire.quantization.int_linear import Axis, StoredTensor
 from quire.quantization.int_weight import IntWeight, checked_groups, unpack_words
 
@@ -72,9 +78,8 @@ class GPTQConfig:
                 supported_bits(stored["bits"], (4, 8)), supported_group_size(stored["group_size"]), kind == "gptq"
             )
             rules = [_rule(pattern, changes, default) for pattern, changes in (stored.get("dynamic") or {}).items()]
-            inside = stored.get("modules_in_block_to_quantize")
-            names = None if inside is None else tuple(_flat(inside))
-            return cls(default, tuple(rules), bool(stored.get("lm_head")), names)
+            inside = names_in(stored, "modules_in_block_to_quantize") or None
+            return cls(default, tuple(rules), bool(stored.get("lm_head")), inside)
 
     def scheme(self, name: str) -> GPTQScheme | None:
         for pattern, scheme in self.rules:
@@ -104,7 +109,3 @@ def _rule(pattern: str, changes: dict[str, Any], default: GPTQScheme) -> tuple[s
     except ValueError as error:
         raise ValueError(f"for modules {bare!r} (dynamic), {error}") from error
     return bare, replace(default, bits=bits, group_size=group_size)
-
-
-def _flat(names: list[Any]) -> list[str]:
-    return [name for item in names for name in (item if isinstance(item, list) else [item])]

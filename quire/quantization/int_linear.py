@@ -100,7 +100,7 @@ class StoredPart:
             raise ValueError(f"{self.module} has a bias in the checkpoint, which the config does not specify")
         stored = {name: view for name, view in self.views.items() if name in self.loaded}
         try:
-            weight = self.scheme.decode(stored, p.size, self.group_size)
+            weight = self.scheme.decode(stored, p.size, self.group_size).simplified()
         except ValueError as error:
             raise ValueError(f"{self.module}: {error}") from error
         return weight.part_of_inputs(p.start) if p.dim == 1 else weight

@@ -34,8 +34,6 @@ def pack_int_weight(weight: IntWeight, exact: bool) -> PackedInt | str:
         return "its scales do not fit float16"
     codes = weight.codes.view(outputs, -1, GROUP)
     zeros = None if weight.zeros is None else weight.zeros[:, groups[:, 0], None]
-    if zeros is not None and bool((zeros == weight.zero).all()):
-        zeros = None
     found = _blocks(codes, zeros, weight)
     if isinstance(found, str):
         return found

@@ -42,6 +42,10 @@ class IntWeight:
             return ordered, None
         return replace(ordered, codes=self.codes[:, order]), order
 
+    def simplified(self) -> "IntWeight":
+        """Without zero points that are all those of symmetric weights, which some formats store."""
+        return replace(self, zeros=None) if self.zeros is not None and bool((self.zeros == self.zero).all()) else self
+
     def dequantize_into(self, out: torch.Tensor) -> None:
         """[outputs, inputs] in any float type: the product in float32, rounded once."""
         groups = self.groups()

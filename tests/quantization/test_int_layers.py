@@ -182,6 +182,8 @@ REFUSED = [
     (compressed(group(), {"targets": ["re:.*v"], "weights": {"type": "float", "num_bits": 8}}), "float weights beside"),
     (compressed(group(input_activations={"type": "float", "num_bits": 8})), "8-bit float input_activations.*8-bit int"),
     (compressed(group(), ignore=["re:("]), "malformed"),
+    (compressed(group(), ignore="lm_head"), "ignore must be a list of names"),
+    (compressed(group(targets="Linear")), "targets must be a list of names"),
     (compressed(group(), transform_config={"config_groups": {}}), "transform_config"),
     (compressed(group(), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
 ]  # fmt: skip
