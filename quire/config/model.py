@@ -12,6 +12,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name
 QUANTIZATIONS = (
     "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf", "dequantized", "int8", "int4",
 )  # fmt: skip
+QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM names its kernels too
 MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
 
 Overrides = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
@@ -64,6 +65,7 @@ class ModelConfig:
         "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 (CPU) quantize while loading; "
         "dequantized: GGUF and integer weights become dtype",
         choices=QUANTIZATIONS,
+        aliases=QUANTIZATION_ALIASES,
     )
     max_model_len: int | None = option(
         None,

@@ -90,5 +90,6 @@ def test_choices():
 
 def test_the_option():
     assert EngineConfig.from_kwargs(quantization="fp8").model.quantization == "fp8"
+    assert EngineConfig.from_kwargs(quantization="awq_marlin").model.quantization == "awq"
     with pytest.raises(ValueError, match="allowed: fp8, fp8_per_tensor, compressed-tensors"):
         EngineConfig.from_kwargs(quantization="torchao")

@@ -243,6 +243,12 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, form, changes, complaint):
         load(ours)
 
 
+def test_families_whose_rows_are_reordered_are_refused(tmp_path):
+    ours, _ = save_checkpoints("cohere", tmp_path, awq())
+    with pytest.raises(ValueError, match=r"[qk]_proj\.\w+ is a packed weight, but this family's weights are reordered"):
+        load(ours)
+
+
 def test_outputs_that_cannot_be_divided_among_ranks():
     method = IntLinearMethod(AWQScheme(32), DEQUANTIZED, "model.layers.0.mlp.up_proj")
     layer = ColumnParallelLinear(64, 24, False, torch.float32, CPU, TensorParallel(0, 2), method)
