@@ -9,7 +9,10 @@ from quire.config.fields import internal, option, require_object, validate
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
-QUANTIZATIONS = ("fp8", "fp8_per_tensor", "compressed-tensors", "mxfp4", "gguf", "dequantized", "int8", "int4")
+QUANTIZATIONS = (
+    "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf", "dequantized", "int8", "int4",
+)  # fmt: skip
+QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM names its kernels too
 MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
 
 Overrides = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
@@ -66,8 +69,9 @@ class ModelConfig:
     quantization: str | None = option(
         None,
         "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 (CPU) quantize while loading; "
-        "dequantized: GGUF weights become dtype",
+        "dequantized: GGUF and integer weights become dtype",
         choices=QUANTIZATIONS,
+        aliases=QUANTIZATION_ALIASES,
     )
     max_model_len: int | None = option(
         None,

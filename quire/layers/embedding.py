@@ -6,7 +6,7 @@ from torch import nn
 
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.layers.parallel import SINGLE, TensorParallel
-from quire.quantization.base import Partition, VocabMethod
+from quire.quantization.base import LinearMethod, Partition, VocabMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
 
@@ -59,15 +59,15 @@ class LMHead(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         tied_to: VocabEmbedding | None = None,
-        method: VocabMethod | None = None,
+        method: LinearMethod | None = None,  # of a tied head a VocabMethod
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
         self.tp, self.rows = tp, _rows(vocab_size, hidden_size, tp)
         self.tied = tied_to is not None
-        self.method = method or UnquantizedLinearMethod()
+        self.method: LinearMethod = method or UnquantizedLinearMethod()
         if tied_to is not None:
-            self.method.share_weights(self, tied_to)
+            self.method.share_weights(self, tied_to)  # type: ignore[attr-defined]
         else:
             self.method.create_weights(self, hidden_size, [self.rows.size], dtype, device)
 

@@ -18,6 +18,7 @@ from quire.models.decoder_config import DecoderConfig
 from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.options import ModelOptions
+from quire.quantization.base import LinearMethod, Quantization, QuantizesHead
 from quire.quantization.block_quantized import block_quantized_weights
 
 DECODER_WEIGHTS = WeightMap(
@@ -37,6 +38,7 @@ DECODER_WEIGHTS = WeightMap(
         Rule("model.layers.{i}.post_attention_layernorm.{p}", "layers.{i}.mlp_norm.{p}"),
         Rule("model.norm.{p}", "norm.{p}"),
         Rule("lm_head.weight", "lm_head.weight"),
+        Rule("lm_head.{p}", "lm_head.{p}"),  # of a quantized head
     ),
     ignored=("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
 )
@@ -114,7 +116,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(build, i, self.make_mlp(build, i)) for i in range(c.num_layers))
         self.norm = build.norm()
         tied_to = self.embed_tokens if c.tie_word_embeddings else None
-        self.lm_head = LMHead(*vocab, tied_to, options.quantization.vocab_method(), options.tp)
+        self.lm_head = LMHead(*vocab, tied_to, _head_method(options.quantization, c.tie_word_embeddings), options.tp)
         distinct = [rope for rope in dict.fromkeys(c.ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
         self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in c.ropes]
@@ -236,3 +238,9 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer
+
+
+def _head_method(quantization: Quantization, tied: bool) -> LinearMethod | None:
+    if not tied and isinstance(quantization, QuantizesHead):
+        return quantization.head_method()
+    return quantization.vocab_method()

@@ -118,3 +118,12 @@ class Quantization(Protocol):
     def describe(self) -> str:
         """For the log; empty if weights are not quantized."""
         ...
+
+
+@runtime_checkable
+class QuantizesHead(Protocol):
+    """A Quantization with another method for an untied head than for the embedding."""
+
+    def head_method(self) -> LinearMethod | None:
+        """None: not quantized."""
+        ...

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.kernels.native import quantized
+from quire.kernels.native import TYPES, quantized
 from quire.kernels.packed_linear import Multiply, pack_weight
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition, keep
@@ -34,8 +34,11 @@ class BlockQuantizedWeight:
     def __init__(self, inputs: int, outputs: list[int], dtype: torch.dtype) -> None:
         self.inputs, self.outputs, self.dtype = inputs, outputs, dtype
         self.parts: list[Part | None] = [None] * len(outputs)
+        # Of the inputs of a quantized part: its input j is x[:, order[j]]; None: as they are.
+        self.orders: list[torch.Tensor | None] = [None] * len(outputs)
         self.is_shared = False
         self._fused: quantized.Fused | None = None
+        self._order: torch.Tensor | None = None
         self._products: list[Multiply] = []
 
     @property
@@ -46,16 +49,17 @@ class BlockQuantizedWeight:
         """Call when all parts are loaded: one kernel call multiplies by all if all are quantized, else one per part."""
         parts = self._loaded()
         packed = [part for part in parts if isinstance(part, quantized.Packed)]
-        if len(packed) == len(parts):
-            self._fused = quantized.fuse(packed)
+        if len(packed) == len(parts) and all(_same_order(order, self.orders[0]) for order in self.orders):
+            self._fused, self._order = quantized.fuse(packed), self.orders[0]
         else:
-            self._products = [_product(part, self.is_shared) for part in parts]
+            pairs = zip(parts, self.orders, strict=True)
+            self._products = [_product(part, self.is_shared, order) for part, order in pairs]
             if not self.is_shared:
                 self.parts = list(packed)  # products hold the others
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._fused is not None:
-            return quantized.linear(x, self._fused, bias)
+            return quantized.linear(x if self._order is None else x.index_select(1, self._order), self._fused, bias)
         biases = [None] * len(self.outputs) if bias is None else bias.split(self.outputs)
         return torch.cat([product(x, b) for product, b in zip(self._products, biases, strict=True)], dim=1)
 
@@ -71,12 +75,16 @@ class BlockQuantizedWeight:
         return parts
 
 
-def _product(part: Part, is_shared: bool) -> Multiply:
+def _product(part: Part, is_shared: bool, order: torch.Tensor | None) -> Multiply:
     if isinstance(part, quantized.Packed):
         fused = quantized.fuse([part])
-        return lambda x, bias: quantized.linear(x, fused, bias)
+        return lambda x, bias: quantized.linear(x if order is None else x.index_select(1, order), fused, bias)
     packed = None if is_shared else pack_weight(part)  # the other layer needs it unpacked
     return packed or (lambda x, bias: F.linear(x, part, bias))
+
+
+def _same_order(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,17 @@ def weight_of(layer: nn.Module) -> BlockQuantizedWeight:
     weight = layer.block_weight
     assert isinstance(weight, BlockQuantizedWeight)
     return weight
+
+
+def panels_obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why weights cannot be multiplied in quantized form; None if they can."""
+    if device.type != "cpu":
+        return "the device is a GPU"
+    if not quantized.is_available():
+        return "the native kernels are not available (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
+    if dtype not in TYPES:
+        return f"dtype is {str(dtype).removeprefix('torch.')}, and there are kernels for float32 and bfloat16 only"
+    return None
 
 
 def block_quantized_weights(model: nn.Module) -> list[BlockQuantizedWeight]:

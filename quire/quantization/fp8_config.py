@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.values import whole_number
+from quire.quantization.checkpoint_config import unsupported, well_formed
 
 FP8_METHODS = ("fp8", "compressed-tensors")
 ONLINE = ("fp8", "fp8_per_tensor")  # applied to an unquantized checkpoint while loading
@@ -27,7 +28,7 @@ class Fp8Config:
             for size in self.block:
                 whole_number("a block size of weights (quantization_config)", size)
             if len(self.block) != 2:
-                raise _unsupported(f"blocks of {len(self.block)} dimensions", "[rows, columns]")
+                raise unsupported(f"blocks of {len(self.block)} dimensions", "[rows, columns]")
         for skipped in self.skipped:
             if skipped.startswith("re:"):
                 re.compile(skipped[3:])
@@ -46,21 +47,19 @@ class Fp8Config:
 def parse_fp8_config(stored: dict[str, Any]) -> Fp8Config:
     """A quantization_config of method fp8 or compressed-tensors."""
     parse = _parse_fp8 if stored.get("quant_method") == "fp8" else _parse_compressed_tensors
-    try:
+    with well_formed():
         return parse(stored)
-    except (TypeError, AttributeError, LookupError, re.error) as error:
-        raise ValueError(f"the checkpoint's quantization_config is malformed: {error}") from error
 
 
 def _parse_fp8(stored: dict[str, Any]) -> Fp8Config:
     scheme = stored.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise _unsupported(f"activation_scheme {scheme!r}", "dynamic, static")
+        raise unsupported(f"activation_scheme {scheme!r}", "dynamic, static")
     if stored.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise _unsupported(f"fmt {stored['fmt']!r}", "e4m3")
+        raise unsupported(f"fmt {stored['fmt']!r}", "e4m3")
     block = stored.get("weight_block_size")
     if block is not None and (len(block) != 2 or scheme == "static"):
-        raise _unsupported(f"weight_block_size {block} with {scheme} activations", "[rows, columns], dynamic")
+        raise unsupported(f"weight_block_size {block} with {scheme} activations", "[rows, columns], dynamic")
     return Fp8Config(
         block=tuple(block) if block else None,
         static_activations=scheme == "static",
@@ -73,22 +72,22 @@ def _parse_fp8(stored: dict[str, Any]) -> Fp8Config:
 def _parse_compressed_tensors(stored: dict[str, Any]) -> Fp8Config:
     kind = stored.get("format")
     if kind not in ("float-quantized", "naive-quantized"):
-        raise _unsupported(f"compressed-tensors format {kind!r}", "float-quantized")
+        raise unsupported(f"compressed-tensors format {kind!r}", "float-quantized")
     groups = list((stored.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
         targets = [group.get("targets") for group in groups]
-        raise _unsupported(f"config_groups for {targets}", "one group for ['Linear']")
+        raise unsupported(f"config_groups for {targets}", "one group for ['Linear']")
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
     for what, args in (("weights", weights), ("input_activations", inputs)):
         if args.get("type") != "float" or args.get("num_bits") != 8 or not args.get("symmetric", True):
-            raise _unsupported(f"{what} {args.get('num_bits')}-bit {args.get('type')}", "8-bit float, symmetric (W8A8)")
+            raise unsupported(f"{what} {args.get('num_bits')}-bit {args.get('type')}", "8-bit float, symmetric (W8A8)")
     strategy, block = weights.get("strategy"), weights.get("block_structure")
     if strategy not in ("channel", "tensor", "block") or (strategy == "block" and not block):
-        raise _unsupported(f"weights by {strategy}", "channel, tensor, block with block_structure")
+        raise unsupported(f"weights by {strategy}", "channel, tensor, block with block_structure")
     dynamic = bool(inputs.get("dynamic"))
     wanted = ("token", "group") if strategy == "block" else ("token",) if dynamic else ("tensor",)
     if inputs.get("strategy") not in wanted:
-        raise _unsupported(
+        raise unsupported(
             f"{'dynamic' if dynamic else 'static'} input_activations by {inputs.get('strategy')}",
             "dynamic by token, static by tensor",
         )
@@ -98,7 +97,3 @@ def _parse_compressed_tensors(stored: dict[str, Any]) -> Fp8Config:
         static_activations=not dynamic,
         skipped=tuple(stored.get("ignore") or ()),
     )
-
-
-def _unsupported(what: str, allowed: str) -> ValueError:
-    return ValueError(f"the checkpoint's quantization_config has {what}, which is not supported; supported: {allowed}")

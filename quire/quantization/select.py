@@ -5,16 +5,26 @@ from typing import Any
 
 import torch
 
-from quire.kernels.native import TYPES, quantized
+from quire.kernels.native import quantized
+from quire.quantization.awq import AWQConfig
 from quire.quantization.base import Quantization
-from quire.quantization.block_quantized import GGUFQuantization, IntQuantization
+from quire.quantization.block_quantized import GGUFQuantization, IntQuantization, panels_obstacle
+from quire.quantization.compressed_tensors import CompressedConfig, has_integers
 from quire.quantization.fp8 import MIN_CAPABILITY, Fp8Quantization
 from quire.quantization.fp8_config import FP8_METHODS, ONLINE, Fp8Config, parse_fp8_config
+from quire.quantization.gptq import GPTQConfig
+from quire.quantization.int_kernels import choose_int_kernel
+from quire.quantization.int_linear import IntCheckpoint, IntConfig
 from quire.quantization.unquantized import UNQUANTIZED, Unquantized
 
 GGUF, DEQUANTIZED, MXFP4 = "gguf", "dequantized", "mxfp4"
 INT_BITS = {"int8": 8, "int4": 4}
-
+COMPRESSED = "compressed-tensors"
+INT_FORMATS: dict[str, Callable[[dict[str, Any]], IntConfig]] = {
+    "gptq": GPTQConfig.parse,
+    "awq": AWQConfig.parse,
+    COMPRESSED: CompressedConfig.parse,
+}
 
 # From the checkpoint's quantization_config, the compute dtype and the device.
 Factory = Callable[[dict[str, Any], torch.dtype, torch.device], Quantization]
@@ -31,21 +41,26 @@ def choose_quantization(
 ) -> Quantization:
     """`requested`: the option `quantization`; None: as the checkpoint is stored."""
     stored = hf_config.get("quantization_config") or hf_config.get("compression_config")
-    method = stored.get("quant_method", "compressed-tensors") if stored else None
+    method = stored.get("quant_method", COMPRESSED) if stored else None
     if method in _registered and stored is not None and requested in (None, method):
         return _registered[method](stored, dtype, device)
+    is_int = stored is not None and method in INT_FORMATS and (method != COMPRESSED or has_integers(stored))
+    if is_int and requested in (None, method, DEQUANTIZED):
+        assert stored is not None and method is not None
+        kernel = choose_int_kernel(dtype, device, dequantize=requested == DEQUANTIZED)
+        return IntCheckpoint(INT_FORMATS[method](stored), kernel)
     if method == MXFP4 and requested in (None, MXFP4):
         return Unquantized(f"mxfp4: experts dequantized to {str(dtype).removeprefix('torch.')} while loading")
-    if stored is not None and method not in (*FP8_METHODS, MXFP4):
+    supported = tuple(dict.fromkeys((*FP8_METHODS, *INT_FORMATS, MXFP4, *_registered)))
+    if stored is not None and method not in supported:
         raise ValueError(
             f"the checkpoint is quantized by {method!r} (quantization_config), which is not supported; "
-            f"supported: {', '.join((*FP8_METHODS, MXFP4, *_registered))}, or an unquantized checkpoint"
+            f"supported: {', '.join(supported)}, or an unquantized checkpoint"
         )
     if stored is not None:
         if requested is not None and requested != method:
-            raise ValueError(
-                f"quantization is {requested!r}, but the checkpoint is quantized by {method!r}; leave it out"
-            )
+            instead = f"leave it out, or use {DEQUANTIZED}" if is_int else "leave it out"
+            raise ValueError(f"quantization is {requested!r}, but the checkpoint is quantized by {method!r}; {instead}")
         config = parse_fp8_config(stored)
         computes_in_fp8 = config.block is None and _has_fp8(device) and dtype is not torch.float32
         return Fp8Quantization(config, computes_in_fp8, dtype)
@@ -73,7 +88,7 @@ def choose_quantization(
 
 def _gguf_quantization(requested: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:
     compute = str(dtype).removeprefix("torch.")
-    obstacle = _obstacle(dtype, device)
+    obstacle = panels_obstacle(dtype, device)
     if requested == GGUF and obstacle:
         raise ValueError(f"quantization 'gguf' keeps weights quantized, but {obstacle}; allowed here: {DEQUANTIZED}")
     if requested is None and obstacle is None and not quantized.is_fast():
@@ -90,22 +105,11 @@ def _int_quantization(requested: str, dtype: torch.dtype, device: torch.device, 
             f"quantization is {requested!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as stored), "
             f"{DEQUANTIZED}"
         )
-    obstacle = _obstacle(dtype, device)
+    obstacle = panels_obstacle(dtype, device)
     if obstacle:
         instead = f"allowed here: {', '.join(ONLINE)}" if _has_fp8(device) else f"leave it out to run in {dtype}"
         raise ValueError(f"quantization {requested!r} is for CPUs, but {obstacle}; {instead}")
     return IntQuantization(INT_BITS[requested])
-
-
-def _obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why weights cannot be multiplied in quantized form; None if they can."""
-    if device.type != "cpu":
-        return "the device is a GPU"
-    if not quantized.is_available():
-        return "the native kernels are not available (no C compiler, or QUIRE_NATIVE_KERNELS=0)"
-    if dtype not in TYPES:
-        return f"dtype is {str(dtype).removeprefix('torch.')}, and there are kernels for float32 and bfloat16 only"
-    return None
 
 
 def _has_fp8(device: torch.device) -> bool:

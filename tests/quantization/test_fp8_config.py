@@ -67,7 +67,7 @@ def test_members_of_a_fused_layer_may_differ():
         (compressed(weights="group"), "supported: channel, tensor"),
         (compressed(inputs="tensor"), "supported: dynamic by token"),
         (compressed(config_groups={}), "one group"),
-        ({"quant_method": "awq"}, "supported: fp8, compressed-tensors"),
+        ({"quant_method": "torchao"}, "'torchao'.*supported: fp8, compressed-tensors, gptq, awq, mxfp4"),
     ],
 )
 def test_what_is_not_supported_says_what_is(stored, complaint):
@@ -90,5 +90,6 @@ def test_choices():
 
 def test_the_option():
     assert EngineConfig.from_kwargs(quantization="fp8").model.quantization == "fp8"
+    assert EngineConfig.from_kwargs(quantization="awq_marlin").model.quantization == "awq"
     with pytest.raises(ValueError, match="allowed: fp8, fp8_per_tensor, compressed-tensors"):
-        EngineConfig.from_kwargs(quantization="awq")
+        EngineConfig.from_kwargs(quantization="torchao")

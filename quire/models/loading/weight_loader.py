@@ -54,7 +54,7 @@ def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignor
                 read.cancel()
     for head in heads:
         model.check_tied_head(head)
-    missing = [weight_map.checkpoint_name(*key) for key in slots]
+    missing = [weight_map.checkpoint_name(*key) for key, slot in slots.items() if not slot.optional]
     missing = list(dict.fromkeys(missing))  # one tensor of the checkpoint may fill several slots
     complaints = [
         f"{what} {abbreviated(names)}" for what, names in (("lacks", missing), ("has unknown", unexpected)) if names
@@ -67,10 +67,14 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Random weights for benchmarks without a checkpoint, reproducible for a seed and device."""
     generator: torch.Generator | None = None
     for slot in all_load_slots(model, dummy=True).values():
+        if slot.optional:
+            continue
         with slot.opened() as view:
             generator = generator or torch.Generator(device=view.device).manual_seed(seed)
             if slot.dummy != "normal":
                 view.fill_(1.0 if slot.dummy == "ones" else 0.0)
+            elif not view.is_floating_point():  # packed numbers
+                view.random_(torch.iinfo(view.dtype).min, torch.iinfo(view.dtype).max, generator=generator)
             elif view.dtype.itemsize > 1:
                 view.normal_(0.0, 0.02, generator=generator)
             else:  # torch has no random fp8 numbers
@@ -88,6 +92,11 @@ def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[C
 
 
 def _read(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
+    if target.transform is not None and not all(slot.has_rows for slot in slots):
+        raise ValueError(
+            f"{tensor.name} is a packed weight, but this family's weights are reordered while loading, which is "
+            "supported for unquantized ones and GGUF only"
+        )
     try:
         if _load_quantized_rows(tensor, target, slots):
             return
@@ -145,7 +154,12 @@ def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) ->
 
 def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
     """One tensor that holds the outputs of several partitions, one after the other."""
-    sizes = [slot.full_shape[0] for slot in slots]
+    dim = slots[0].members_dim
+    if dim is None:
+        for slot in slots:
+            _read_into_slot(tensor, target, slot)
+        return
+    sizes = [slot.full_shape[dim] for slot in slots]
     parts: tuple[torch.Tensor, ...] | None = None
     for i, slot in enumerate(slots):
         with slot.opened() as view:
@@ -155,12 +169,13 @@ def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[Load
                     full = full.expand(sum(sizes))  # one scale for all partitions
                 elif slot.any_shape:
                     full = full.view(-1, *slot.full_shape[1:])
-                if full.shape[0] != sum(sizes):
-                    found, expected = full.shape[0], sum(sizes)
+                if full.shape[dim] != sum(sizes):
+                    found, expected = full.shape[dim], sum(sizes)
                     raise ValueError(
-                        f"{tensor.name} has {found} rows in the checkpoint; the config specifies {expected}"
+                        f"{tensor.name} has {found} {'columns' if dim else 'rows'} in the checkpoint; the config "
+                        f"specifies {expected}"
                     )
-                parts = full.split(sizes)
+                parts = full.split(sizes, dim)
             _check_shape(tensor.name, parts[i].shape, slot)
             view.copy_(slot.part_of(parts[i]))
 
