@@ -89,6 +89,7 @@ SERVER_ARGUMENTS = (
     "otlp_traces_endpoint",
     "reasoning_parser",
     "reasoning_parser_plugin",
+    "reasoning_config",
     "shutdown_timeout",
     "renderer_num_workers",
     "enable_log_requests",
