@@ -12,7 +12,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name
 QUANTIZATIONS = (
     "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf", "dequantized", "int8", "int4",
 )  # fmt: skip
-QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}  # vLLM names its kernels too
+# vLLM names its kernels too.
+QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq"}
 MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
 
 Overrides = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]

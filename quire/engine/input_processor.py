@@ -180,6 +180,8 @@ class InputProcessor:
             "logprob_token_ids": params.logprob_token_ids,
             "logit_bias": params.logit_bias,
         }
+        if (tags := params.reasoning) is not None:
+            named["reasoning"] = [*tags.start, *tags.end, *(tags.budget_end or ())]
         for name, ids in named.items():
             if ids:
                 self._array(name, list(ids))

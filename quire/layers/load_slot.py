@@ -18,7 +18,7 @@ class LoadSlot:
     dim: int = 0  # split among workers along this dimension,
     start: int = 0  # this worker's part beginning here
     dummy: Literal["normal", "ones", "zeros"] = "normal"  # how it is filled without a checkpoint
-    any_shape: bool = False  # the checkpoint may store as many elements in another shape
+    any_shape: bool = False  # the checkpoint may have more or fewer dimensions of one
     optional: bool = False  # the checkpoint need not have it
     has_rows: bool = True  # the tensor is [outputs, ...], as transforms of a family's weights expect
     members_dim: int | None = 0  # along which one tensor may hold several partitions; None: it is the same for all

@@ -40,7 +40,9 @@ class CompressedScheme:
         one = StoredTensor((1,), torch.float32, any_shape=True)
         found = {"weight_scale": one if self.per_tensor else by_group}
         if self.packed:
-            words = (outputs, -(-inputs // each))
+            if inputs % each:
+                raise ValueError(f"its {inputs} inputs are no multiple of {each}, the numbers of a packed word")
+            words = (outputs, inputs // each)
             found["weight_packed"] = StoredTensor(words, torch.int32, rows, Axis(1, each))
             found["weight_shape"] = StoredTensor((2,), torch.int64, optional=True)
         else:

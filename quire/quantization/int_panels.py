@@ -8,7 +8,6 @@ from quire.quantization.int_weight import IntWeight
 
 # Of float16, which blocks have their scales in: the largest number, and half the step between the smallest.
 MAX_SCALE = 65504.0
-SMALLEST_HALF_STEP = 2.0**-25
 BFLOAT16_ERROR = 2.0**-9  # of dequantizing to it, relative
 
 PackedInt = tuple[Packed, torch.Tensor | None]  # and the order of inputs
@@ -29,7 +28,7 @@ def pack_int_weight(weight: IntWeight, exact: bool) -> PackedInt | str:
         return f"its groups are no multiples of {GROUP} inputs"
     scales = weight.scales[:, groups[:, 0]]
     halves = scales.half()
-    allowed = 0.0 if exact else scales.abs() * BFLOAT16_ERROR + SMALLEST_HALF_STEP
+    allowed = 0.0 if exact else scales.abs() * BFLOAT16_ERROR
     if not bool(((halves.float() - scales).abs() <= allowed).all()):
         return "its scales do not fit float16"
     codes = weight.codes.view(outputs, -1, GROUP)

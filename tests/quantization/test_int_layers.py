@@ -19,6 +19,8 @@ from quire.quantization.compressed_tensors import CompressedScheme
 from quire.quantization.gptq import GPTQConfig, GPTQScheme
 from quire.quantization.int_kernels import DequantizedKernel, PanelKernel
 from quire.quantization.int_linear import IntLinearMethod
+from quire.quantization.int_panels import pack_int_weight
+from quire.quantization.int_weight import IntWeight
 from quire.quantization.select import choose_quantization
 from tests.quantization.int_checkpoints import (
     awq,
@@ -230,6 +232,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (awq(), {"scales": torch.zeros(1, 64)}, rf"{Q_PROJ}\.scales has shape \[1, 64\]"),
         (w8a8(static=True), {"input_scale": None}, rf"lacks {Q_PROJ}\.input_scale"),
         (w8a8(), {"weight_scale": torch.zeros(3, 1)}, rf"{Q_PROJ}\.weight_scale has shape \[3, 1\]"),
+        (w8a8(), {"weight_scale": torch.zeros(2, 32)}, rf"{Q_PROJ}\.weight_scale has shape \[2, 32\]"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, form, changes, complaint):
@@ -254,3 +257,16 @@ def test_outputs_that_cannot_be_divided_among_ranks():
     layer = ColumnParallelLinear(64, 24, False, torch.float32, CPU, TensorParallel(0, 2), method)
     with pytest.raises(ValueError, match=r"up_proj: 24 outputs cannot be divided .* qweight packs 8 of them"):
         layer.load_slots()
+
+
+def test_inputs_that_do_not_fill_words():
+    scheme = CompressedScheme(4, -1, packed=True, symmetric=True)
+    with pytest.raises(ValueError, match="60 inputs are no multiple of 8"):
+        scheme.tensors(8, 60, 1)
+
+
+def test_scales_that_float16_rounds_to_nothing_are_not_packed():
+    codes = torch.full((16, 32), 3, dtype=torch.uint8)
+    for scale in (2e-8, 9.2e-7):
+        weight = IntWeight(4, codes, torch.full((16, 1), scale), None, 32, None)
+        assert pack_int_weight(weight, exact=False) == "its scales do not fit float16"

@@ -14,7 +14,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "triton_unfused",
     },
     "quantization": {
-        "further kernels for AWQ and GPTQ": "auto_awq auto_gptq moe_wna16 inc",
+        "further kernels for AWQ and GPTQ": "moe_wna16 inc",
         "ModelOpt's formats": "modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed",
         "further formats of weights": "fbgemm_fp8 fp_quant humming experts_int8 quark torchao gpt_oss_mxfp4 "
         "deepseek_v4_fp8",

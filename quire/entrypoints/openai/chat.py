@@ -40,8 +40,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         config, tokenizer = context.config, context.engine.tokenizer
         load_plugins(config)
         names = context.parsers
-        given = config.reasoning_config
-        self.reasoning = ReasoningSetup(names.reasoning, tokenizer, given) if names.reasoning and tokenizer else None
+        self.reasoning = ReasoningSetup.of(context)
         self.tools = ToolSetup(names.tools, config.max_tools, tokenizer)
 
     def params(self, request: ChatRequest) -> SamplingParams:

@@ -1,11 +1,13 @@
 """POST /v1/completions"""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.entrypoints.http.context import LONG_TEXT
 from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.endpoint import GenerationEndpoint
@@ -26,8 +28,15 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     id_prefix = "cmpl-"
     prompt_field = "prompt"
 
+    @functools.cached_property
+    def reasoning(self) -> ReasoningSetup | None:
+        return ReasoningSetup.of(self.context)
+
     def params(self, request: CompletionRequest) -> SamplingParams:
         return self.builder.for_completion(request)
+
+    def takes_long(self, request: CompletionRequest, size: int) -> bool:
+        return size > LONG_TEXT or request.prompt_embeds is not None
 
     def sources(self, request: CompletionRequest) -> Sequence[Any]:
         given: list[Any] = embeds_of(request)
@@ -65,10 +74,9 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         self, request: CompletionRequest, params: SamplingParams, prompts: list[ParsedPrompt]
     ) -> SamplingParams:
         """A budget for reasoning needs its tags."""
-        name, tokenizer = self.context.parsers.reasoning, self.context.engine.tokenizer
-        if params.thinking_token_budget is None or not name or tokenizer is None:
+        tokenizer, setup = self.context.engine.tokenizer, self.reasoning
+        if params.thinking_token_budget is None or tokenizer is None or setup is None:
             return params
-        setup = ReasoningSetup(name, tokenizer)
         texts = [prompt.text or tokenizer.decode(prompt.token_ids, skip_special_tokens=False) for prompt in prompts]
         opened = {setup.format.is_open(text) for text in texts}
         return setup.adjust(params, opened.pop() if len(opened) == 1 else None)

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.tool_request import ToolUse
 from quire.entrypoints.parsers.base import Chain, TextParser
 from quire.entrypoints.parsers.reasoning import ReasoningFormat, reasoning_format
 from quire.entrypoints.parsers.reasoning.channels import ChannelFormat
 from quire.entrypoints.parsers.reasoning.tags import SuffixedFormat
-from quire.messages.sampling_params import ReasoningTokens, SamplingParams
+from quire.messages.sampling_params import MAX_TAG_TOKENS, ReasoningTokens, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 BUDGET = "thinking_token_budget"
@@ -26,16 +27,25 @@ class ReasoningSetup:
         if isinstance(self.format, SuffixedFormat):
             added = tokenizer.backend.get_added_tokens_decoder().values()
             self.format = self.format.for_tokens(token.content for token in added)
-        self.start = tokenizer.encode(given.get("reasoning_start_str") or self.format.start, add_special_tokens=False)
+        begin, forced = given.get("reasoning_start_str"), given.get("reasoning_end_str")
+        self.start = tokenizer.encode(begin or self.format.start, add_special_tokens=False)
         self.end = tokenizer.encode(self.format.end, add_special_tokens=False)
-        forced = given.get("reasoning_end_str")
         self.budget_end = tokenizer.encode(forced, add_special_tokens=False) if forced else None
+        if begin and len(self.start) != 1:
+            raise ValueError(f"reasoning_start_str is {begin!r}, {len(self.start)} tokens of this model; allowed: one")
+        if len(self.budget_end or ()) > MAX_TAG_TOKENS:
+            raise ValueError(f"reasoning_end_str is more than {MAX_TAG_TOKENS} tokens of this model")
         special = (tokenizer.special_id(marker) for marker in self.format.markers)
         self.visible = sorted({token for token in special if token is not None})
         ends = [tokenizer.encode(end, add_special_tokens=False) for end in self.format.end_markers]
         # A tag of several tokens is tokenized differently depending on its neighbours, so it cannot be matched by id.
         self.end_ids = frozenset(ids[0] for ids in ends if len(ids) == 1)
         self.countable = len(self.start) == 1 and len(self.end) == 1
+
+    @classmethod
+    def of(cls, context: ServerContext) -> "ReasoningSetup | None":
+        name, tokenizer = context.parsers.reasoning, context.engine.tokenizer
+        return cls(name, tokenizer, context.config.reasoning_config) if name and tokenizer is not None else None
 
     def adjust(self, params: SamplingParams, is_open: bool | None) -> SamplingParams:
         """Tells the engine the tags: grammars apply after the reasoning, a thinking budget ends it."""

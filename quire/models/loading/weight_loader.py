@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import nn
@@ -146,7 +145,7 @@ def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) ->
             tensor.read_into(view)
             return
         full = _read_whole(tensor, target, view)
-        if slot.any_shape and full.numel() == prod(slot.full_shape):
+        if slot.any_shape and [n for n in full.shape if n != 1] == [n for n in slot.full_shape if n != 1]:
             full = full.view(slot.full_shape)
         _check_shape(tensor.name, full.shape, slot)
         view.copy_(slot.part_of(full))

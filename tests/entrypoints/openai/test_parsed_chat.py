@@ -225,8 +225,20 @@ def test_what_ends_reasoning_where_a_budget_does(special: StubServer) -> None:
         tags, tokenizer = rendered["sampling_params"]["reasoning"], server.engine.tokenizer
     assert tokenizer is not None and tags["end"] == [tokenizer.special_id("<issue_closed>")]
     assert tags["budget_end"] == tokenizer.encode("Enough.<issue_closed>", add_special_tokens=False)
+    with stub_server(says("Yes."), ServerConfig(reasoning_config=config)) as server:
+        completion = {"prompt": "x", "thinking_token_budget": 7}
+        rendered = server.post("/v1/completions/render", completion).json()
+        assert rendered[0]["sampling_params"]["reasoning"]["budget_end"] == tags["budget_end"]
+        (foreign := dict(tags))["budget_end"] = [2_000_000_000]
+        params = rendered[0]["sampling_params"] | {"reasoning": foreign}
+        response = server.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": params})
+        assert response.status_code == 400 and "reasoning" in response.json()["error"]["message"]
     with pytest.raises(ValueError, match=r"reasoning_config has end; allowed.*reasoning_end_str"):
         ServerConfig(reasoning_config={"end": "x"})
+    for wrong, message in (("start", "allowed: one"), ("end", "more than 256 tokens")):
+        given = config | {f"reasoning_{wrong}_str": "many words " * 200}
+        with pytest.raises(ValueError, match=message), stub_server(says(""), ServerConfig(reasoning_config=given)):
+            pass
 
 
 def test_a_budget_needs_a_parser() -> None:

@@ -7,7 +7,7 @@ from base64 import b64encode
 import pytest
 import torch
 
-from quire.entrypoints.openai.prompt_embeds import SPARSE_BYTES, read_prompt_embeds
+from quire.entrypoints.openai.prompt_embeds import read_prompt_embeds
 
 
 def saved(value: object, **options: bool) -> bytes:
@@ -24,35 +24,42 @@ def deflated(archive: bytes) -> bytes:
     return held.getvalue()
 
 
-def sparse(*shape: int) -> torch.Tensor:
-    return torch.sparse_coo_tensor([[1], [0]], [2.0], shape)
+def pickled(code: bytes) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        archive.writestr("archive/data.pkl", code)
+        archive.writestr("archive/data/0", b"0" * 64)
+    return held.getvalue()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_becomes_a_prompt(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", ["whole", "part", "transposed", "parameter"])
+def test_a_tensor_becomes_a_prompt(dtype: torch.dtype, kind: str) -> None:
     embeds = torch.randn(5, 8).to(dtype)
+    embeds = {"part": embeds[1:3], "transposed": embeds.T, "parameter": torch.nn.Parameter(embeds)}.get(kind, embeds)
     prompt = read_prompt_embeds(b64encode(saved(embeds)).decode())
-    assert len(prompt.token_ids) == 5 and prompt.features is not None
-    data = torch.from_numpy(prompt.features[0].data.copy())
-    assert torch.equal(data.float() if data.dtype.is_floating_point else data.view(dtype).float(), embeds.float())
-
-
-def test_a_sparse_one_too() -> None:
-    prompt = read_prompt_embeds(b64encode(saved(sparse(3, 4))).decode())
-    assert len(prompt.token_ids) == 3 and prompt.features is not None and prompt.features[0].data[1, 0] == 2
+    assert len(prompt.token_ids) == len(embeds) and prompt.features is not None
+    assert torch.equal(torch.from_numpy(prompt.features[0].data.copy()).float(), embeds.detach().float())
 
 
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (b"not a tensor", "not a tensor"),
-        (saved(torch.zeros(4, 8), _use_new_zipfile_serialization=False), "not a tensor"),
-        (deflated(saved(torch.zeros(1000, 1000))), "not a tensor"),  # 4 MB in a few KB
-        (saved(torch.zeros(1).expand(10_000, 10_000)), "makes more than"),
-        (saved(sparse(SPARSE_BYTES, 4)), "makes more than"),
+        (b"not a tensor", "not a dense tensor"),
+        (saved(torch.zeros(4, 8), _use_new_zipfile_serialization=False), "not a dense tensor"),
+        (deflated(saved(torch.zeros(1000, 1000))), "compressed"),  # 4 MB in a few KB
+        (saved(torch.zeros(1).expand(10_000, 10_000)), "not all there"),
+        (saved(torch.zeros(2, 2).to_sparse()), "_rebuild_sparse_tensor"),
+        (saved(torch.zeros(2, 2).to(torch.float8_e4m3fn)), "not a dense tensor"),
+        (saved(torch.zeros(2, 2, device="meta")), "not a dense tensor"),
         (saved({"a": torch.zeros(2, 2)}), "one tensor"),
-        (saved(torch.zeros(4, 8, dtype=torch.int64)), "floating-point"),
-        (saved(print), "not a tensor"),  # code
+        (saved(torch.zeros(4, 8, dtype=torch.int64)), "LongStorage"),
+        (saved(print), "print"),  # code
+        (pickled(b"\x80\x02cbuiltins\nbytearray\n(\x8a\x04\x00\xa3\xe1\x11tR."), "bytearray"),  # 300 MB
+        (pickled(b"\x80\x02]r\xff\xff\xff\x7f."), "more than a tensor"),  # 16 GB of places
+        (pickled(b"\x80\x02" + b"]" * 5000 + b"."), "more than a tensor"),
+        (pickled(b"\x80\x02R."), "not a dense tensor"),
+        (pickled(b"\x80\x02."), "not a dense tensor"),
     ],
 )
 def test_refused(sent: bytes, message: str) -> None:
