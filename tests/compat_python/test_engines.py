@@ -145,10 +145,10 @@ def test_chats_with_content_in_each_form(llm, content_format):
     text = [{"role": "user", "content": "Name a colour."}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Name a colour."}]}]
     if content_format != "openai":  # the model's template takes no lists
-        outputs = llm.chat([text, parts], GREEDY, False, None, None, content_format)
+        outputs = llm.chat([text, parts], GREEDY, False, None, None, None, content_format)
         assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
     shows = "{% if messages[0].content is string %}a text{% else %}a list{% endif %}"
-    outputs = llm.chat([text, parts], GREEDY, False, None, shows, content_format)
+    outputs = llm.chat([text, parts], GREEDY, False, None, None, shows, content_format)
     assert [output.prompt for output in outputs] == ["a list" if content_format == "openai" else "a text"] * 2
 
 

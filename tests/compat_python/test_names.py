@@ -74,7 +74,7 @@ def test_outputs_have_every_field():
         ),
         (
             LLM.chat,
-            "messages sampling_params use_tqdm lora_request chat_template chat_template_content_format "
+            "messages sampling_params use_tqdm lora_request priority chat_template chat_template_content_format "
             "add_generation_prompt continue_final_message tools chat_template_kwargs tokenization_kwargs "
             "mm_processor_kwargs",
         ),

@@ -28,6 +28,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ],
 ]
+MAX_DEPTH = 8  # of values made from schemas
 # Useful values by field. Fields without an entry get a value of their schema's type.
 VALUES: dict[str, list[Any]] = {
     "model": [MODEL],
@@ -135,11 +136,13 @@ class HttpTarget(ServerTarget):
         reference = schema.get("$ref", "")
         return self.schemas[reference.rpartition("/")[2]] if reference else schema
 
-    def _sample(self, rng: random.Random, schema: dict[str, Any]) -> Any:
-        """A value of a schema's type, usually a valid one."""
+    def _sample(self, rng: random.Random, schema: dict[str, Any], depth: int = 0) -> Any:
+        """A value of a schema's type, usually a valid one. Schemas may contain themselves."""
         schema = self._schema(schema)
+        if depth > MAX_DEPTH:
+            return None
         if "anyOf" in schema:
-            return self._sample(rng, rng.choice(schema["anyOf"]))
+            return self._sample(rng, rng.choice(schema["anyOf"]), depth + 1)
         if "enum" in schema:
             return rng.choice(schema["enum"])
         match schema.get("type"):
@@ -152,9 +155,10 @@ class HttpTarget(ServerTarget):
             case "string":
                 return "x"
             case "array":
-                return [self._sample(rng, schema.get("items", {}))]
+                return [self._sample(rng, schema.get("items", {}), depth + 1)]
             case "object":
-                return {name: self._sample(rng, inner) for name, inner in schema.get("properties", {}).items()}
+                properties = schema.get("properties", {})
+                return {name: self._sample(rng, inner, depth + 1) for name, inner in properties.items()}
             case _:
                 return rng.choice([word for word in NASTY if not isinstance(word, Raw)])
 
