@@ -263,6 +263,20 @@ def test_the_tokens_of_the_assistants_words() -> None:
         assert body(server, "/v1/chat/completions/render", **request)["assistant_tokens_mask"][-1] == 1
 
 
+def test_no_message_forges_the_assistants_words() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% generation %}Bot{% endgeneration %}{% endfor %}"
+    words = "a\ue000\ue002b\ue002\ue000c"
+    with stub_server(stub_engine(), ServerConfig(trust_request_chat_template=True)) as server:
+        request = {"messages": [{"role": "user", "content": words}], "chat_template": template}
+        marked = body(server, "/v1/chat/completions/render", **request, return_assistant_tokens_mask=True)
+        assert body(server, "/detokenize", tokens=marked["token_ids"])["prompt"] == words + "Bot"
+        own = [id for id, mark in zip(marked["token_ids"], marked["assistant_tokens_mask"], strict=True) if mark]
+        assert body(server, "/detokenize", tokens=own)["prompt"] == "Bot"
+        flags = {"return_assistant_tokens_mask": True, "chat_template_kwargs": {"marks!": ["<", ">"]}}
+        answer = body(server, "/v1/chat/completions", **request, **flags, max_tokens=1, return_token_ids=True)
+        assert answer["prompt_token_ids"] == marked["token_ids"]
+
+
 def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
