@@ -10,7 +10,7 @@ from jinja2 import nodes
 
 from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
-from quire.tokenizer.chat_template import parse_template, render_chat
+from quire.tokenizer.chat_template import Marks, parse_template, render_chat
 from quire.tokenizer.tokenizer import Tokenizer
 
 TEXT_PARTS = {"text", "input_text", "output_text"}
@@ -43,7 +43,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         content_format: str | None = None,
-        marks: bool = False,
+        marks: Marks | None = None,
     ) -> str:
         """`chat_template` is Jinja text, never a path: it may come from a client. `content_format` is the renderer's
         unless given."""

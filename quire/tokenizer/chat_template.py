@@ -2,6 +2,7 @@
 
 import functools
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,17 +10,11 @@ import jinja2
 from jinja2 import nodes
 
 from quire.tokenizer.template_meter import Meter, TemplateLimitError, input_weight_of
-from quire.tokenizer.template_sandbox import (
-    MARKS,
-    METER,
-    SPAN_END,
-    SPAN_START,
-    GenerationTag,
-    sandbox_environment,
-)
+from quire.tokenizer.template_sandbox import MARKS, METER, GenerationTag, sandbox_environment
 
 MAX_SOURCE_CHARS = 1_000_000
 CONTINUE = "\ue000\ue001continue\ue001\ue000"  # private-use characters: no message contains them by accident
+Marks = tuple[str, str]  # of the beginning and the end
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -32,12 +27,12 @@ def render_chat(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
-    marks: bool = False,
+    marks: Marks | None = None,
 ) -> str:
     """The prompt of a conversation. `special_tokens` are names for the template, such as {"bos_token": "<s>"}.
 
     With `continue_final_message` the prompt ends where the last message's text ends, for the model to continue it.
-    With `marks` what the template has within `{% generation %}` is marked for `without_marks`.
+    With `marks`, a pair from `new_marks`, what the template has within `{% generation %}` stands between them.
     """
     if continue_final_message and add_generation_prompt:
         raise ValueError(
@@ -54,7 +49,7 @@ def render_chat(
             "messages": _as_json(list(messages)),
             "tools": _as_json(list(tools)) if tools is not None else None,
             "add_generation_prompt": add_generation_prompt,
-            **({MARKS: True} if marks else {}),
+            MARKS: marks,
         }
         if continue_final_message:
             _mark_end(variables["messages"][-1])
@@ -64,18 +59,26 @@ def render_chat(
     return _cut_at_mark(text) if continue_final_message else text
 
 
-def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def new_marks() -> Marks:
+    """Marks for one rendering. A client that could guess them could forge them; private-use characters have no case,
+    and are no space, so that a template's filters leave them as they are."""
+    start, end = ("".join(chr(0xE000 + secrets.randbelow(0x1900)) for _ in range(10)) for _ in range(2))
+    return start, end
+
+
+def without_marks(text: str, marks: Marks) -> tuple[str, list[tuple[int, int]]]:
     """A text rendered with marks, and where what they enclose begins and ends without them."""
+    first, last = marks
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     at, start = 0, None
-    for part in re.split(f"({SPAN_START}|{SPAN_END})", text):
-        if part == SPAN_START:
+    for part in re.split(f"({first}|{last})", text):
+        if part == first:
             start = at
-        elif part == SPAN_END and start is not None:
+        elif part == last and start is not None:
             spans.append((start, at))
             start = None
-        elif part != SPAN_END:
+        elif part != last:
             parts.append(part)
             at += len(part)
     return "".join(parts), spans if start is None else [*spans, (start, at)]

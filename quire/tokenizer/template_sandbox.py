@@ -23,8 +23,7 @@ from jinja2.visitor import NodeTransformer
 from quire.tokenizer.template_meter import Meter, TemplateLimitError, check_filter, check_method, check_operator
 
 METER = "meter!"  # the variable that holds it while rendering: a name that no template can spell
-MARKS = "marks!"  # the variable that asks for marks around the assistant's words
-SPAN_START, SPAN_END = "\ue000\ue002", "\ue002\ue000"  # private-use characters: no message contains them by accident
+MARKS = "marks!"  # the variable that holds the marks around the assistant's words, where they are asked for
 MAX_JSON_INDENT = 64
 
 
@@ -121,7 +120,7 @@ class GenerationTag(Extension):
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (nodes.Output([_filter(nodes.Const(mark), "mark!")]) for mark in (SPAN_START, SPAN_END))
+        start, end = (nodes.Output([_filter(nodes.Const(which), "mark!")]) for which in (0, 1))
         return nodes.Scope([start, *body, end]).set_lineno(line, override=False)
 
 
@@ -210,8 +209,9 @@ def _concat(context: Context, values: list[Any]) -> str:
 
 
 @pass_context
-def _mark(context: Context, mark: str) -> str:
-    return mark if MARKS in context.parent else ""
+def _mark(context: Context, which: int) -> str:
+    marks: tuple[str, str] | None = context.parent.get(MARKS)
+    return "" if marks is None else marks[which]
 
 
 @pass_context

@@ -22,7 +22,7 @@ from quire.entrypoints.parsers.detect import JSON
 from quire.entrypoints.parsers.plugins import load_plugin
 from quire.entrypoints.tool_prompt import describe_tools, mentions_tools, takes_tools
 from quire.messages.sampling_params import SamplingParams
-from quire.tokenizer.chat_template import without_marks
+from quire.tokenizer.chat_template import Marks, new_marks, without_marks
 
 
 @dataclass
@@ -50,6 +50,12 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return [request.messages]
 
     def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+        return self._prompts(request, size, None)
+
+    def rendered(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+        return self._prompts(request, size, new_marks() if request.return_assistant_tokens_mask else None)
+
+    def _prompts(self, request: ChatRequest, size: int, marks: Marks | None) -> list[ParsedPrompt]:
         self.tools.check(request)
         forwarded = (request.kv_transfer_params or {}).get("prompt_token_ids")
         if forwarded is not None:
@@ -58,7 +64,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             request.tools = None
         named = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
         kwargs = {name: value for name, value in named.items() if value is not None}
-        prompt = render(self.context, request, kwargs, size)
+        prompt = render(self.context, request, kwargs, size, marks)
         self.check_length(request.truncate_prompt_tokens is not None, len(prompt.token_ids))
         prompt.token_ids = truncated_right(request, prompt.token_ids, self.context.engine.max_model_len - 1)
         return [prompt]
@@ -103,16 +109,20 @@ def takes_long(request: ChatRequest | TokenizeRequest, size: int) -> bool:
 
 
 def render(
-    context: ServerContext, request: ChatRequest | TokenizeRequest, template_kwargs: dict[str, Any], size: int
+    context: ServerContext,
+    request: ChatRequest | TokenizeRequest,
+    template_kwargs: dict[str, Any],
+    size: int,
+    marks: Marks | None = None,
 ) -> ChatPrompt:
-    """`size` is the body's, in bytes: an upper bound on the length of its texts."""
+    """`size` is the body's, in bytes: an upper bound on the length of its texts. `marks` are put around the assistant's
+    words, and become spans."""
     if request.chat_template is not None and not context.config.trust_request_chat_template:
         raise bad_request(
             "chat_template in a request is only allowed on servers started with --trust-request-chat-template",
             "chat_template",
         )
     messages, tools, config = request.messages or [], request.tools, context.config
-    marks = isinstance(request, ChatRequest) and bool(request.return_assistant_tokens_mask)
     for name, given, most in (("messages", messages, config.max_messages), ("tools", tools, config.max_tools)):
         if given is not None and len(given) > most:
             flag = f"--max-{name}"
@@ -135,7 +145,7 @@ def render(
             template_kwargs=kwargs,
             marks=marks,
         )
-        text, spans = without_marks(text) if marks else (text, None)
+        text, spans = without_marks(text, marks) if marks is not None else (text, None)
         context.check_chars(len(text), "messages")
         return ChatPrompt(text, context.tokenizer.encode(text, add_special_tokens=False), assistant_spans=spans)
     except ValueError as error:

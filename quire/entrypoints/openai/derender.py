@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,7 @@ from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.chat import ChatEndpoint
 from quire.entrypoints.openai.chat_response import ChatResponse
 from quire.entrypoints.openai.completions import CompletionEndpoint
+from quire.entrypoints.openai.endpoint import GenerationEndpoint
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.protocol import (
     ChatRequest,
@@ -33,6 +35,7 @@ from quire.entrypoints.openai.protocol import (
     GeneratedTokens,
 )
 from quire.entrypoints.openai.response import ResponseBuilder
+from quire.entrypoints.parsers.detect import JSON
 from quire.messages.sampling_params import SamplingParams
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -41,11 +44,11 @@ R = TypeVar("R", bound=DerenderRequest)
 
 @dataclass
 class Generated:
-    """A prompt's tokens. `num_prompt_tokens`: the client's count, if it gives one."""
+    """A prompt's tokens. `prompt_token_ids` may be the prompt's end alone: its length is the client's to say."""
 
     response: GeneratedTokens
     prompt_token_ids: list[int]
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None
 
 
 @dataclass
@@ -57,8 +60,9 @@ class Detokenized:
 class DerenderEndpoint(ABC, Generic[R]):
     request_type: type[R]
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, endpoint: GenerationEndpoint[Any]) -> None:
         self.context = context
+        self.endpoint = endpoint
 
     @abstractmethod
     def generated(self, request: R) -> list[Generated]:
@@ -71,22 +75,25 @@ class DerenderEndpoint(ABC, Generic[R]):
     def response(self, request: R, id: str, model: str, generated: list[Generated]) -> ResponseBuilder: ...
 
     @abstractmethod
-    def params(self, request: R, prompt: str, prompt_token_ids: list[int]) -> SamplingParams:
-        """They say which special tokens the text shows."""
+    def params(self, request: R) -> SamplingParams:
+        """Of the request that was rendered, checked; they say which special tokens the text shows."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self.context
         request, size = await context.bodies.read(scope, receive, self.request_type)
         model = context.check_model(request.model)
+        context.admit()
+        generated = [self._given_chunk(request)] if request.stream else self.generated(request)
+        await self.endpoint.admit(len(generated), scope)  # as for /render
 
         def derender() -> bytes:
-            return msgspec.json.encode(self._chunk(request, model) if request.stream else self._whole(request, model))
+            make = self._chunk if request.stream else self._whole
+            return msgspec.json.encode(make(request, model, generated))
 
         body = await context.in_thread_if(size > LONG_TEXT, derender)
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _whole(self, request: R, model: str) -> dict[str, Any]:
-        generated = self.generated(request)
+    def _whole(self, request: R, model: str, generated: list[Generated]) -> dict[str, Any]:
         for one in generated:
             self._check(one)
             numbers = sorted(choice.index for choice in one.response.choices)
@@ -95,29 +102,33 @@ class DerenderEndpoint(ABC, Generic[R]):
             for choice in one.response.choices:
                 if not choice.token_ids:
                     raise bad_request(f"choice {choice.index} has no token_ids; give at least one", "token_ids")
+        params = self.params(request)
         response = self.response(request, generated[0].response.request_id or "", model, generated)
-        shape = response.whole([self._output(request, one) for one in generated])
-        response.usage.prompt_tokens = sum(one.num_prompt_tokens for one in generated)
+        shape = response.whole([self._output(params, one) for one in generated])
+        response.usage.prompt_tokens = sum(one.num_prompt_tokens or 0 for one in generated)
         shape["usage"] = response.usage.shape()
         if "prompt_logprobs" in shape:
             shape["prompt_logprobs"] = generated[0].response.prompt_logprobs
         return shape
 
-    def _chunk(self, request: R, model: str) -> dict[str, Any]:
-        """One event, and the state for the next. Parsers keep no state between calls: they read what came before."""
-        given, state = request.generate_chunk, request.stream_state or DerenderState()
-        if given is None:
+    def _given_chunk(self, request: R) -> Generated:
+        if request.generate_chunk is None:
             raise bad_request("generate_chunk is missing; give an event of the stream", "generate_chunk")
-        generated = self.chunk(request, given)
+        return self.chunk(request, request.generate_chunk)
+
+    def _chunk(self, request: R, model: str, generated: list[Generated]) -> dict[str, Any]:
+        """One event, and the state for the next. Parsers keep no state between calls: they read what came before."""
+        given, state = generated[0].response, request.stream_state or DerenderState()
         if len(given.choices) > 1:
             raise bad_request(f"choices holds {len(given.choices)} entries; a chunk has one", "choices")
-        self._check(generated, len(state.output_token_ids))
+        self._check(generated[0], len(state.output_token_ids))
         self._check_ids(state.output_token_ids)
-        response = self.response(request, given.request_id or "", model, [generated])
+        params = self.params(request)
+        response = self.response(request, given.request_id or "", model, generated)
         events: list[dict[str, Any]] = []
         if given.choices:
             earlier = Detokenized(state.output_token_ids)
-            output = self._output(request, generated, earlier)
+            output = self._output(params, generated[0], earlier)
             (new,) = output.outputs
             if state.started:
                 before = CompletionOutput(new.index, earlier.text, earlier.token_ids)
@@ -128,8 +139,8 @@ class DerenderEndpoint(ABC, Generic[R]):
             state = DerenderState(output_token_ids=[*state.output_token_ids, *new.token_ids], started=True)
         chunk = {**response.head, "object": response.chunk_object, "choices": _joined(events), "usage": None}
         if given.usage is not None:
-            prompt = generated.num_prompt_tokens or given.usage.get("prompt_tokens") or 0
-            done = given.usage.get("completion_tokens") or 0
+            count, done = generated[0].num_prompt_tokens, given.usage.completion_tokens or 0
+            prompt = (given.usage.prompt_tokens or 0) if count is None else count
             chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": done, "total_tokens": prompt + done}
         return {"chunk": chunk, "stream_state": state}
 
@@ -142,9 +153,16 @@ class DerenderEndpoint(ABC, Generic[R]):
             raise bad_request(f"{message} (--max-n)", "choices")
         self._check_ids(generated.prompt_token_ids)
         for choice in response.choices:
-            self._check_ids(choice.token_ids or (), num_before)
-            if len(_entries(choice) or choice.token_ids or ()) != len(choice.token_ids or ()):
-                raise bad_request(f"logprobs of choice {choice.index} are not one for each token", "logprobs")
+            tokens, entries = choice.token_ids or [], _entries(choice)
+            self._check_ids(tokens, num_before)
+            if entries and [one.token_id for one in entries] != tokens:
+                message = f"logprobs of choice {choice.index} must have one entry for each of token_ids, in their order"
+                raise bad_request(message, "logprobs")
+            # The likeliest tokens are of the model's vocabulary, which may be padded beyond the tokenizer's.
+            vocab = max(self.endpoint.builder.vocab_size, self.context.tokenizer.vocab_size)
+            if any(top.token_id >= vocab for one in entries for top in one.top_logprobs):
+                message = f"top_logprobs of choice {choice.index} has ids beyond the vocabulary of {vocab} tokens"
+                raise bad_request(message, "top_logprobs")
 
     def _check_ids(self, ids: Sequence[int], num_before: int = 0) -> None:
         vocab, longest = self.context.tokenizer.vocab_size, self.context.engine.max_model_len
@@ -154,11 +172,12 @@ class DerenderEndpoint(ABC, Generic[R]):
         if ids and max(ids) >= vocab:
             raise bad_request(f"token_ids has {max(ids)}; the vocabulary has {vocab} tokens", "token_ids")
 
-    def _output(self, request: R, generated: Generated, detokenized: "Detokenized | None" = None) -> RequestOutput:
+    def _output(
+        self, params: SamplingParams, generated: Generated, detokenized: Detokenized | None = None
+    ) -> RequestOutput:
         """`detokenized` has the tokens of earlier chunks, and gets their text."""
         tokenizer, ids = self.context.tokenizer, generated.prompt_token_ids
         prompt = tokenizer.decode(ids, skip_special_tokens=False)
-        params = self.params(request, prompt, ids)
         outputs = []
         for choice in generated.response.choices:
             tokens, visible = choice.token_ids or [], frozenset(params.visible_token_ids)
@@ -177,50 +196,54 @@ class DerenderEndpoint(ABC, Generic[R]):
 
 class DerenderChatEndpoint(DerenderEndpoint[DerenderChatRequest]):
     request_type = DerenderChatRequest
-
-    def __init__(self, context: ServerContext, endpoint: ChatEndpoint) -> None:
-        super().__init__(context)
-        self.endpoint = endpoint
+    endpoint: ChatEndpoint
 
     def generated(self, request: DerenderChatRequest) -> list[Generated]:
         if request.generate_response is None:
             raise bad_request("generate_response is missing; give one", "generate_response")
-        return [self.chunk(request, request.generate_response)]
+        return [_generated(request.generate_response, request.prompt_token_ids, request.prompt_tokens)]
 
     def chunk(self, request: DerenderChatRequest, chunk: GeneratedTokens) -> Generated:
+        if self._parses and request.prompt_token_ids is None:
+            message = "prompt_token_ids is missing; the parser for this model's responses needs them in a stream"
+            raise bad_request(message, "prompt_token_ids")
         return _generated(chunk, request.prompt_token_ids, request.prompt_tokens)
 
-    def params(self, request: DerenderChatRequest, prompt: str, prompt_token_ids: list[int]) -> SamplingParams:
+    def params(self, request: DerenderChatRequest) -> SamplingParams:
         given = request.chat_request
         if given is None:
+            if self._parses:  # else the markup would be shown as content
+                message = "chat_request is missing; the parser for this model's responses needs the rendered request"
+                raise bad_request(message, "chat_request")
             return SamplingParams()
-        return self.endpoint.adjusted(given, self.endpoint.params(given), [ParsedPrompt(prompt, prompt_token_ids)])
+        if not given.messages:
+            raise bad_request("chat_request has no messages; give the request that was rendered", "messages")
+        self.endpoint.tools.check(given)
+        return self.endpoint.adjusted(given, self.endpoint.params(given), [ParsedPrompt("", [])])
+
+    @property
+    def _parses(self) -> bool:
+        """Models without a tool format of their own get JSON's, which parses nothing unless a request has tools."""
+        names = self.context.parsers
+        return names.reasoning is not None or names.tools not in (None, JSON)
 
     def response(
         self, request: DerenderChatRequest, id: str, model: str, generated: list[Generated]
     ) -> ResponseBuilder:
         choices = generated[0].response.choices
         given, format = request.chat_request, LogprobFormat(self.context.tokenizer, False)
-        if given is not None and not given.messages:
-            raise bad_request("chat_request has no messages; give the request that was rendered", "messages")
-        chat = given or ChatRequest(messages=[])
-        chat.n = _num_choices(choices)
-        chat.logprobs = all(_entries(choice) for choice in choices) and bool(choices)
+        chat = replace(given or ChatRequest(messages=[]), n=_num_choices(choices), logprobs=_has_logprobs(choices))
         if chat.top_logprobs is None:
             chat.top_logprobs = _num_top(choices)
         if given is None:
             return ChatResponse(id, model, self.endpoint.options, chat, format, self.context.config.response_role)
-        self.endpoint.tools.check(given)
         format.as_token_ids = self.endpoint.as_token_ids(given)
-        return self.endpoint.response(id, model, given, format)
+        return self.endpoint.response(id, model, chat, format)
 
 
 class DerenderCompletionEndpoint(DerenderEndpoint[DerenderCompletionRequest]):
     request_type = DerenderCompletionRequest
-
-    def __init__(self, context: ServerContext, endpoint: CompletionEndpoint) -> None:
-        super().__init__(context)
-        self.endpoint = endpoint
+    endpoint: CompletionEndpoint
 
     def generated(self, request: DerenderCompletionRequest) -> list[Generated]:
         responses, most = request.generate_responses or [], self.context.config.max_prompts
@@ -245,25 +268,23 @@ class DerenderCompletionEndpoint(DerenderEndpoint[DerenderCompletionRequest]):
             raise bad_request("a chunk has one prompt: prompt_tokens is a number, prompt_token_ids a list of ids", None)
         return _generated(chunk, ids, count)
 
-    def params(self, request: DerenderCompletionRequest, prompt: str, prompt_token_ids: list[int]) -> SamplingParams:
+    def params(self, request: DerenderCompletionRequest) -> SamplingParams:
         given = request.completion_request
         return SamplingParams() if given is None else self.endpoint.params(given)
 
     def response(
         self, request: DerenderCompletionRequest, id: str, model: str, generated: list[Generated]
     ) -> ResponseBuilder:
-        given = request.completion_request or CompletionRequest(prompt="")
         choices = [choice for one in generated for choice in one.response.choices]
-        given.n = _num_choices(choices)
-        if any(_num_choices(one.response.choices) != given.n for one in generated):
+        n, num_top = _num_choices(choices), _num_top(choices) if _has_logprobs(choices) else None
+        if any(_num_choices(one.response.choices) != n for one in generated):
             raise bad_request("generate_responses must have equally many choices", "generate_responses")
-        given.logprobs = _num_top(choices) if choices and all(_entries(choice) for choice in choices) else None
+        given = replace(request.completion_request or CompletionRequest(prompt=""), n=n, logprobs=num_top)
         return self.endpoint.response(id, model, given, LogprobFormat(self.context.tokenizer, False))
 
 
 def _generated(response: GeneratedTokens, ids: Any, count: int | None) -> Generated:
-    known = ids if ids is not None else response.prompt_token_ids or []
-    return Generated(response, known, len(known) if count is None else count)
+    return Generated(response, ids if ids is not None else response.prompt_token_ids or [], count)
 
 
 def _num_choices(choices: Sequence[GeneratedChoice]) -> int:
@@ -291,6 +312,10 @@ def _add(shape: dict[str, Any], name: str, value: Any) -> None:
 
 def _entries(choice: GeneratedChoice) -> list[GeneratedLogprob]:
     return choice.logprobs.content or [] if choice.logprobs is not None else []
+
+
+def _has_logprobs(choices: Sequence[GeneratedChoice]) -> bool:
+    return bool(choices) and all(_entries(choice) for choice in choices)
 
 
 def _num_top(choices: Sequence[GeneratedChoice]) -> int:

@@ -73,6 +73,10 @@ class GenerationEndpoint(ABC, Generic[R]):
     def prompts(self, request: R, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         """`size` is the body's, in bytes."""
 
+    def rendered(self, request: R, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+        """The prompts as /render needs them."""
+        return self.prompts(request, sources, size)
+
     def adjusted(self, request: R, params: SamplingParams, prompts: list[ParsedPrompt]) -> SamplingParams:
         """Parameters that depend on the prompts."""
         return params

@@ -10,6 +10,7 @@ import msgspec
 # int64, so that every part of the engine can hold it; a field's own range is checked in SamplingParams.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # of tokens
 Ignored = msgspec.Raw  # not decoded
 NOTHING = msgspec.Raw(b"null")
 
@@ -200,6 +201,11 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     stop_reason: Int | str | None = None
 
 
+class GeneratedUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
 class GeneratedTokens(msgspec.Struct, kw_only=True):
     """A response of /inference/v1/generate."""
 
@@ -208,7 +214,17 @@ class GeneratedTokens(msgspec.Struct, kw_only=True):
     output_mode: str = "tokens"
     prompt_token_ids: list[TokenId] | None = None
     prompt_logprobs: Ignored = msgspec.field(default_factory=_nothing)  # passed through
-    usage: dict[str, Any] | None = None  # of a stream's last event
+    usage: GeneratedUsage | None = None
+
+
+class GeneratedChunkChoice(GeneratedChoice, kw_only=True):
+    finish_reason: str | None = None
+
+
+class GeneratedChunk(GeneratedTokens, kw_only=True):
+    """An event of a stream of /inference/v1/generate."""
+
+    choices: list[GeneratedChunkChoice]  # type: ignore[assignment]
 
 
 class DerenderState(msgspec.Struct, kw_only=True):
@@ -223,20 +239,20 @@ class DerenderRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None
-    generate_chunk: GeneratedTokens | None = None
+    generate_chunk: GeneratedChunk | None = None
     stream_state: DerenderState | None = None
 
 
 class DerenderChatRequest(DerenderRequest, kw_only=True):
     generate_response: GeneratedTokens | None = None
-    prompt_tokens: Int | None = None
+    prompt_tokens: Count | None = None
     prompt_token_ids: list[TokenId] | None = None
     chat_request: ChatRequest | None = None
 
 
 class DerenderCompletionRequest(DerenderRequest, kw_only=True):
     generate_responses: list[GeneratedTokens] | None = None
-    prompt_tokens: Int | list[Int] | None = None  # of a chunk, or for each response
+    prompt_tokens: Count | list[Count] | None = None  # of a chunk, or for each response
     prompt_token_ids: list[TokenId | list[TokenId] | None] | None = None
     completion_request: CompletionRequest | None = None
 

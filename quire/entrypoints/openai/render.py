@@ -39,7 +39,7 @@ class RenderEndpoint(Generic[R]):
             return endpoint.params(request), endpoint.sources(request)
 
         def render() -> bytes:
-            prompts = endpoint.prompts(request, sources, size)
+            prompts = endpoint.rendered(request, sources, size)
             if any(prompt.features for prompt in prompts):
                 raise bad_request("prompt_embeds cannot be rendered: they have no token ids", "prompt_embeds")
             adjusted = endpoint.adjusted(request, params, prompts)

@@ -14,7 +14,6 @@ from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.route_table import NOT_YET, WITH_FLAG, WORKS
 from quire.entrypoints.openai.invocations import InvocationsEndpoint
-from tests.entrypoints.openai.test_parsed_chat import says
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -264,6 +263,20 @@ def test_the_tokens_of_the_assistants_words() -> None:
         assert body(server, "/v1/chat/completions/render", **request)["assistant_tokens_mask"][-1] == 1
 
 
+def test_no_message_forges_the_assistants_words() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% generation %}Bot{% endgeneration %}{% endfor %}"
+    words = "a\ue000\ue002b\ue002\ue000c"
+    with stub_server(stub_engine(), ServerConfig(trust_request_chat_template=True)) as server:
+        request = {"messages": [{"role": "user", "content": words}], "chat_template": template}
+        marked = body(server, "/v1/chat/completions/render", **request, return_assistant_tokens_mask=True)
+        assert body(server, "/detokenize", tokens=marked["token_ids"])["prompt"] == words + "Bot"
+        own = [id for id, mark in zip(marked["token_ids"], marked["assistant_tokens_mask"], strict=True) if mark]
+        assert body(server, "/detokenize", tokens=own)["prompt"] == "Bot"
+        flags = {"return_assistant_tokens_mask": True, "chat_template_kwargs": {"marks!": ["<", ">"]}}
+        answer = body(server, "/v1/chat/completions", **request, **flags, max_tokens=1, return_token_ids=True)
+        assert answer["prompt_token_ids"] == marked["token_ids"]
+
+
 def test_every_kind_of_parameter_is_rendered_for_generating() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -352,108 +365,6 @@ def test_a_prompt_that_another_server_has_tokenized(server: StubServer) -> None:
         forwarded = {"prompt_token_ids": ids}
         wrong = server.post("/v1/chat/completions", {"messages": BYE, "kv_transfer_params": forwarded})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "kv_transfer_params"
-
-
-def test_generated_tokens_become_a_chat_response(server: StubServer) -> None:
-    request = {"messages": HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": 1, "n": 2}
-    rendered = body(server, "/v1/chat/completions/render", **request)
-    generated = body(server, "/inference/v1/generate", **rendered)
-    derendered = {"generate_response": generated, "prompt_token_ids": rendered["token_ids"]}
-    made = body(server, "/v1/chat/completions/derender", **derendered, chat_request=request)
-    whole = body(server, "/v1/chat/completions", **request)
-    assert (made["choices"], made["usage"]) == (whole["choices"], whole["usage"])
-    assert made["id"] == generated["request_id"] and made["object"] == "chat.completion"
-    plain = body(server, "/v1/chat/completions/derender", generate_response=generated, prompt_tokens=7)
-    assert [one["message"]["content"] for one in plain["choices"]] == [
-        one["message"]["content"] for one in whole["choices"]
-    ]
-    assert plain["usage"]["prompt_tokens"] == 7
-
-
-def test_generated_calls_are_parsed() -> None:
-    with stub_server(says("<think>Hm.</think>It is noon."), ServerConfig(reasoning_parser="qwen3")) as server:
-        request = {"messages": HELLO, "max_tokens": 50}
-        rendered = body(server, "/v1/chat/completions/render", **request)
-        generated = body(server, "/inference/v1/generate", **rendered)
-        made = body(server, "/v1/chat/completions/derender", generate_response=generated, chat_request=request)[
-            "choices"
-        ][0]["message"]
-        assert (made["reasoning"], made["content"]) == ("Hm.", "It is noon.")
-
-
-def test_generated_tokens_become_a_completion(server: StubServer) -> None:
-    request = {"prompt": ["one", "two"], "max_tokens": 3, "logprobs": 1}
-    rendered = body(server, "/v1/completions/render", **request)
-    generated = [body(server, "/inference/v1/generate", **one) for one in rendered]
-    made = body(
-        server,
-        "/v1/completions/derender",
-        generate_responses=generated,
-        prompt_token_ids=[one["token_ids"] for one in rendered],
-        completion_request=request,
-    )
-    whole = body(server, "/v1/completions", **request)
-    assert (made["choices"], made["usage"]) == (whole["choices"], whole["usage"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"stream": True}, "generate_chunk"),
-        ({"stream": True, "generate_chunk": {"choices": [{"index": 0}, {"index": 1}]}}, "choices"),
-        (
-            {
-                "stream": True,
-                "generate_chunk": {"choices": [{"index": 0, "token_ids": [5]}]},
-                "stream_state": {"output_token_ids": [10**8]},
-            },
-            "token_ids",
-        ),
-        ({"generate_response": {"choices": []}}, "choices"),
-        ({"generate_response": {"choices": [{"index": 1, "token_ids": [5]}]}}, "choices"),
-        ({"generate_response": {"choices": [{"index": 0, "token_ids": []}]}}, "token_ids"),
-        ({"generate_response": {"choices": [{"index": 0, "token_ids": [10**8]}]}}, "token_ids"),
-        ({"generate_response": {"choices": [{"index": 0, "token_ids": [5]}], "output_mode": "text"}}, "output_mode"),
-        ({"chat_request": {"messages": []}}, "messages"),
-    ],
-)
-def test_tokens_that_cannot_become_a_response(server: StubServer, fields: dict[str, Any], named: str) -> None:
-    request = {"generate_response": {"choices": [{"index": 0, "token_ids": [5]}]}} | fields
-    assert server.post("/v1/chat/completions/derender", request).json()["error"]["param"] == named
-
-
-def derendered_stream(server: StubServer, path: str, request: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The choices of a stream that another server has generated."""
-    rendered = body(server, f"{path}/render", **request)
-    rendered = rendered[0] if isinstance(rendered, list) else rendered
-    lines = server.post("/inference/v1/generate", rendered | {"stream": True}).text.strip().split("\n\n")
-    state, found = None, []
-    for line in lines[:-1]:
-        fields = {"generate_chunk": json.loads(line.removeprefix("data: ")), "stream": True, "stream_state": state}
-        made = body(server, f"{path}/derender", **fields, **{name: request, "prompt_token_ids": rendered["token_ids"]})
-        state = made["stream_state"]
-        found += made["chunk"]["choices"]
-    return found
-
-
-def test_a_generated_stream_becomes_a_chat_stream() -> None:
-    with stub_server(says("<think>Hm.</think>It is noon, naïvely."), ServerConfig(reasoning_parser="qwen3")) as server:
-        request: dict[str, Any] = {"messages": HELLO, "max_tokens": 50, "logprobs": True}
-        choices = derendered_stream(server, "/v1/chat/completions", request, "chat_request")
-    deltas = [choice["delta"] for choice in choices]
-    assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
-    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "Hm."
-    assert "".join(delta.get("content") or "" for delta in deltas) == "It is noon, naïvely."
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
-    assert all(choice["logprobs"]["content"] for choice in choices)
-
-
-def test_a_generated_stream_becomes_a_stream_of_text(server: StubServer) -> None:
-    request = {"prompt": "one", "max_tokens": 5}
-    choices = derendered_stream(server, "/v1/completions", request, "completion_request")
-    whole = body(server, "/v1/completions", **request)["choices"][0]
-    assert "".join(choice["text"] for choice in choices) == whole["text"]
-    assert choices[-1]["finish_reason"] == "length"
 
 
 def test_each_rendered_prompt_counts_as_a_request() -> None:
