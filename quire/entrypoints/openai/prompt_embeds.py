@@ -5,7 +5,6 @@ tensors: a pickle of some bytes may fill the memory.
 """
 
 import io
-import math
 import pickle
 import zipfile
 from base64 import b64decode
@@ -57,7 +56,9 @@ class _Reader(pickle.Unpickler):
     def __init__(self, archive: zipfile.ZipFile) -> None:
         (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
         code = archive.read(pickled)
-        if len(code) > MAX_PICKLE or any(op.name.endswith("PUT") and at > MAX_PICKLE for op, at, _ in genops(code)):
+        if len(code) > MAX_PICKLE or any(
+            op.name.endswith("PUT") and (at or 0) > MAX_PICKLE for op, at, _ in genops(code)
+        ):
             raise ValueError("it holds more than a tensor")  # the number of a PUT is that of places to allocate
         super().__init__(io.BytesIO(code))
         self.archive, self.folder = archive, pickled.removesuffix("data.pkl")
@@ -75,12 +76,10 @@ class _Reader(pickle.Unpickler):
 
 
 def _rebuild(storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if (
-        min((offset, *size, *stride)) < 0
-        or math.prod(size) > len(storage)
-        or (math.prod(size) and last >= len(storage))
-    ):
+    count, last = 1, offset
+    for n, step in zip(size, stride, strict=True):
+        count, last = count * n, last + (n - 1) * step
+    if min((offset, *size, *stride)) < 0 or count > len(storage) or (count and last >= len(storage)):
         raise ValueError("its numbers are not all there")
     strides = tuple(step * storage.itemsize for step in stride)
     values = np.lib.stride_tricks.as_strided(storage[offset:], size, strides)
