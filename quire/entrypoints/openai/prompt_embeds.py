@@ -20,8 +20,12 @@ from quire.messages.features import EMBEDS, Feature
 
 MAX_PICKLE = 1 << 12  # bytes; a tensor has some 200
 BFLOAT16 = np.dtype(np.uint16)  # its bits
-STORAGES = {"Float": np.dtype(np.float32), "Double": np.dtype(np.float64), "Half": np.dtype(np.float16)}
-STORAGES["BFloat16"] = BFLOAT16
+STORAGES = {
+    "Float": np.dtype(np.float32),
+    "Double": np.dtype(np.float64),
+    "Half": np.dtype(np.float16),
+    "BFloat16": BFLOAT16,
+}
 
 
 class Tensor(NamedTuple):  # a tuple: a pickle cannot change it
