@@ -1,0 +1,76 @@
+"""The choice of kernel for rows times a weight of 4 or 8 bits: measured for known shapes, by rule for others.
+
+`benchmarks/gpu/int_linear.py` measures every candidate and prints the lines of MEASURED.
+"""
+
+from dataclasses import dataclass
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MAX_TILE_ROWS = 256  # above it the library multiplies by the dequantized weight, unless measured otherwise
+MIN_BLOCK_M = 8  # columns of the smallest matrix instruction
+MAX_BLOCK_M = 128
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+
+
+@dataclass(frozen=True)
+class IntConfig:
+    block_n: int  # output columns of a program
+    warps: int = 4
+    stages: int = 4  # of chunks in flight through shared memory
+    splits: int = 1  # programs that share the inputs of one tile
+    block_m: int = 0  # rows of a program; 0: all, rounded up to a power of two
+
+
+# (bits, rows, inputs, outputs) -> kernel; None: dequantize, then the library. Rows are the bucket's upper end.
+MEASURED: dict[tuple[int, int, int, int], IntConfig | None] = {}
+
+
+def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None:
+    """The kernel for x [rows, k] and a weight [n, k] packed in chunks of that many inputs; None: dequantize first."""
+    bucket = next((b for b in BUCKETS if b >= rows), None)
+    if rows == 0 or bucket is None:
+        return None
+    if (bits, bucket, k, n) in MEASURED:
+        return MEASURED[bits, bucket, k, n]
+    return candidates(rows, k, n, chunk)[0] if bucket <= MAX_TILE_ROWS else None
+
+
+def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
+    """For a kernel fused with norm, activation and residual, of n outputs after the activation."""
+    measured = MEASURED.get((bits, rows, k, n)) or MEASURED.get((bits, rows, k, 2 * n))
+    return measured or candidates(rows, k, n, chunk)[0]
+
+
+def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
+    """Candidates to measure, the likeliest first."""
+    if rows <= 16:
+        shapes = [
+            (64, 4, 4, 2),
+            (64, 4, 4, 4),
+            (64, 4, 3, 3),
+            (128, 4, 3, 2),
+            (32, 2, 4, 4),
+            (32, 2, 4, 8),
+            (16, 1, 4, 8),
+        ]
+        block_m = 0
+    elif rows <= 64:
+        shapes = [(64, 4, 4, 2), (128, 4, 3, 1), (128, 8, 3, 1), (64, 4, 3, 3), (256, 8, 2, 1)]
+        block_m = 0
+    else:
+        shapes = [(128, 8, 3, 1), (128, 4, 3, 1), (64, 4, 3, 2), (256, 8, 2, 1)]
+        block_m = 64
+    found = [_config(rows, k, n, chunk, *shape, block_m) for shape in shapes]
+    if rows > 64:
+        found += [_config(rows, k, n, chunk, *shape, MAX_BLOCK_M) for shape in ((128, 8, 3, 1), (64, 4, 3, 1))]
+    return list(dict.fromkeys(found))
+
+
+def _config(
+    rows: int, k: int, n: int, chunk: int, block_n: int, warps: int, stages: int, per_sm: int, block_m: int
+) -> IntConfig:
+    """With enough splits for that many programs on each multiprocessor."""
+    tiles = -(-n // block_n) * (-(-rows // block_m) if block_m else 1)
+    # Shorter pieces than two chunks are all prologue.
+    splits = max(1, min(per_sm * PROGRAMS // tiles, -(-k // chunk) // 2, 16))
+    return IntConfig(block_n, warps, stages, splits, block_m)
