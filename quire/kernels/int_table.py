@@ -5,6 +5,9 @@
 
 from dataclasses import dataclass
 
+from quire.kernels import moe_table
+from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, Shape, SlabConfig, TileConfig
+
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_TILE_ROWS = 256  # above it the library multiplies by the dequantized weight, unless measured otherwise
 MIN_BLOCK_M = 8  # columns of the smallest matrix instruction
@@ -74,3 +77,45 @@ def _config(
     # Shorter pieces than two chunks are all prologue.
     splits = max(1, min(per_sm * PROGRAMS // tiles, -(-k // chunk) // 2, 16))
     return IntConfig(block_n, warps, stages, splits, block_m)
+
+
+# (bits, rows, experts, chosen, hidden size, intermediate size) -> kernels; None: dequantize, then those of moe_table.
+# Tiles read whole chunks: no block_k.
+MEASURED_EXPERTS: dict[tuple[int, int, int, int, int, int], MoeConfig | None] = {}
+MAX_TILE_HEIGHT = 64  # inputs of all fields are in shared memory: a higher tile leaves no room for stages
+
+
+def choose_experts(bits: int, rows: int, shape: Shape) -> MoeConfig | None:
+    bucket = next((b for b in moe_table.BUCKETS if b >= rows), moe_table.BUCKETS[-1])
+    if (bits, bucket, *shape) in MEASURED_EXPERTS:
+        return MEASURED_EXPERTS[bits, bucket, *shape]
+    if moe_table.tile_heights(bucket, shape)[0] > MAX_TILE_HEIGHT:
+        return None
+    if bucket * shape[1] <= moe_table.MAX_FEW_PAIRS:
+        return few_candidates()[0]
+    return grouped_candidates(bucket, shape)[0]
+
+
+def choose_few_experts(bits: int, rows: int, shape: Shape) -> FewConfig:
+    """For the layer fused with norm, router and residual."""
+    bucket = next(b for b in moe_table.BUCKETS if b >= rows)
+    measured = MEASURED_EXPERTS.get((bits, bucket, *shape))
+    return measured if isinstance(measured, FewConfig) else few_candidates()[0]
+
+
+def few_candidates() -> list[FewConfig]:
+    slabs = [(32, 2, 4), (64, 4, 4), (64, 4, 3), (32, 2, 3), (16, 1, 4), (128, 4, 3)]
+    tiles = [SlabConfig(block_n, 0, warps=warps, stages=stages) for block_n, warps, stages in slabs]
+    return [FewConfig(tile, tiles[0]) for tile in tiles] + [FewConfig(tiles[0], tile) for tile in tiles[1:]]
+
+
+def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
+    found = []
+    for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_TILE_HEIGHT):
+        sizes = (
+            [(64, 4, 4), (64, 4, 2), (128, 4, 3), (128, 8, 3)] if m <= 32 else [(128, 8, 2), (64, 4, 3), (128, 4, 2)]
+        )
+        tiles = [TileConfig(block_n, 0, warps=warps, stages=stages, tma=False) for block_n, warps, stages in sizes]
+        found += [GroupedConfig(m, tile, tiles[0]) for tile in tiles]
+        found += [GroupedConfig(m, tiles[0], tile) for tile in tiles[1:]]
+    return found
