@@ -112,9 +112,7 @@ def few_candidates() -> list[FewConfig]:
 def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
     found = []
     for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_TILE_HEIGHT):
-        sizes = (
-            [(64, 4, 4), (64, 4, 2), (128, 4, 3), (128, 8, 3)] if m <= 32 else [(128, 8, 2), (64, 4, 3), (128, 4, 2)]
-        )
+        sizes = [(64, 4, 4), (64, 4, 2), (128, 4, 3), (128, 8, 3)] if m <= 32 else [(64, 4, 2), (64, 8, 2), (128, 8, 2)]
         tiles = [TileConfig(block_n, 0, warps=warps, stages=stages, tma=False) for block_n, warps, stages in sizes]
         found += [GroupedConfig(m, tile, tiles[0]) for tile in tiles]
         found += [GroupedConfig(m, tiles[0], tile) for tile in tiles[1:]]

@@ -24,7 +24,7 @@ PREFETCHED = 4  # chunks that a program prefetches before the kernel before has 
 NORM_BLOCK = 4096  # inputs that a program squares at a time
 
 
-def _ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
+def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
     """Two words of 16 bits, $1, to one field of each less the zero point: two numbers, $0. With zeros $2 is added."""
     kind, one = ("bf16x2", "0x3f803f80") if bf16 else ("f16x2", "0x3c003c00")
     if bits == 8 and bf16:
@@ -51,7 +51,7 @@ def _ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
 
 _PTX = tl.constexpr(
     tuple(
-        _ptx(field % (16 // bits), bits, bf16, zeros)
+        unpack_ptx(field % (16 // bits), bits, bf16, zeros)
         for bits in (4, 8)
         for bf16 in (False, True)
         for zeros in (False, True)
@@ -383,8 +383,10 @@ def _dequantize_kernel(
         plane = chunk * FIELDS + field
         word = scale_word(some_scales, field, COUNT, ZEROS)
         neg_zero = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
-        IS_LOW: tl.constexpr = PER_CHANNEL or ZEROS or field % 2 == 0
-        scale = low_half(word, SCALE_BF16) if IS_LOW else high_half(word, SCALE_BF16)
+        if PER_CHANNEL or ZEROS:
+            scale = low_half(word, SCALE_BF16)
+        else:
+            scale = low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16)
         values = unpack(tile, neg_zero, field, BITS, DTYPE, ZEROS, INTERPRETED).to(tl.float32) * scale[:, None]
         k = plane * PLANE + j
         inside = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (k < K)[None, :]
