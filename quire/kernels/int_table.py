@@ -11,7 +11,7 @@ from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, Shape, 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_TILE_ROWS = 256  # above it the library multiplies by the dequantized weight, unless measured otherwise
 MIN_BLOCK_M = 8  # columns of the smallest matrix instruction
-MAX_BLOCK_M = 128
+MAX_BLOCK_M = 64  # inputs of all fields are in shared memory: a higher tile leaves no room for stages
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
@@ -35,7 +35,7 @@ def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None
         return None
     if (bits, bucket, k, n) in MEASURED:
         return MEASURED[bits, bucket, k, n]
-    return candidates(rows, k, n, chunk)[0] if bucket <= MAX_TILE_ROWS else None
+    return candidates(bucket, k, n, chunk)[0] if bucket <= MAX_TILE_ROWS else None
 
 
 def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
@@ -46,26 +46,16 @@ def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
 
 def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     """Candidates to measure, the likeliest first."""
+    # Output columns, warps, stages, programs on each multiprocessor. More rows need more warps, or registers spill.
     if rows <= 16:
-        shapes = [
-            (64, 4, 4, 2),
-            (64, 4, 4, 4),
-            (64, 4, 3, 3),
-            (128, 4, 3, 2),
-            (32, 2, 4, 4),
-            (32, 2, 4, 8),
-            (16, 1, 4, 8),
-        ]
-        block_m = 0
+        shapes = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1)]
+        shapes += [(32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
+        heights = (0,)
     elif rows <= 64:
-        shapes = [(64, 4, 4, 2), (128, 4, 3, 1), (128, 8, 3, 1), (64, 4, 3, 3), (256, 8, 2, 1)]
-        block_m = 0
+        shapes, heights = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1), (64, 8, 2, 3)], (0,)
     else:
-        shapes = [(128, 8, 3, 1), (128, 4, 3, 1), (64, 4, 3, 2), (256, 8, 2, 1)]
-        block_m = 64
-    found = [_config(rows, k, n, chunk, *shape, block_m) for shape in shapes]
-    if rows > 64:
-        found += [_config(rows, k, n, chunk, *shape, MAX_BLOCK_M) for shape in ((128, 8, 3, 1), (64, 4, 3, 1))]
+        shapes, heights = [(128, 8, 2, 1), (64, 8, 2, 2), (64, 4, 2, 2)], (64, 32)
+    found = [_config(rows, k, n, chunk, *shape, block_m) for block_m in heights for shape in shapes]
     return list(dict.fromkeys(found))
 
 
@@ -82,14 +72,13 @@ def _config(
 # (bits, rows, experts, chosen, hidden size, intermediate size) -> kernels; None: dequantize, then those of moe_table.
 # Tiles read whole chunks: no block_k.
 MEASURED_EXPERTS: dict[tuple[int, int, int, int, int, int], MoeConfig | None] = {}
-MAX_TILE_HEIGHT = 64  # inputs of all fields are in shared memory: a higher tile leaves no room for stages
 
 
 def choose_experts(bits: int, rows: int, shape: Shape) -> MoeConfig | None:
     bucket = next((b for b in moe_table.BUCKETS if b >= rows), moe_table.BUCKETS[-1])
     if (bits, bucket, *shape) in MEASURED_EXPERTS:
         return MEASURED_EXPERTS[bits, bucket, *shape]
-    if moe_table.tile_heights(bucket, shape)[0] > MAX_TILE_HEIGHT:
+    if moe_table.tile_heights(bucket, shape)[0] > MAX_BLOCK_M:
         return None
     if bucket * shape[1] <= moe_table.MAX_FEW_PAIRS:
         return few_candidates()[0]
@@ -111,8 +100,8 @@ def few_candidates() -> list[FewConfig]:
 
 def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
     found = []
-    for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_TILE_HEIGHT):
-        sizes = [(64, 4, 4), (64, 4, 2), (128, 4, 3), (128, 8, 3)] if m <= 32 else [(64, 4, 2), (64, 8, 2), (128, 8, 2)]
+    for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_BLOCK_M):
+        sizes = [(64, 8, 3), (64, 8, 2), (128, 8, 2)] if m > 16 else [(64, 4, 4), (64, 4, 2), (64, 8, 3), (128, 8, 2)]
         tiles = [TileConfig(block_n, 0, warps=warps, stages=stages, tma=False) for block_n, warps, stages in sizes]
         found += [GroupedConfig(m, tile, tiles[0]) for tile in tiles]
         found += [GroupedConfig(m, tiles[0], tile) for tile in tiles[1:]]
