@@ -56,6 +56,12 @@ class PackedIntWeight:
         return self.words.shape[-3]
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What weights must have in common to be multiplied by one kernel."""
+        shapes = (self.words.shape, self.scales.shape, self.scale_dtype, self.dtype)
+        return *shapes, self.bits, self.outputs, self.inputs, self.has_zeros, self.per_channel
+
+    @property
     def nbytes(self) -> int:
         return self.words.nbytes + self.scales.nbytes
 
@@ -124,6 +130,15 @@ def pack_int_weight(
     else:
         packed = packed[..., None, :, :].contiguous()
     return PackedIntWeight(words, packed, scales.dtype, dtype, bits, outputs, inputs, zeros is not None, per_channel)
+
+
+def stack_experts(weights: list[PackedIntWeight | None]) -> PackedIntWeight | None:
+    """One weight with a dimension for experts; None if they are not packed alike."""
+    first, found = weights[0], [weight for weight in weights if weight is not None]
+    if first is None or len(found) != len(weights) or len({weight.layout for weight in found}) > 1:
+        return None
+    words, scales = torch.stack([w.words for w in found]), torch.stack([w.scales for w in found])
+    return replace(first, words=words, scales=scales)
 
 
 def choose_plane(inputs: int, group_size: int, bits: int) -> int:

@@ -46,13 +46,13 @@ def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
 
 def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     """Candidates to measure, the likeliest first."""
+    heights: tuple[int, ...] = (0,)
     # Output columns, warps, stages, programs on each multiprocessor. More rows need more warps, or registers spill.
     if rows <= 16:
         shapes = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1)]
         shapes += [(32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
-        heights = (0,)
     elif rows <= 64:
-        shapes, heights = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1), (64, 8, 2, 3)], (0,)
+        shapes = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1), (64, 8, 2, 3)]
     else:
         shapes, heights = [(128, 8, 2, 1), (64, 8, 2, 2), (64, 4, 2, 2)], (64, 32)
     found = [_config(rows, k, n, chunk, *shape, block_m) for block_m in heights for shape in shapes]
@@ -90,6 +90,12 @@ def choose_few_experts(bits: int, rows: int, shape: Shape) -> FewConfig:
     bucket = next(b for b in moe_table.BUCKETS if b >= rows)
     measured = MEASURED_EXPERTS.get((bits, bucket, *shape))
     return measured if isinstance(measured, FewConfig) else few_candidates()[0]
+
+
+def max_fused_rows(bits: int, shape: Shape) -> int:
+    """The most rows for which the fused layer is faster than sorting."""
+    rows = (b for b in moe_table.BUCKETS if b <= moe_table.MAX_FUSED_ROWS)
+    return max((b for b in rows if isinstance(choose_experts(bits, b, shape), FewConfig)), default=0)
 
 
 def few_candidates() -> list[FewConfig]:

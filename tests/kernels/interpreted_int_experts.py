@@ -16,6 +16,9 @@ from quire.kernels.moe import (
 from quire.kernels.moe_table import FewConfig, GroupedConfig, SlabConfig, TileConfig
 from quire.kernels.triton.moe_route import RouteWorkspace
 from quire.kernels.triton.skinny_linear import SplitWorkspace
+from quire.layers.linear_experts import ExpertMethods, LinearExperts
+from quire.quantization.base import keep
+from quire.quantization.int_triton import IntPart, packed_of
 from tests.kernels.int_cases import Layout, make_weight
 
 torch.set_num_threads(1)  # tensors are tiny
@@ -86,3 +89,37 @@ def test_many_rows_use_dequantized_experts(monkeypatch):
     x, logits = tensor(40, H), tensor(40, E)
     wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
     torch.testing.assert_close(moe_triton(x, logits, packed, TOP_K, **KIND), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_packed_experts_become_one_weight(monkeypatch):
+    monkeypatch.setattr("quire.layers.linear_experts.supports_triton", lambda device: True)
+    packed, wide = make_experts("4 bits")
+    device = torch.device("cpu")
+    methods: list[ExpertMethods] = [(None, None)] * E
+    layer = LinearExperts(E, TOP_K, H, WIDTH, torch.float16, device, methods, **KIND)
+    for e in range(E):
+        keep(layer.gate_up[e], "int_parts", [IntPart(packed.gate_up.expert(e), None)])
+        keep(layer.down[e], "int_parts", [IntPart(packed.down.expert(e), None)])
+    layer.process_after_loading()
+    assert layer.packed is not None and torch.equal(layer.packed.gate_up.words, packed.gate_up.words)
+    first = packed_of(layer.gate_up[1])
+    assert first is not None and first.words.data_ptr() == layer.packed.gate_up.words[1].data_ptr()
+    x, logits = tensor(3, H), tensor(3, E)
+    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
+    torch.testing.assert_close(layer(x, logits), wanted, atol=2e-2, rtol=2e-2)
+    assert layer.max_fused_rows > 0
+    router, gain = tensor(E, H) * 0.1, torch.ones(H)
+    got = layer.forward_fused(x, (gain, 1e-6), router, residual=x)
+    wanted = fused_layer_torch(x, (gain, 1e-6), router, None, wide, TOP_K, residual=x, **KIND)
+    torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_experts_that_are_packed_differently_stay_apart(monkeypatch):
+    monkeypatch.setattr("quire.layers.linear_experts.supports_triton", lambda device: True)
+    layer = LinearExperts(2, 1, H, WIDTH, torch.float16, torch.device("cpu"), [(None, None)] * 2, **KIND)
+    for e, name in enumerate(("4 bits", "8 bits")):
+        packed, _ = make_experts(name)
+        keep(layer.gate_up[e], "int_parts", [IntPart(packed.gate_up.expert(e), None)])
+        keep(layer.down[e], "int_parts", [IntPart(packed.down.expert(e), None)])
+    layer.process_after_loading()
+    assert layer.packed is None and layer.max_fused_rows == 0
