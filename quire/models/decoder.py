@@ -231,6 +231,8 @@ class DecoderModel(nn.Module):
         if extra <= MAX_EXTRA_FOR_TIED_HEAD * total:
             self.lm_head.process_after_loading()
         self.max_fused_rows = min((layer.max_fused_rows for layer in self._layers()), default=0)
+        own = {count for module in self.layers.modules() for count in getattr(module, "kernel_row_counts", ())}
+        self.kernel_row_counts = tuple(sorted(own.union(self.kernel_row_counts)))
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

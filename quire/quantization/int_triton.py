@@ -20,6 +20,7 @@ from quire.kernels.int_linear import (
     pack_int_weight,
     prepare_int_linear,
 )
+from quire.kernels.int_table import BUCKETS
 from quire.kernels.rms_norm import RMSNormParams
 from quire.quantization.base import keep
 
@@ -75,7 +76,7 @@ class TritonIntKernel:
         if all(_fuses(ordered[0], member) for member in ordered[1:]):
             ordered = [(_Joined.of([weight for weight, _ in ordered]), ordered[0][1])]
         parts = [IntPart(self._packed(weight, module), order) for weight, order in ordered]
-        keep(layer, "int_parts", parts)
+        keep_parts(layer, parts)
         prepare_int_linear(ordered[0][0].codes.device)
 
     def _packed(self, weight: IntegerWeight, module: str) -> PackedIntWeight | torch.Tensor:
@@ -122,6 +123,11 @@ class TritonIntKernel:
     def describe(self) -> str:
         compute = str(self.dtype).removeprefix("torch.")
         return f"weights stay integers; activations and products in {compute}"
+
+
+def keep_parts(layer: nn.Module, parts: list[IntPart]) -> None:
+    keep(layer, "int_parts", parts)
+    keep(layer, "kernel_row_counts", (*BUCKETS, 2 * BUCKETS[-1]))  # above the last weights are dequantized
 
 
 def packed_of(layer: nn.Module) -> PackedIntWeight | None:

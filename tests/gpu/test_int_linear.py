@@ -25,6 +25,8 @@ from quire.kernels.moe import (
 from quire.quantization.int_triton import TritonIntKernel
 from tests.kernels.int_cases import LAYOUTS, Layout, make_weight
 from tests.quantization.test_int_triton import Decoded
+from tests.quantization.test_methods import generated
+from tests.tiny_models import save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,6 +177,15 @@ def test_a_whole_layer_of_experts(rows):
     for config in (None, *few_candidates()):
         got = fused_layer(*layer, w, top_k, residual=x, config=config, **KIND)
         assert off(got, wanted) < 1e-2, config
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_models_quantized_while_loading(tmp_path, family, bits):
+    save_tiny(family, tmp_path)
+    for eager in (True, False):
+        ids = generated(tmp_path, device="cuda", dtype="bfloat16", quantization=f"int{bits}", enforce_eager=eager)
+        assert all(len(tokens) == 12 for tokens in ids)
 
 
 def test_rows_of_another_type_are_multiplied_by_the_dequantized_weight():
