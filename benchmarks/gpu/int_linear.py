@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,27 +106,53 @@ class Problem:
         return microseconds(lambda weight: F.linear(x, weight), self.wide, max(8, len(self.wide)))
 
 
-def compile_some(jobs: list[tuple[int, int, int, int, IntConfig]]) -> int:
+@dataclass(frozen=True)
+class Job:
+    """A kernel to compile: a product of that many rows, plain or with what a decoder layer fuses."""
+
+    bits: int
+    rows: int
+    k: int
+    config: IntConfig
+    fused: tuple[str, ...] = ()
+
+    def key(self) -> tuple[Any, ...]:
+        """What makes another kernel of it."""
+        c, chunk = self.config, 2048 // self.bits
+        sizes = (self.k % chunk == 0, self.k // chunk % 16 == 0, c.splits > 1)
+        of_norm = (self.rows, min(self.k, 4096)) if "norm" in self.fused else ()
+        return self.bits, c.block_m or max(8, self.rows), c.block_n, c.warps, c.stages, sizes, self.fused, of_norm
+
+    def run(self) -> None:
+        weight = random_weight(self.bits, 2048, self.k)
+        x = torch.randn(self.rows, self.k, device=DEVICE).to(DTYPE)
+        norm = (torch.ones(self.k, device=DEVICE), 1e-6) if "norm" in self.fused else None
+        residual = torch.zeros(self.rows, 2048, device=DEVICE, dtype=DTYPE) if "residual" in self.fused else None
+        silu = "silu" in self.fused
+        attempt(lambda: int_linear(x, weight, config=self.config, norm=norm, residual=residual, silu=silu))
+
+
+def compile_some(jobs: list[Job]) -> int:
     """Run each kernel once so that Triton's cache on disk holds it."""
-    for bits, rows, k, n, config in jobs:
-        weight = random_weight(bits, min(n, 1024), k)
-        x = torch.randn(rows, k, device=DEVICE).to(DTYPE)
-        attempt(lambda x=x, weight=weight, config=config: int_linear(x, weight, config=config))
+    prepare_int_linear(DEVICE)
+    for job in jobs:
+        job.run()
     torch.cuda.synchronize()
     return len(jobs)
 
 
 def compile_all(shapes: dict[str, tuple[int, int]], every_bits: list[int]) -> int:
     """In parallel processes; kernels that differ only in sizes are compiled once."""
-    jobs: dict[tuple[Any, ...], tuple[int, int, int, int, IntConfig]] = {}
-    for k, n in shapes.values():
+    jobs: list[Job] = []
+    for name, (k, n) in shapes.items():
         for bits in every_bits:
-            for rows in BUCKETS:
-                for c in candidates(rows, k, n, 2048 // bits):
-                    m = c.block_m or max(8, rows)
-                    key = (bits, m, c.block_n, c.warps, c.stages, c.splits > 1, k % (2048 // bits) == 0)
-                    jobs.setdefault(key, (bits, rows, k, n, c))
-    return in_processes(compile_some, list(jobs.values()))
+            chunk = 2048 // bits
+            jobs += [Job(bits, rows, k, c) for rows in BUCKETS for c in candidates(rows, k, n, chunk)]
+            silu = ("silu",) if "gate_up" in name else ()
+            kinds = [("norm", *silu), silu] if silu or "qkv" in name else [("residual",)]
+            for c in candidates(1, k, n // 2 if silu else n, chunk):
+                jobs += [Job(bits, rows, k, c, kind) for rows in (1, 2) for kind in kinds]
+    return in_processes(compile_some, list({job.key(): job for job in jobs}.values()))
 
 
 def in_processes(work: Callable[[list[Any]], int], jobs: list[Any]) -> int:

@@ -49,8 +49,7 @@ def test_every_layout(layout):
     check(wide[:, : weight.inputs], weight, CONFIGS["split"])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 64])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("rows", "name"), [(1, "whole"), (3, "split"), (17, "whole"), (64, "tiles of rows")])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows(bits, name, rows):
     weight, _ = make_weight(next(layout for layout in LAYOUTS if layout.bits == bits and layout.zeros), 40)
@@ -58,8 +57,7 @@ def test_rows(bits, name, rows):
 
 
 @pytest.mark.parametrize("fused", FUSED + FUSED_FOR_FEW)
-@pytest.mark.parametrize("name", ["whole", "split"])
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize(("layout", "name"), [(LAYOUTS[0], "whole"), (LAYOUTS[2], "split")], ids=str)
 def test_fused(layout, name, fused):
     n, rows = 48, 2
     outputs = 2 * n if "silu" in fused else n
