@@ -230,8 +230,11 @@ def measure_fused(problem: Problem, name: str, rows: int) -> dict[str, Any]:
     outside_best = min((t for t in tried if t[1] is not None), key=lambda t: t[1], default=None)
     gb_per_s = problem.bytes / best[0] / 1e3
     found = {"shape": name, "bits": problem.bits, "rows": rows, "us": best[0], "gb_per_s": gb_per_s, "best": best[2]}
+    found |= {"key": [problem.bits, rows, problem.k, n], "table": config_line(best[2])}
     if outside_best is not None:
         found |= {"norm_apart_us": outside_best[1], "norm_apart_best": outside_best[2]}
+        if outside_best[1] < best[0]:
+            found["table"] = config_line(outside_best[2] | {"norm_apart": True})
     return found | {"worst_error": worst, "tried": tried}
 
 
@@ -405,6 +408,9 @@ def main() -> None:
     lines = [
         f"    ({r['bits']}, {r['rows']}, {r['k']}, {r['n']}): {config_line(r['best'])}," for r in results["linear"]
     ]
+    lines += ["MEASURED_FUSED:"]
+    lines += [f"    ({', '.join(map(str, r['key']))}): {r['table']}," for r in results["fused"]]
+    lines += ["MEASURED_EXPERTS:"]
     lines += [f"    ({', '.join(map(str, r['key']))}): {r['best']}," for r in results["experts"]]
     (out / "int_measured.txt").write_text("\n".join(lines) + "\n")
     print(f"{time.time() - began:.0f} s in all; int_measured.txt holds the lines for int_table")

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from quire.kernels.dispatch import early_launch, supports_triton, use_triton
 from quire.kernels.int_table import IntConfig, choose, choose_fused
-from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.rms_norm import RMSNormParams, rms_norm
 from quire.kernels.skinny_linear import skinny_linear_torch
 
 BITS = (4, 8)
@@ -269,4 +269,6 @@ def fused_linear(
 ) -> torch.Tensor:
     outputs = weight.outputs // 2 if silu else weight.outputs
     config = choose_fused(weight.bits, len(x), weight.inputs, outputs, weight.fields * weight.plane)
+    if config.norm_apart and norm is not None:
+        x, norm = rms_norm(x, *norm), None
     return int_linear(x, weight, bias, config=config, norm=norm, residual=residual, silu=silu)

@@ -22,10 +22,14 @@ class IntConfig:
     stages: int = 4  # of chunks in flight through shared memory
     splits: int = 1  # programs that share the inputs of one tile
     block_m: int = 0  # rows of a program; 0: all, rounded up to a power of two
+    norm_apart: bool = False  # where it is fused with an RMSNorm: by a kernel of its own before it
 
 
 # (bits, rows, inputs, outputs) -> kernel; None: dequantize, then the library. Rows are the bucket's upper end.
 MEASURED: dict[tuple[int, int, int, int], IntConfig | None] = {}
+
+# The same for kernels fused with norm, activation and residual; outputs are those after the activation.
+MEASURED_FUSED: dict[tuple[int, int, int, int], IntConfig] = {}
 
 
 def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None:
@@ -40,8 +44,7 @@ def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None
 
 def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
     """For a kernel fused with norm, activation and residual, of n outputs after the activation."""
-    measured = MEASURED.get((bits, rows, k, n)) or MEASURED.get((bits, rows, k, 2 * n))
-    return measured or candidates(rows, k, n, chunk)[0]
+    return MEASURED_FUSED.get((bits, rows, k, n)) or candidates(rows, k, n, chunk)[0]
 
 
 def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
@@ -50,7 +53,7 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     # Output columns, warps, stages, programs on each multiprocessor. More rows need more warps, or registers spill.
     if rows <= 16:
         shapes = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1)]
-        shapes += [(32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
+        shapes += [(64, 4, 6, 1), (32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
     elif rows <= 64:
         shapes = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1), (64, 8, 2, 3)]
     else:

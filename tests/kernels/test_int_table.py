@@ -1,10 +1,21 @@
 """The choice of kernels for 4- and 8-bit weights."""
 
 import pytest
+import torch
 
-from quire.kernels.int_linear import choose_plane
-from quire.kernels.int_table import BUCKETS, MAX_BLOCK_M, MEASURED, IntConfig, candidates, choose, choose_fused
+from quire.kernels.int_linear import choose_plane, fused_linear
+from quire.kernels.int_table import (
+    BUCKETS,
+    MAX_BLOCK_M,
+    MEASURED,
+    MEASURED_FUSED,
+    IntConfig,
+    candidates,
+    choose,
+    choose_fused,
+)
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
+from tests.kernels.int_cases import Layout, make_weight
 
 SHAPES = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (2048, 512), (768, 2048), (96, 40)]
 
@@ -37,5 +48,19 @@ def test_a_program_of_few_rows_has_all_of_them():
         assert all(config.block_m == 0 for config in candidates(rows, 4096, 4096, 512))
 
 
-def test_measured_shapes_are_candidates_of_their_rows():
-    assert all(key[1] in BUCKETS for key in MEASURED)
+def test_measured_shapes_take_the_measured_kernel(monkeypatch):
+    best = IntConfig(128, splits=3)
+    monkeypatch.setitem(MEASURED, (4, 8, 2560, 2560), best)
+    monkeypatch.setitem(MEASURED, (4, 16, 2560, 2560), None)
+    monkeypatch.setitem(MEASURED_FUSED, (4, 1, 2560, 1280), best)
+    assert choose(4, 5, 2560, 2560, 512) == choose(4, 8, 2560, 2560, 512) == best
+    assert choose(4, 9, 2560, 2560, 512) is None
+    assert choose_fused(4, 1, 2560, 1280, 512) == best
+
+
+def test_the_norm_may_be_a_kernel_of_its_own(monkeypatch):
+    weight, _ = make_weight(Layout(4, 256, 128), 32)
+    x, norm = torch.randn(2, 256).half(), (torch.rand(256) + 0.5, 1e-6)
+    wanted = fused_linear(x, weight, None, norm)
+    monkeypatch.setitem(MEASURED_FUSED, (4, 2, 256, 32), IntConfig(64, norm_apart=True))
+    torch.testing.assert_close(fused_linear(x, weight, None, norm), wanted, atol=1e-2, rtol=1e-2)
