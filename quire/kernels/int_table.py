@@ -3,7 +3,7 @@
 `benchmarks/gpu/int_linear.py` measures every candidate and prints the lines of MEASURED.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.kernels import moe_table
 from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, Shape, SlabConfig, TileConfig
@@ -11,7 +11,8 @@ from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, Shape, 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_TILE_ROWS = 256  # above it the library multiplies by the dequantized weight, unless measured otherwise
 MIN_BLOCK_M = 8  # columns of the smallest matrix instruction
-MAX_BLOCK_M = 64  # inputs of all fields are in shared memory: a higher tile leaves no room for stages
+MAX_BLOCK_M = 128
+MAX_TILE_HEIGHT = 64  # inputs of all fields are in shared memory: a higher tile leaves no room for stages
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
@@ -22,6 +23,8 @@ class IntConfig:
     stages: int = 4  # of chunks in flight through shared memory
     splits: int = 1  # programs that share the inputs of one tile
     block_m: int = 0  # rows of a program; 0: all, rounded up to a power of two
+    sub: int = 0  # inputs of a plane that are read at a time; 0: all
+    prescaled: bool = False  # scale weights rather than sums
     norm_apart: bool = False  # where it is fused with an RMSNorm: by a kernel of its own before it
 
 
@@ -57,8 +60,11 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     elif rows <= 64:
         shapes = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1), (64, 8, 2, 3)]
     else:
-        shapes, heights = [(128, 8, 2, 1), (64, 8, 2, 2), (64, 4, 2, 2)], (64, 32)
+        shapes, heights = [(128, 8, 2, 1), (64, 8, 2, 2)], (64,)
     found = [_config(rows, k, n, chunk, *shape, block_m) for block_m in heights for shape in shapes]
+    if rows > 64:
+        high = [(128, 8, 3, 1, 128), (128, 8, 3, 1, 64), (64, 4, 4, 2, 128), (128, 4, 4, 1, 64), (256, 8, 3, 1, 64)]
+        found = [replace(_config(rows, k, n, chunk, *c), sub=64, prescaled=True) for c in high] + found
     return list(dict.fromkeys(found))
 
 
@@ -81,7 +87,7 @@ def choose_experts(bits: int, rows: int, shape: Shape) -> MoeConfig | None:
     bucket = next((b for b in moe_table.BUCKETS if b >= rows), moe_table.BUCKETS[-1])
     if (bits, bucket, *shape) in MEASURED_EXPERTS:
         return MEASURED_EXPERTS[bits, bucket, *shape]
-    if moe_table.tile_heights(bucket, shape)[0] > MAX_BLOCK_M:
+    if moe_table.tile_heights(bucket, shape)[0] > MAX_TILE_HEIGHT:
         return None
     if bucket * shape[1] <= moe_table.MAX_FEW_PAIRS:
         return few_candidates()[0]
@@ -109,7 +115,7 @@ def few_candidates() -> list[FewConfig]:
 
 def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
     found = []
-    for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_BLOCK_M):
+    for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_TILE_HEIGHT):
         sizes = [(64, 8, 3), (64, 8, 2), (128, 8, 2)] if m > 16 else [(64, 4, 4), (64, 4, 2), (64, 8, 3), (128, 8, 2)]
         tiles = [TileConfig(block_n, 0, warps=warps, stages=stages, tma=False) for block_n, warps, stages in sizes]
         found += [GroupedConfig(m, tile, tiles[0]) for tile in tiles]

@@ -1,5 +1,7 @@
 """Kernels of experts in 4 and 8 bits against torch references, in Triton's interpreter: run by test_interpreter.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,7 @@ LAYOUTS = {
     "4 bits, zero points": (Layout(4, H, 32, zeros=True), Layout(4, WIDTH, WIDTH, zeros=True)),
     "8 bits": (Layout(8, H, 32), Layout(8, WIDTH, WIDTH)),
 }
+CONFIGS["grouped, high tiles"] = replace(CONFIGS["grouped"], block_m=32)
 KIND = {"renormalize": True, "scoring": "softmax"}
 
 
@@ -84,7 +87,7 @@ def test_a_whole_layer():
 
 
 def test_many_rows_use_dequantized_experts(monkeypatch):
-    monkeypatch.setattr("quire.kernels.int_table.MAX_BLOCK_M", 0)
+    monkeypatch.setattr("quire.kernels.int_table.MAX_TILE_HEIGHT", 0)
     packed, wide = make_experts("8 bits")
     x, logits = tensor(40, H), tensor(40, E)
     wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)

@@ -14,6 +14,7 @@ CONFIGS = {
     "whole": IntConfig(32, stages=2),
     "split": IntConfig(16, stages=2, splits=3),
     "tiles of rows": IntConfig(16, stages=2, splits=2, block_m=16),
+    "weights scaled": IntConfig(32, stages=2, block_m=32, sub=32, prescaled=True),
 }
 FUSED = ("plain", "bias", "residual", "silu", "silu, bias, residual")
 FUSED_FOR_FEW = ("norm", "norm, silu")
@@ -46,10 +47,13 @@ def test_dequantized(layout):
 def test_every_layout(layout):
     weight, _ = make_weight(layout, 40)
     wide = tensor(3, 2 * weight.inputs)  # rows of x apart, as in a slice of a larger tensor
-    check(wide[:, : weight.inputs], weight, CONFIGS["split"])
+    for name in ("split", "weights scaled"):
+        check(wide[:, : weight.inputs], weight, CONFIGS[name])
 
 
-@pytest.mark.parametrize(("rows", "name"), [(1, "whole"), (3, "split"), (17, "whole"), (64, "tiles of rows")])
+@pytest.mark.parametrize(
+    ("rows", "name"), [(1, "whole"), (3, "split"), (17, "whole"), (64, "tiles of rows"), (40, "weights scaled")]
+)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows(bits, name, rows):
     weight, _ = make_weight(next(layout for layout in LAYOUTS if layout.bits == bits and layout.zeros), 40)

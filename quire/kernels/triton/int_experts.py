@@ -30,6 +30,8 @@ from quire.kernels.triton.int_linear import (
 from quire.kernels.triton.moe_few import activate
 from quire.kernels.triton.skinny_linear import COUNTERS, WORKSPACE_FLOATS, SplitWorkspace
 
+MANY_ROWS = 16  # of a tile, above which weights are scaled rather than sums
+
 
 @triton.jit
 def _few_gate_up_kernel(
@@ -83,7 +85,8 @@ def _few_gate_up_kernel(
         x_rows, (m == 0)[None, :], gain, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
         scales + expert * scales_stride + inside_n * COUNT, (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT,
         0, chunks, H, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, True, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, True, PLANE, False, STAGES,
+        INTERPRETED,
     )  # fmt: skip
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if HAS_NORM:
@@ -148,7 +151,8 @@ def _few_down_kernel(
     acc, _ = multiply(
         x_rows, (m == 0)[None, :], None, w_rows, scales + expert * scales_stride + inside_n * COUNT, 0, 0,
         0, chunks, D, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, False, False, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, False, False, PLANE, False, STAGES,
+        INTERPRETED,
     )  # fmt: skip
     total = tl.sum(acc, 1)
     if HAS_BIAS:
@@ -196,6 +200,8 @@ def _grouped_kernel(
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SWIGLUOAI: tl.constexpr,
+    SUB: tl.constexpr,
+    PRESCALED: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -222,7 +228,8 @@ def _grouped_kernel(
         word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
         scales + expert * scales_stride + inside_n * COUNT, (N // 16).to(tl.int64) * (chunks * 16 * PLANE), N * COUNT,
         0, chunks, K, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, False, GATE_UP, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, False, GATE_UP, SUB, PRESCALED, STAGES,
+        INTERPRETED,
     )  # fmt: skip
     if HAS_BIAS:
         HALVES: tl.constexpr = 2 if GATE_UP else 1
@@ -290,10 +297,13 @@ def multiply_sorted(
     """One of the two products of moe_grouped.py."""
     n, halves = y.shape[1], 2 if flags["GATE_UP"] else 1
     assert halves == 1 or n % PANEL == 0
-    stages = stages_for(weight, config.stages, config.block_n, flags["BLOCK_M"], halves)
+    is_high = flags["BLOCK_M"] > MANY_ROWS
+    sub = min(weight.plane, 64) if is_high else weight.plane
+    stages = stages_for(weight, config.stages, config.block_n, flags["BLOCK_M"], halves, sub)
     _grouped_kernel[(len(sorted_by[1]) * triton.cdiv(n, config.block_n),)](
         x, weight.words, weight.scales, y, bias, *sorted_by, n, weight.inputs, *_strides(weight), x.stride(0),
-        BLOCK_N=config.block_n, HAS_BIAS=bias is not None, STAGES=stages, num_warps=config.warps, num_stages=stages,
+        BLOCK_N=config.block_n, HAS_BIAS=bias is not None, SUB=sub, PRESCALED=is_high, STAGES=stages,
+        num_warps=config.warps, num_stages=stages,
         **flags, **layout_flags(weight),
     )  # fmt: skip
 

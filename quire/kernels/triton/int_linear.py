@@ -84,6 +84,26 @@ def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
+def scale_pairs(values, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Values [rows, plane] times scales [rows], two at a time."""
+    by = scale.to(DTYPE)[:, None]
+    if INTERPRETED:
+        return (values.to(tl.float32) * by.to(tl.float32)).to(DTYPE)
+    else:
+        pairs = [values, tl.broadcast_to(by, values.shape)]
+        if tl.bfloat16 == DTYPE:
+            made = tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+                "=r,r,r", pairs, dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            made = tl.inline_asm_elementwise(
+                "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", pairs, dtype=tl.int16, is_pure=True, pack=2
+            )
+        return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def low_half(word, BF16: tl.constexpr):
     """The number in the lower 16 bits, as float32."""
     if BF16:
@@ -101,7 +121,8 @@ def high_half(word, BF16: tl.constexpr):
 @triton.jit
 def _scaled_dot(
     acc, tile, right, word, channel, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
-    ZEROS: tl.constexpr, PER_CHANNEL: tl.constexpr, SCALE_BF16: tl.constexpr, INTERPRETED: tl.constexpr,
+    ZEROS: tl.constexpr, PER_CHANNEL: tl.constexpr, SCALE_BF16: tl.constexpr, PRESCALED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """acc plus the product with one field; `word` [rows] has its scale, `channel` [rows] the output's."""
     of = channel if PER_CHANNEL else word
@@ -110,6 +131,8 @@ def _scaled_dot(
     if PER_CHANNEL:
         return tl.dot(left, right, acc)
     scale = low_half(word, SCALE_BF16) if ZEROS or FIELD % 2 == 0 else high_half(word, SCALE_BF16)
+    if PRESCALED:
+        return tl.dot(scale_pairs(left, scale, DTYPE, INTERPRETED), right, acc)
     return acc + tl.dot(left, right) * scale[:, None]
 
 
@@ -159,6 +182,8 @@ def multiply(
     EVEN_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     UP: tl.constexpr,
+    SUB: tl.constexpr,  # inputs of a plane that are read at a time: with many rows these take most of the space
+    PRESCALED: tl.constexpr,  # scales on the weights: rounds once more, but with many rows there are fewer of them
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -166,14 +191,17 @@ def multiply(
     FIELDS: tl.constexpr = 16 // BITS
     COUNT: tl.constexpr = FIELDS if ZEROS else FIELDS // 2
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
-    j = tl.arange(0, PLANE)
+    STEPS: tl.constexpr = PLANE // SUB
+    j = tl.arange(0, SUB)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     channel = tl.load(scales) if PER_CHANNEL else tl.zeros([BLOCK_N], tl.int32)
     channel_up = tl.load(scales + up_scales) if PER_CHANNEL and UP else channel
     word, word_up = channel, channel
-    for chunk in tl.range(begin, end, num_stages=STAGES):
-        at = words + chunk * (16 * PLANE) + j[None, :]
+    for step in tl.range(begin * STEPS, end * STEPS, num_stages=STAGES):
+        chunk = step // STEPS
+        inputs = (step % STEPS) * SUB + j
+        at = words + chunk * (16 * PLANE) + inputs[None, :]
         tile = tl.load(at, eviction_policy="evict_first")
         tile_up = tl.load(at + up_words, eviction_policy="evict_first") if UP else tile
         if not PER_CHANNEL:
@@ -182,7 +210,7 @@ def multiply(
             some_scales_up = tl.load(at_scale + up_scales) if UP else some_scales
         for field in tl.static_range(FIELDS):
             plane = chunk * FIELDS + field
-            k = plane * PLANE + j
+            k = plane * PLANE + inputs
             if EVEN_K:
                 right = tl.load(x_rows + k[:, None], mask=in_m, other=0.0)
             else:
@@ -194,12 +222,13 @@ def multiply(
                 word = scale_word(some_scales, field, COUNT, ZEROS)
                 word_up = scale_word(some_scales_up, field, COUNT, ZEROS) if UP else word
             acc = _scaled_dot(
-                acc, tile, right, word, channel, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16, INTERPRETED
-            )
+                acc, tile, right, word, channel, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16, PRESCALED,
+                INTERPRETED,
+            )  # fmt: skip
             if UP:
                 acc_up = _scaled_dot(
                     acc_up, tile_up, right, word_up, channel_up, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16,
-                    INTERPRETED,
+                    PRESCALED, INTERPRETED,
                 )  # fmt: skip
     if PER_CHANNEL:
         acc *= low_half(channel, SCALE_BF16)[:, None]
@@ -301,6 +330,8 @@ def _linear_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     SILU: tl.constexpr,
+    SUB: tl.constexpr,
+    PRESCALED: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCHED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -328,7 +359,8 @@ def _linear_kernel(
     acc, acc_up = multiply(
         x_rows, (m < rows)[None, :], gain, w_rows, scales + inside_n * COUNT, up_words, N * COUNT,
         begin, end, K, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, SILU, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, SILU, SUB, PRESCALED, STAGES,
+        INTERPRETED,
     )  # fmt: skip
     if SPLIT:
         tile = n_tile * tl.num_programs(0) + m_tile
@@ -406,9 +438,11 @@ def layout_flags(w: PackedIntWeight) -> dict[str, Any]:
     }
 
 
-def stages_for(w: PackedIntWeight, config_stages: int, block_n: int, block_m: int, halves: int) -> int:
+def stages_for(
+    w: PackedIntWeight, config_stages: int, block_n: int, block_m: int, halves: int, sub: int | None = None
+) -> int:
     """As many of the config's as shared memory holds."""
-    step = (halves * block_n + w.fields * block_m) * w.plane * 2 + halves * w.fields * block_n * 4
+    step = (halves * block_n + w.fields * block_m) * (sub or w.plane) * 2 + halves * w.fields * block_n * 4
     return max(1, min(config_stages, MAX_SHARED // step))
 
 
@@ -429,7 +463,8 @@ def int_linear(
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     block_m = config.block_m or min(MAX_BLOCK_M, triton.next_power_of_2(max(rows, MIN_BLOCK_M)))
     halves = 2 if silu else 1
-    stages = stages_for(weight, config.stages, config.block_n, block_m, halves)
+    sub = min(config.sub or weight.plane, weight.plane)
+    stages = stages_for(weight, config.stages, config.block_n, block_m, halves, sub)
     grid = (triton.cdiv(rows, block_m), triton.cdiv(n, config.block_n), config.splits)
     space = SplitWorkspace.of(x.device)
     if config.splits > 1:
@@ -445,7 +480,8 @@ def int_linear(
         BLOCK_M=block_m, BLOCK_N=config.block_n, ROWS=triton.next_power_of_2(rows) if norm is not None else 1,
         SPLIT=config.splits > 1, NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(k)),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None, SILU=silu,
-        STAGES=stages, PREFETCHED=min(PREFETCHED, chunks // config.splits) if pdl else 0, PDL=pdl,
+        SUB=sub, PRESCALED=config.prescaled, STAGES=stages,
+        PREFETCHED=min(PREFETCHED, chunks // config.splits) if pdl else 0, PDL=pdl,
         num_warps=config.warps, num_stages=stages, **layout_flags(weight), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y
