@@ -49,7 +49,7 @@ SHAPES = {
 }
 QWEN3_30B = (128, 8, 2048, 768)
 LAYERS = {"8B": 32, "0.6B": 28, "30B": 48}
-EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 GROUP = 128
 ROTATED_BYTES = 200 << 20
 KEEP_LIBRARY_WITHIN = 0.97  # a kernel of ours must be this much faster

@@ -12,7 +12,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_TILE_ROWS = 256  # above it the library multiplies by the dequantized weight, unless measured otherwise
 MIN_BLOCK_M = 8  # columns of the smallest matrix instruction
 MAX_BLOCK_M = 128
-MAX_TILE_HEIGHT = 64  # inputs of all fields are in shared memory: a higher tile leaves no room for stages
+MAX_ROWS_PER_EXPERT = 256  # on average; above it experts are dequantized first, unless measured otherwise
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
@@ -52,19 +52,21 @@ def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
 
 def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     """Candidates to measure, the likeliest first."""
-    heights: tuple[int, ...] = (0,)
-    # Output columns, warps, stages, programs on each multiprocessor. More rows need more warps, or registers spill.
+    # Output columns, warps, stages, programs on each multiprocessor; with weights scaled also rows, and `sub`.
+    plain: list[tuple[int, int, int, int]] = []
+    scaled: list[tuple[int, int, int, int, int, int]] = []
     if rows <= 16:
-        shapes = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1)]
-        shapes += [(64, 4, 6, 1), (32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
+        plain = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1), (64, 4, 6, 1)]
+        plain += [(32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
     elif rows <= 64:
-        shapes = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1), (64, 8, 2, 3)]
+        # Sums that are scaled are held twice: more warps, or registers spill.
+        scaled = [(64, 4, 4, 2, 0, 64), (128, 8, 3, 1, 0, 64), (128, 4, 4, 1, 0, 64), (64, 4, 3, 3, 0, 128)]
+        plain = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1)]
     else:
-        shapes, heights = [(128, 8, 2, 1), (64, 8, 2, 2)], (64,)
-    found = [_config(rows, k, n, chunk, *shape, block_m) for block_m in heights for shape in shapes]
-    if rows > 64:
-        high = [(128, 8, 3, 1, 128), (128, 8, 3, 1, 64), (64, 4, 4, 2, 128), (128, 4, 4, 1, 64), (256, 8, 3, 1, 64)]
-        found = [replace(_config(rows, k, n, chunk, *c), sub=64, prescaled=True) for c in high] + found
+        scaled = [(128, 8, 4, 1, 128, 32), (128, 8, 2, 1, 128, 64), (128, 8, 3, 1, 64, 64), (64, 4, 4, 2, 128, 32)]
+        scaled += [(128, 4, 4, 1, 64, 64), (256, 8, 3, 1, 64, 64), (64, 4, 3, 2, 64, 64)]
+    found = [replace(_config(rows, k, n, chunk, *c[:5]), sub=c[5], prescaled=True) for c in scaled]
+    found += [_config(rows, k, n, chunk, *shape, 0) for shape in plain]
     return list(dict.fromkeys(found))
 
 
@@ -87,7 +89,7 @@ def choose_experts(bits: int, rows: int, shape: Shape) -> MoeConfig | None:
     bucket = next((b for b in moe_table.BUCKETS if b >= rows), moe_table.BUCKETS[-1])
     if (bits, bucket, *shape) in MEASURED_EXPERTS:
         return MEASURED_EXPERTS[bits, bucket, *shape]
-    if moe_table.tile_heights(bucket, shape)[0] > MAX_TILE_HEIGHT:
+    if bucket * shape[1] > MAX_ROWS_PER_EXPERT * shape[0]:
         return None
     if bucket * shape[1] <= moe_table.MAX_FEW_PAIRS:
         return few_candidates()[0]
@@ -115,8 +117,8 @@ def few_candidates() -> list[FewConfig]:
 
 def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
     found = []
-    for m in (m for m in moe_table.tile_heights(rows, shape) if m <= MAX_TILE_HEIGHT):
-        sizes = [(64, 8, 3), (64, 8, 2), (128, 8, 2)] if m > 16 else [(64, 4, 4), (64, 4, 2), (64, 8, 3), (128, 8, 2)]
+    for m in moe_table.tile_heights(rows, shape):
+        sizes = [(64, 4, 3), (64, 8, 3), (128, 8, 3)] if m > 16 else [(64, 4, 4), (64, 4, 2), (64, 8, 3), (128, 8, 2)]
         tiles = [TileConfig(block_n, 0, warps=warps, stages=stages, tma=False) for block_n, warps, stages in sizes]
         found += [GroupedConfig(m, tile, tiles[0]) for tile in tiles]
         found += [GroupedConfig(m, tiles[0], tile) for tile in tiles[1:]]

@@ -87,7 +87,7 @@ def test_a_whole_layer():
 
 
 def test_many_rows_use_dequantized_experts(monkeypatch):
-    monkeypatch.setattr("quire.kernels.int_table.MAX_TILE_HEIGHT", 0)
+    monkeypatch.setattr("quire.kernels.int_table.MAX_ROWS_PER_EXPERT", 0)
     packed, wide = make_experts("8 bits")
     x, logits = tensor(40, H), tensor(40, E)
     wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)

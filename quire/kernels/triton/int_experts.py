@@ -298,7 +298,7 @@ def multiply_sorted(
     n, halves = y.shape[1], 2 if flags["GATE_UP"] else 1
     assert halves == 1 or n % PANEL == 0
     is_high = flags["BLOCK_M"] > MANY_ROWS
-    sub = min(weight.plane, 64) if is_high else weight.plane
+    sub = min(weight.plane, 64 if flags["BLOCK_M"] == 32 else 32) if is_high else weight.plane
     stages = stages_for(weight, config.stages, config.block_n, flags["BLOCK_M"], halves, sub)
     _grouped_kernel[(len(sorted_by[1]) * triton.cdiv(n, config.block_n),)](
         x, weight.words, weight.scales, y, bias, *sorted_by, n, weight.inputs, *_strides(weight), x.stride(0),
