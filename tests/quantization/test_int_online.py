@@ -10,6 +10,11 @@ from quire.quantization.int_triton import TritonIntKernel
 DTYPE = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def method(bits: int) -> OnlineIntLinearMethod:
     return OnlineIntLinearMethod(bits, TritonIntKernel(DTYPE))
 

@@ -37,9 +37,14 @@ class Decoded:
 def decoded(outputs: int, inputs: int, group_size: int, bits: int = 4, zeros: bool = False, **rest) -> Decoded:
     groups = inputs // group_size
     codes = torch.randint(1 << bits, (outputs, inputs), dtype=torch.uint8)
-    scales = torch.rand(outputs, groups).half().float() / 8
+    scales = (torch.rand(outputs, groups) / 8).half().float()
     points = torch.randint(1 << bits, (outputs, groups), dtype=torch.int16) if zeros else None
     return Decoded(bits, codes, scales, points, group_size, **rest)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
 
 
 def prepared(*weights: Decoded) -> nn.Module:
