@@ -121,7 +121,8 @@ class Job:
         c, chunk = self.config, 2048 // self.bits
         sizes = (self.k % chunk == 0, self.k // chunk % 16 == 0, c.splits > 1)
         of_norm = (self.rows, min(self.k, 4096)) if "norm" in self.fused else ()
-        return self.bits, c.block_m or max(8, self.rows), c.block_n, c.warps, c.stages, sizes, self.fused, of_norm
+        tile = (c.block_m or max(8, self.rows), c.block_n, c.warps, c.stages, c.sub, c.prescaled)
+        return self.bits, tile, sizes, self.fused, of_norm
 
     def run(self) -> None:
         weight = random_weight(self.bits, 2048, self.k)
