@@ -69,7 +69,7 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 (CPU) quantize while loading; "
+        "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 quantize while loading; "
         "dequantized: GGUF and integer weights become dtype",
         choices=QUANTIZATIONS,
         aliases=QUANTIZATION_ALIASES,

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.dispatch import early_launch, supports_triton, use_triton
+from quire.kernels.int_linear import PackedIntWeight, dequantize
+from quire.kernels.int_table import choose_experts, choose_few_experts
 from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
 from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 
@@ -24,9 +26,41 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None  # [E, H]
     activation: Activation = "silu"
 
-    def shape(self, top_k: int) -> Shape:
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Experts, hidden size, intermediate size."""
         num_experts, hidden, width = self.down.shape
+        return num_experts, hidden, width
+
+    def shape(self, top_k: int) -> Shape:
+        num_experts, hidden, width = self.sizes
         return num_experts, top_k, hidden, width
+
+
+@dataclass(frozen=True)
+class IntExpertWeights:
+    """Experts in 4 or 8 bits; the intermediate size is a multiple of 16."""
+
+    gate_up: PackedIntWeight  # [E, 2 * I, H], gate before up
+    down: PackedIntWeight  # [E, H, I]
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 * I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    activation: Activation = "silu"
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return len(self.down.words), self.down.outputs, self.down.inputs
+
+    def shape(self, top_k: int) -> Shape:
+        num_experts, hidden, width = self.sizes
+        return num_experts, top_k, hidden, width
+
+    def dequantized(self) -> ExpertWeights:
+        gate_up, down = dequantize(self.gate_up), dequantize(self.down)
+        return ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, self.activation)
+
+
+AnyExpertWeights = ExpertWeights | IntExpertWeights
 
 
 def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -110,7 +144,7 @@ def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: Route
 def moe_triton(
     x: torch.Tensor,  # [N, H]
     logits: torch.Tensor,  # [N, E]
-    w: ExpertWeights,
+    w: AnyExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
@@ -120,19 +154,39 @@ def moe_triton(
     pdl: bool | None = None,  # start kernels while the one before still runs; default: where the device can
 ) -> torch.Tensor:
     """The same bits for the same input every time; may be captured in a CUDA graph after `prepare_moe`."""
-    from quire.kernels.triton import moe_few, moe_grouped, moe_route
+    from quire.kernels.triton import moe_grouped, moe_route
 
     if len(x) == 0:
         return torch.empty_like(x)
     x, logits = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, logits))
+    if config is None and isinstance(w, IntExpertWeights):
+        config = choose_experts(w.gate_up.bits, len(x), w.shape(top_k))
+        w = w if config is not None else w.dequantized()
     config = config or choose(len(x), w.shape(top_k), x.element_size())
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
     of_chosen = renormalize or scoring == "topk_softmax"
     weights, experts, places = moe_route.route(logits, top_k, of_chosen, count=isinstance(config, GroupedConfig))
     if isinstance(config, FewConfig):
-        return moe_few.few_experts(x, weights, experts, w, config, None, residual, pdl)
+        return _few_experts(x, weights, experts, w, config, None, residual, pdl)
     assert places is not None
     return moe_grouped.grouped_experts(x, weights, experts, places, w, config, residual, pdl)
+
+
+def _few_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    w: AnyExpertWeights,
+    config: FewConfig,
+    norm: RMSNormParams | None,
+    residual: torch.Tensor | None,
+    pdl: bool,
+) -> torch.Tensor:
+    from quire.kernels.triton import int_experts, moe_few
+
+    if isinstance(w, IntExpertWeights):
+        return int_experts.few_experts(x, weights, experts, w, config, norm, residual, pdl)
+    return moe_few.few_experts(x, weights, experts, w, config, norm, residual, pdl)
 
 
 def fused_layer_torch(
@@ -140,7 +194,7 @@ def fused_layer_torch(
     norm: RMSNormParams | None,
     router: torch.Tensor,
     router_bias: torch.Tensor | None,
-    w: ExpertWeights,
+    w: AnyExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
@@ -151,6 +205,8 @@ def fused_layer_torch(
     wide = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
     logits = F.linear(wide, router.float(), None if router_bias is None else router_bias.float())
     routes = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
+    if isinstance(w, IntExpertWeights):
+        w = w.dequantized()
     gate_up_bias, down_bias = (None if bias is None else bias.float() for bias in (w.gate_up_bias, w.down_bias))
     in_float = ExpertWeights(w.gate_up.float(), w.down.float(), gate_up_bias, down_bias, w.activation)
     return experts_torch(wide, *routes, in_float, residual).to(x.dtype)
@@ -161,7 +217,7 @@ def fused_layer(
     norm: RMSNormParams | None,  # RMSNorm of x first
     router: torch.Tensor,  # [E, H]
     router_bias: torch.Tensor | None,  # [E]
-    w: ExpertWeights,
+    w: AnyExpertWeights,
     top_k: int,
     *,
     renormalize: bool,
@@ -175,13 +231,15 @@ def fused_layer(
         return fused_layer_torch(
             x, norm, router, router_bias, w, top_k, renormalize=renormalize, scoring=scoring, residual=residual
         )
-    from quire.kernels.triton import moe_few, moe_route
+    from quire.kernels.triton import moe_route
 
     assert len(x) <= MAX_FUSED_ROWS
+    if config is None and isinstance(w, IntExpertWeights):
+        config = choose_few_experts(w.gate_up.bits, len(x), w.shape(top_k))
     config = config or choose_few(len(x), w.shape(top_k))
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
     routes = moe_route.router(x, router, router_bias, norm, top_k, renormalize or scoring == "topk_softmax")
-    return moe_few.few_experts(x, *routes, w, config, norm, residual, pdl)
+    return _few_experts(x, *routes, w, config, norm, residual, pdl)
 
 
 def prepare_moe(device: torch.device) -> None:

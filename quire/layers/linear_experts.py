@@ -6,11 +6,27 @@ import logging
 import torch
 from torch import nn
 
-from quire.kernels.moe import Activation, RouterScoring, activate_torch, route_torch, sum_experts
+from quire.kernels.dispatch import supports_triton
+from quire.kernels.int_linear import PANEL, stack_experts
+from quire.kernels.int_table import max_fused_rows
+from quire.kernels.moe import (
+    Activation,
+    IntExpertWeights,
+    RouterScoring,
+    activate_torch,
+    fused_layer,
+    moe_triton,
+    prepare_moe,
+    route_torch,
+    sum_experts,
+)
+from quire.kernels.moe_table import MAX_EXPERTS
+from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.expert_terms import ExpertTerms
 from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.parallel import SINGLE, TensorParallel
-from quire.quantization.base import LinearMethod
+from quire.quantization.base import LinearMethod, keep
+from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
 
@@ -18,9 +34,12 @@ ExpertMethods = tuple[LinearMethod | None, LinearMethod | None]  # gate and up; 
 
 
 class LinearExperts(nn.Module):
-    """As FusedMoE, but each expert is two linear layers, each with its method, multiplied one expert at a time."""
+    """As FusedMoE, but each expert is two linear layers, each with its method, multiplied one expert at a time.
 
-    max_fused_rows = 0
+    Integers that are packed alike on a GPU become one weight after loading, for the kernels of mixtures.
+    """
+
+    packed: IntExpertWeights | None = None
 
     def __init__(
         self,
@@ -50,11 +69,54 @@ class LinearExperts(nn.Module):
         self.down = nn.ModuleList(
             RowParallelLinear(intermediate_size, hidden_size, *placed, method) for _, method in methods
         )
-        if device.type != "cpu":
+        self.device = device
+
+    def process_after_loading(self) -> None:
+        """After that of the experts' layers."""
+        gate_up, down = (stack_experts([packed_of(e) for e in layers]) for layers in (self.gate_up, self.down))
+        can_sort = self.num_experts <= MAX_EXPERTS and self.width % PANEL == 0
+        if gate_up is not None and down is not None and can_sort and supports_triton(self.device):
+            prepare_moe(self.device)
+            keep(self, "packed", IntExpertWeights(gate_up, down, activation=self.activation))
+            for layers, stacked in ((self.gate_up, gate_up), (self.down, down)):
+                for e, layer in enumerate(layers):
+                    keep(layer, "int_parts", [IntPart(stacked.expert(e), None)])  # views: nothing is kept twice
+        elif self.device.type != "cpu":
             _warn_slow()
+
+    @property
+    def max_fused_rows(self) -> int:
+        if self.packed is None or self.tp.size > 1:
+            return 0
+        return max_fused_rows(self.packed.gate_up.bits, self.packed.shape(self.top_k))
+
+    def forward_fused(
+        self,
+        stream: torch.Tensor,
+        norm: RMSNormParams,
+        router_weight: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        router_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
+        assert self.packed is not None
+        kind = {"renormalize": self.renormalize, "scoring": self.scoring}
+        return fused_layer(
+            stream,
+            norm,
+            router_weight,
+            router_bias,
+            self.packed,
+            self.top_k,
+            residual=residual,
+            **kind,  # type: ignore[arg-type]
+        )
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """x [N, hidden], router_logits [N, experts] -> [N, hidden]."""
+        if self.packed is not None and not (self.terms is not None and self.terms.active):
+            kind = {"renormalize": self.renormalize, "scoring": self.scoring}
+            return self.tp.all_reduce(moe_triton(x, router_logits, self.packed, self.top_k, **kind))  # type: ignore[arg-type]
         weights, experts = route_torch(router_logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
         return self.tp.all_reduce(sum_experts(x, weights, experts, self.num_experts, self._expert))
 

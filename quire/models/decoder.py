@@ -226,13 +226,15 @@ class DecoderModel(nn.Module):
     def process_after_loading(self) -> None:
         unquantized = sum(p.numel() for p in self.parameters())  # before packing removes some of them
         total = self.num_parameters = unquantized + sum(weight.numel for weight in block_quantized_weights(self))
-        for module in self.layers.modules():
+        for module in reversed(list(self.layers.modules())):  # those inside others first
             if isinstance(module, HasProcessAfterLoading):
                 module.process_after_loading()
         extra = sum(p.numel() for p in self.lm_head.parameters()) if self.lm_head.tied else 0
         if extra <= MAX_EXTRA_FOR_TIED_HEAD * total:
             self.lm_head.process_after_loading()
         self.max_fused_rows = min((layer.max_fused_rows for layer in self._layers()), default=0)
+        own = {count for module in self.layers.modules() for count in getattr(module, "kernel_row_counts", ())}
+        self.kernel_row_counts = tuple(sorted(own.union(self.kernel_row_counts)))
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

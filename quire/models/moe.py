@@ -96,7 +96,6 @@ class SparseMLP(nn.Module):
 
     def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         router = self.router
-        assert isinstance(self.experts, FusedMoE)
         return self.experts.forward_fused(stream, norm, router.weight, residual=stream, router_bias=router.bias)
 
     @property

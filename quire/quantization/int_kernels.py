@@ -1,4 +1,4 @@
-"""How integer weights are kept and multiplied: the choice by platform, panels on a CPU, dequantized elsewhere."""
+"""How integer weights are kept and multiplied: panels on a CPU, packed on a GPU, else dequantized."""
 
 import logging
 from collections.abc import Iterable
@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from quire.kernels.int_linear import HALF
 from quire.kernels.native import quantized
 from quire.kernels.rms_norm import RMSNormParams
 from quire.quantization.block_quantized import BlockQuantizedWeight, panels_obstacle, weight_of
 from quire.quantization.int_panels import pack_int_weight
+from quire.quantization.int_triton import TritonIntKernel
 from quire.quantization.int_weight import IntWeight
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -51,6 +53,8 @@ class IntKernel(Protocol):
 
 def choose_int_kernel(dtype: torch.dtype, device: torch.device, dequantize: bool) -> IntKernel:
     """The one place that knows which platform multiplies integer weights in which way."""
+    if device.type == "cuda" and dtype in HALF and not dequantize:
+        return TritonIntKernel(dtype)
     compute = str(dtype).removeprefix("torch.")
     obstacle = "as requested" if dequantize else panels_obstacle(dtype, device)
     if obstacle is None and not quantized.is_fast():

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.int_linear import HALF
 from quire.kernels.native import quantized
 from quire.quantization.awq import AWQConfig
 from quire.quantization.base import Quantization
@@ -15,6 +16,7 @@ from quire.quantization.fp8_config import FP8_METHODS, ONLINE, Fp8Config, parse_
 from quire.quantization.gptq import GPTQConfig
 from quire.quantization.int_kernels import choose_int_kernel
 from quire.quantization.int_linear import IntCheckpoint, IntConfig
+from quire.quantization.int_online import OnlineIntQuantization
 from quire.quantization.unquantized import UNQUANTIZED, Unquantized
 
 GGUF, DEQUANTIZED, MXFP4 = "gguf", "dequantized", "mxfp4"
@@ -105,10 +107,13 @@ def _int_quantization(requested: str, dtype: torch.dtype, device: torch.device, 
             f"quantization is {requested!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as stored), "
             f"{DEQUANTIZED}"
         )
+    if device.type == "cuda":
+        if dtype not in HALF:
+            raise ValueError(f"quantization {requested!r} computes in bfloat16 or float16 on a GPU; dtype is {dtype}")
+        return OnlineIntQuantization(INT_BITS[requested], dtype)
     obstacle = panels_obstacle(dtype, device)
     if obstacle:
-        instead = f"allowed here: {', '.join(ONLINE)}" if _has_fp8(device) else f"leave it out to run in {dtype}"
-        raise ValueError(f"quantization {requested!r} is for CPUs, but {obstacle}; {instead}")
+        raise ValueError(f"quantization {requested!r} is not possible: {obstacle}; leave it out to run in {dtype}")
     return IntQuantization(INT_BITS[requested])
 
 

@@ -89,7 +89,7 @@ def test_dummy_weights_are_rounded_too(tmp_path):
 @pytest.mark.parametrize(
     ("requested", "hf", "dtype", "device", "message"),
     [
-        ("int4", {}, torch.float16, "cpu", r"is for CPUs, but dtype is float16.*leave it out to run in torch\.float16"),
+        ("int4", {}, torch.float16, "cpu", r"not possible: dtype is float16.*leave it out to run in torch\.float16"),
         (
             "int8",
             {"quantization_config": compressed()},
@@ -105,13 +105,11 @@ def test_mistakes_are_explained(requested, hf, dtype, device, message):
         choose_quantization(requested, hf, dtype, torch.device(device))
 
 
-def test_a_gpu_is_told_what_it_can_do(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    with pytest.raises(ValueError, match="is for CPUs, but the device is a GPU; allowed here: fp8, fp8_per_tensor"):
-        choose_quantization("int4", {}, torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"leave it out to run in torch\.bfloat16"):
-        choose_quantization("int8", {}, torch.bfloat16, torch.device("cuda"))
+def test_a_gpu_quantizes_for_its_own_kernels():
+    cuda = torch.device("cuda")
+    assert choose_quantization("int4", {}, torch.bfloat16, cuda).describe().startswith("int4: weights quantized")
+    with pytest.raises(ValueError, match=r"computes in bfloat16 or float16 on a GPU; dtype is torch\.float32"):
+        choose_quantization("int8", {}, torch.float32, cuda)
 
 
 def test_layers_of_odd_sizes_are_named(tmp_path):

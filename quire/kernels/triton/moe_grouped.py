@@ -15,8 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.moe import ExpertWeights
+from quire.kernels.moe import AnyExpertWeights, IntExpertWeights
 from quire.kernels.moe_table import GroupedConfig, TileConfig
+from quire.kernels.triton.int_experts import multiply_sorted
 from quire.kernels.triton.moe_few import activate
 from quire.kernels.triton.moe_route import RouteWorkspace
 
@@ -188,14 +189,14 @@ def grouped_experts(
     weights: torch.Tensor,
     experts: torch.Tensor,
     places: torch.Tensor,
-    w: ExpertWeights,
+    w: AnyExpertWeights,
     config: GroupedConfig,
     residual: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
     """`places` are route()'s, whose counts are reset to zero here."""
     rows, top_k = experts.shape
-    num_experts, hidden, width = w.down.shape
+    num_experts, hidden, width = w.sizes
     pairs, device = rows * top_k, x.device
     block_m, block_e = config.block_m, triton.next_power_of_2(num_experts)
     tiles = max_tiles(pairs, num_experts, block_m)
@@ -213,9 +214,10 @@ def grouped_experts(
     sorted_by = (order, tile_expert, tile_rows)
     inner = torch.empty(tiles * block_m, width, dtype=x.dtype, device=device)
     flags = {"TOP_K": top_k, "BLOCK_M": block_m, "SWIGLUOAI": w.activation == "swigluoai", **launch}
-    _multiply(x, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
+    multiply: Any = multiply_sorted if isinstance(w, IntExpertWeights) else _multiply
+    multiply(x, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
-    _multiply(inner, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
+    multiply(inner, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=device)
     columns = min(COLUMNS, triton.next_power_of_2(hidden))
     _combine_kernel[(rows, triton.cdiv(hidden, columns))](

@@ -21,7 +21,7 @@ MAX_SHARED = 220 << 10
 
 
 @triton.jit
-def _epilogue(
+def epilogue(
     acc,  # [.., ..] float32: the product
     acc_up,  # with SILU: the second half's product
     n,  # output columns, broadcastable to acc
@@ -186,7 +186,7 @@ def _row_epilogue(
         total *= factor
         total_up *= factor
     m_of = tl.zeros_like(n) + m
-    _epilogue(
+    epilogue(
         total, total_up, n, m_of, m_of < rows, y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
     )  # fmt: skip
@@ -286,7 +286,7 @@ def _dot_kernel(
             if SILU:
                 acc_up += tl.load(sums + other * (HALVES * SIZE) + SIZE, cache_modifier=".cg")
 
-    _epilogue(
+    epilogue(
         acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
     )  # fmt: skip

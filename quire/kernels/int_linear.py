@@ -1,0 +1,274 @@
+"""x times a weight stored in 4 or 8 bits per element (W4A16, W8A16): the packed layout and the products with it.
+
+A weight [N, K] is integer codes, w = (code - zero) * scale, with a scale and a zero point for each group of inputs of
+an output, or for each output. Codes are packed for kernels that unpack without moving values between threads:
+
+- `words` [N / 16, K / chunk, 16, plane] int16. A word has 4 codes of 4 bits or 2 of 8 bits, `plane` inputs apart: field
+  i of word j of a chunk is input `i * plane + j` of it. So field i of a tile of words is a tile of consecutive inputs,
+  with one scale for each output; two neighbouring words are one register, from which a shift and a mask make two
+  numbers. Sixteen rows of a chunk are contiguous: whatever the tile, loads are whole cache lines.
+- `scales` [K / chunk, N, count] int32: the scales of a chunk's planes, 16 bits each, two in a word; with zero points a
+  word has the scale and, above it, minus the zero point as the unpacked number has it (`offset`). One scale per output
+  is [1, N, 1], in the latter form. Scales are stored once per plane: groups are multiples of it.
+
+Outputs are padded to a multiple of 16 and inputs to one of the chunk, with scales of zero. Experts have a dimension
+before these.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.dispatch import early_launch, supports_triton, use_triton
+from quire.kernels.int_table import IntConfig, choose, choose_fused
+from quire.kernels.rms_norm import RMSNormParams, rms_norm
+from quire.kernels.skinny_linear import skinny_linear_torch
+
+BITS = (4, 8)
+PANEL = 16  # outputs whose words are contiguous
+PLANES = (128, 64, 32)  # inputs of one field of a chunk; the largest that groups and inputs are multiples of
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PackedIntWeight:
+    words: torch.Tensor  # [(E,) N / 16, K / chunk, 16, plane] int16
+    scales: torch.Tensor  # [(E,) K / chunk or 1, N, count] int32
+    scale_dtype: torch.dtype
+    dtype: torch.dtype  # of the products' inputs
+    bits: int
+    outputs: int
+    inputs: int
+    has_zeros: bool  # else the zero point is the middle of the range
+    per_channel: bool  # one scale per output
+
+    @property
+    def plane(self) -> int:
+        return self.words.shape[-1]
+
+    @property
+    def fields(self) -> int:
+        return 16 // self.bits
+
+    @property
+    def num_chunks(self) -> int:
+        return self.words.shape[-3]
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What weights must have in common to be multiplied by one kernel."""
+        shapes = (self.words.shape, self.scales.shape, self.scale_dtype, self.dtype)
+        return *shapes, self.bits, self.outputs, self.inputs, self.has_zeros, self.per_channel
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes
+
+    def expert(self, index: int) -> "PackedIntWeight":
+        return replace(self, words=self.words[index], scales=self.scales[index])
+
+
+def offset(bits: int, dtype: torch.dtype) -> int:
+    """What the kernel's cheapest conversion adds to a code: that of 8 bits does not fit the fraction of a bfloat16."""
+    return 1024 if dtype is torch.float16 else 128 if bits == 4 else 0
+
+
+def check_groups(inputs: int, group_size: int, bits: int) -> None:
+    """Raises a ValueError if a weight with these groups cannot be packed."""
+    if bits not in BITS:
+        raise ValueError(f"weights have {bits} bits; allowed: 4 or 8")
+    if group_size != inputs and (group_size % PLANES[-1] or inputs % group_size):
+        raise ValueError(
+            f"groups of {group_size} inputs, of {inputs}; allowed: multiples of {PLANES[-1]} that divide the inputs, "
+            f"or all inputs"
+        )
+
+
+def pack_int_weight(
+    codes: torch.Tensor,  # [(E,) N, K] uint8: 0 to 2^bits - 1
+    scales: torch.Tensor,  # [(E,) N, groups]
+    zeros: torch.Tensor | None,  # [(E,) N, groups]: integers; None: 2^(bits - 1)
+    bits: int,
+    dtype: torch.dtype,
+) -> PackedIntWeight:
+    """On the device of the codes. Scales that fit neither float16 nor bfloat16 are rounded to `dtype`."""
+    *lead, outputs, inputs = codes.shape
+    groups = scales.shape[-1]
+    if tuple(scales.shape[:-1]) != (*lead, outputs) or (zeros is not None and zeros.shape != scales.shape):
+        found = f"scales {list(scales.shape)}" + ("" if zeros is None else f", zero points {list(zeros.shape)}")
+        raise ValueError(f"codes {list(codes.shape)} have {found}; allowed: {[*lead, outputs, 'groups']} for both")
+    if dtype not in HALF:
+        raise ValueError(f"products are in bfloat16 or float16, not {dtype}")
+    if groups == 0 or inputs % groups:
+        raise ValueError(f"{inputs} inputs cannot be divided into {groups} groups")
+    group_size = inputs // groups
+    check_groups(inputs, group_size, bits)
+    fields, plane = 16 // bits, choose_plane(inputs, group_size, bits)
+    chunk = fields * plane
+    padded_n, padded_k = -(-outputs // PANEL) * PANEL, -(-inputs // chunk) * chunk
+    scales = scales if scales.dtype in HALF else _in_16_bits(scales, dtype)
+
+    codes = F.pad(codes, (0, padded_k - inputs, 0, padded_n - outputs))
+    tiles = codes.view(*lead, padded_n // PANEL, PANEL, padded_k // chunk, fields, plane).transpose(-4, -3)
+    words = tiles[..., 0, :].to(torch.int16, memory_format=torch.contiguous_format)
+    for i in range(1, fields):
+        words |= tiles[..., i, :].to(torch.int16) << (bits * i)
+
+    per_channel = groups == 1
+    low = _by_plane(scales, plane, inputs, padded_k, padded_n)
+    if zeros is not None:
+        shifted = -(zeros.float() + offset(bits, dtype))
+        packed = low | (_by_plane(shifted.to(dtype), plane, inputs, padded_k, padded_n) << 16)
+    elif per_channel:
+        packed = low
+    else:
+        packed = low[..., 0::2] | (low[..., 1::2] << 16)
+    if not per_channel:
+        packed = packed.unflatten(-1, (padded_k // chunk, -1))  # [.., N, chunks, count]
+        packed = packed.transpose(-3, -2).contiguous()
+    else:
+        packed = packed[..., None, :, :].contiguous()
+    return PackedIntWeight(words, packed, scales.dtype, dtype, bits, outputs, inputs, zeros is not None, per_channel)
+
+
+def stack_experts(weights: list[PackedIntWeight | None]) -> PackedIntWeight | None:
+    """One weight with a dimension for experts; None if they are not packed alike."""
+    first, found = weights[0], [weight for weight in weights if weight is not None]
+    if first is None or len(found) != len(weights) or len({weight.layout for weight in found}) > 1:
+        return None
+    words, scales = torch.stack([w.words for w in found]), torch.stack([w.scales for w in found])
+    return replace(first, words=words, scales=scales)
+
+
+def choose_plane(inputs: int, group_size: int, bits: int) -> int:
+    """The largest that needs no padding: short ones make short products."""
+    fields = 16 // bits
+    fits = (p for p in PLANES if (group_size == inputs or group_size % p == 0) and inputs % (fields * p) == 0)
+    return next(fits, PLANES[-1])
+
+
+def _in_16_bits(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the type of 16 bits that loses nothing, if one does; else `dtype`."""
+    narrow = (scales.to(kind) for kind in (dtype, *HALF))
+    return next((found for found in narrow if torch.equal(found.to(scales.dtype), scales)), scales.to(dtype))
+
+
+def _by_plane(values: torch.Tensor, plane: int, inputs: int, padded_k: int, padded_n: int) -> torch.Tensor:
+    """[.., N, groups] of 16 bits -> [.., N padded, planes] int32, or [.., N, 1] if there is one group."""
+    bits = values.view(torch.int16).to(torch.int32) & 0xFFFF
+    groups = values.shape[-1]
+    if groups > 1:
+        starts = torch.arange(0, inputs, plane, device=values.device)
+        bits = bits.index_select(-1, starts // (inputs // groups))
+        bits = F.pad(bits, (0, padded_k // plane - len(starts)))
+    return F.pad(bits, (0, 0, 0, padded_n - values.shape[-2]))
+
+
+def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[(E,) N, K], in the weight's dtype unless told; computed in float32."""
+    w, fields = weight, torch.arange(weight.fields, device=weight.words.device)
+    mask = (1 << w.bits) - 1
+    codes = (
+        w.words.to(torch.int32)[..., None, :] >> (w.bits * fields)[:, None]
+    ) & mask  # [.., chunks, 16, fields, plane]
+    codes = codes.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [.., N, K]
+    scales, zeros = _unpack_scales(w)
+    if not w.per_channel:
+        scales = scales.repeat_interleave(w.plane, -1)
+        zeros = None if zeros is None else zeros.repeat_interleave(w.plane, -1)
+    values = (codes - (1 << (w.bits - 1)) if zeros is None else codes - zeros) * scales
+    return values[..., : w.outputs, : w.inputs].to(dtype or w.dtype)
+
+
+def _unpack_scales(w: PackedIntWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and zero points [.., N, planes or 1] float32."""
+    words = w.scales.transpose(-3, -2).flatten(-2)  # [.., N, words]
+    low, high = words.to(torch.int16), (words >> 16).to(torch.int16)
+    if w.has_zeros:
+        return low.view(w.scale_dtype).float(), -high.view(w.dtype).float() - offset(w.bits, w.dtype)
+    if not w.per_channel:
+        low = torch.stack((low, high), -1).flatten(-2)
+    return low.view(w.scale_dtype).float(), None
+
+
+def int_linear_torch(
+    x: torch.Tensor,
+    weight: PackedIntWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    norm: RMSNormParams | None = None,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The reference, in float32: see `int_linear`."""
+    wide = dequantize_torch(weight, torch.float32)
+    return skinny_linear_torch(x, wide, bias, residual=residual, norm=norm, silu=silu, out_dtype=out_dtype or x.dtype)
+
+
+def dequantize(weight: PackedIntWeight) -> torch.Tensor:
+    """[(E,) N, K] in the weight's dtype, as the torch version rounds it."""
+    if not use_triton(weight.words):
+        return dequantize_torch(weight)
+    from quire.kernels.triton import int_linear as kernel
+
+    return kernel.dequantize(weight)
+
+
+def int_linear(
+    x: torch.Tensor,  # [M, K] in the weight's dtype
+    weight: PackedIntWeight,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+    *,
+    config: IntConfig,
+    residual: torch.Tensor | None = None,  # added to the result; contiguous
+    norm: RMSNormParams | None = None,  # RMSNorm of x first; at most MAX_FUSED_ROWS rows
+    silu: bool = False,  # the weight is [gate; up], each a multiple of 16: silu(gate) * up, [M, N / 2]
+    pdl: bool | None = None,  # start while the kernel before still runs; default: where the device can
+) -> torch.Tensor:
+    """The same bits for the same input every time; may be captured in a CUDA graph after `prepare_int_linear`."""
+    if not use_triton(x):
+        return int_linear_torch(x, weight, bias, residual=residual, norm=norm, silu=silu)
+    from quire.kernels.triton import int_linear as kernel
+
+    pdl = early_launch(x)["PDL"] if pdl is None else pdl
+    return kernel.int_linear(x, weight, config, bias, residual, norm, silu, pdl)
+
+
+def prepare_int_linear(device: torch.device) -> None:
+    """Allocate the kernels' workspace on a device; call it before a capture."""
+    if supports_triton(device):
+        from quire.kernels.triton.skinny_linear import SplitWorkspace
+
+        SplitWorkspace.of(device)
+
+
+def linear(x: torch.Tensor, weight: PackedIntWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """By the fastest kernel for the number of rows; for many the weight is dequantized and the library multiplies."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    config = choose(weight.bits, len(x), weight.inputs, weight.outputs, weight.fields * weight.plane)
+    if config is None or x.dtype is not weight.dtype:
+        return F.linear(x, dequantize(weight).to(x.dtype), bias)
+    return int_linear(x, weight, bias, config=config)
+
+
+def can_fuse(weight: PackedIntWeight) -> bool:
+    """Whether norm, SiLU-mul and residual of few rows can be fused with the product; halves must be whole panels."""
+    return weight.words.is_cuda and weight.outputs % (2 * PANEL) == 0
+
+
+def fused_linear(
+    x: torch.Tensor,
+    weight: PackedIntWeight,
+    bias: torch.Tensor | None,
+    norm: RMSNormParams | None = None,
+    residual: torch.Tensor | None = None,
+    silu: bool = False,
+) -> torch.Tensor:
+    outputs = weight.outputs // 2 if silu else weight.outputs
+    config = choose_fused(weight.bits, len(x), weight.inputs, outputs, weight.fields * weight.plane)
+    if config.norm_apart and norm is not None:
+        x, norm = rms_norm(x, *norm), None
+    return int_linear(x, weight, bias, config=config, norm=norm, residual=residual, silu=silu)

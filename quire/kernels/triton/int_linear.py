@@ -1,0 +1,500 @@
+"""y = x W^T with W in 4 or 8 bits (layout: quire/kernels/int_linear.py), for up to some hundred rows.
+
+Words go through shared memory into the registers of the left operand of a matrix instruction and become numbers there:
+for 4 bits a shift, a mask and a sum for two weights, so that reading W is the limit. Each field of the words is a
+product of its own with the inputs it holds, whose sum is scaled once per output: the scales never touch the weights.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.dispatch import INTERPRETED
+from quire.kernels.int_linear import PANEL, PackedIntWeight
+from quire.kernels.int_table import MAX_BLOCK_M, MIN_BLOCK_M, IntConfig
+from quire.kernels.rms_norm import RMSNormParams
+from quire.kernels.skinny_table import MAX_FUSED_ROWS
+from quire.kernels.triton.skinny_linear import COUNTERS, WORKSPACE_FLOATS, SplitWorkspace, epilogue
+
+MAX_SHARED = 220 << 10
+PREFETCHED = 4  # chunks that a program prefetches before the kernel before has ended
+NORM_BLOCK = 4096  # inputs that a program squares at a time
+
+
+def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
+    """Two words of 16 bits, $1, to one field of each less the zero point: two numbers, $0. With zeros $2 is added."""
+    kind, one = ("bf16x2", "0x3f803f80") if bf16 else ("f16x2", "0x3c003c00")
+    if bits == 8 and bf16:
+        # A byte in the fraction of a float32 is 2^23 + code.
+        less = "0f4b000000" if zeros else "0f4b000080"
+        made = f"""
+            mov.b32 m, 0x4b000000;
+            prmt.b32 a, $1, m, 0x744{field};
+            prmt.b32 b, $1, m, 0x744{field + 2};
+            sub.f32 a, a, {less};
+            sub.f32 b, b, {less};
+            cvt.rn.bf16x2.f32 a, b, a;"""
+        add = "$2" if zeros else ""
+    else:
+        mask = "0x000f000f" if bits == 4 else "0x00ff00ff"
+        magic = "0x43004300" if bf16 else "0x64006400"  # 128 and 1024: the code is added to the fraction
+        made = f"shr.b32 a, $1, {bits * field}; lop3.b32 a, a, {mask}, {magic}, 0xea; "
+        middle = {(4, True): "0xc308c308", (4, False): "0xe408e408", (8, False): "0xe480e480"}[bits, bf16]
+        add = "$2" if zeros else "m"
+        made += "" if zeros else f"mov.b32 m, {middle};"
+    last = f"mov.b32 b, {one}; fma.rn.{kind} $0, a, b, {add};" if add else "mov.b32 $0, a;"
+    return "{ .reg .b32 a, b, m; " + made + last + " }"
+
+
+_PTX = tl.constexpr(
+    tuple(
+        unpack_ptx(field % (16 // bits), bits, bf16, zeros)
+        for bits in (4, 8)
+        for bf16 in (False, True)
+        for zeros in (False, True)
+        for field in range(4)
+    )
+)
+
+
+@triton.jit
+def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ZEROS: tl.constexpr,
+           INTERPRETED: tl.constexpr):  # fmt: skip
+    """Words [rows, plane] to codes less their zero points; neg_zero [rows, 1]: minus (zero point + offset)."""
+    BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    if INTERPRETED:
+        code = ((words.to(tl.int32) >> (BITS * FIELD)) & ((1 << BITS) - 1)).to(tl.float32)
+        if ZEROS:
+            added: tl.constexpr = (128 if BITS == 4 else 0) if BF16 else 1024
+            return (code + added + neg_zero.to(tl.float32)).to(DTYPE)
+        return (code - (1 << (BITS - 1))).to(DTYPE)
+    else:
+        PLACE: tl.constexpr = (0 if BITS == 4 else 16) + (8 if BF16 else 0) + FIELD
+        if ZEROS:
+            added_to = tl.broadcast_to(neg_zero, words.shape)
+            made = tl.inline_asm_elementwise(
+                _PTX[PLACE + 4], "=r,r,r", [words, added_to], dtype=tl.int16, is_pure=True, pack=2
+            )
+        else:
+            made = tl.inline_asm_elementwise(_PTX[PLACE], "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+        return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def scale_pairs(values, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Values [rows, plane] times scales [rows], two at a time."""
+    by = scale.to(DTYPE)[:, None]
+    if INTERPRETED:
+        return (values.to(tl.float32) * by.to(tl.float32)).to(DTYPE)
+    else:
+        pairs = [values, tl.broadcast_to(by, values.shape)]
+        if tl.bfloat16 == DTYPE:
+            made = tl.inline_asm_elementwise(
+                "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+                "=r,r,r", pairs, dtype=tl.int16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            made = tl.inline_asm_elementwise(
+                "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", pairs, dtype=tl.int16, is_pure=True, pack=2
+            )
+        return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def low_half(word, BF16: tl.constexpr):
+    """The number in the lower 16 bits, as float32."""
+    if BF16:
+        return (word << 16).to(tl.float32, bitcast=True)
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def high_half(word, BF16: tl.constexpr):
+    if BF16:
+        return (word & -65536).to(tl.float32, bitcast=True)
+    return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scaled_dot(
+    acc, tile, right, word, channel, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
+    ZEROS: tl.constexpr, PER_CHANNEL: tl.constexpr, SCALE_BF16: tl.constexpr, PRESCALED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product with one field; `word` [rows] has its scale, `channel` [rows] the output's."""
+    of = channel if PER_CHANNEL else word
+    neg_zero = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+    left = unpack(tile, neg_zero, FIELD, BITS, DTYPE, ZEROS, INTERPRETED)
+    if PER_CHANNEL:
+        return tl.dot(left, right, acc)
+    scale = low_half(word, SCALE_BF16) if ZEROS or FIELD % 2 == 0 else high_half(word, SCALE_BF16)
+    if PRESCALED:
+        return tl.dot(scale_pairs(left, scale, DTYPE, INTERPRETED), right, acc)
+    return acc + tl.dot(left, right) * scale[:, None]
+
+
+@triton.jit
+def scale_word(words, FIELD: tl.constexpr, COUNT: tl.constexpr, ZEROS: tl.constexpr):
+    """The scale words of one field, [outputs], from those of a chunk, [outputs, COUNT]."""
+    # Loaded together and split in registers: a load for each would be one of 4 bytes.
+    INDEX: tl.constexpr = FIELD if ZEROS else FIELD // 2
+    if COUNT == 1:
+        return tl.reshape(words, [words.shape[0]])
+    elif COUNT == 2:
+        first, second = tl.split(words)
+        if INDEX == 0:
+            return first
+        return second
+    else:
+        even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
+        if INDEX % 2 == 0:
+            first, second = tl.split(even)
+        else:
+            first, second = tl.split(odd)
+        if INDEX < 2:
+            return first
+        return second
+
+
+@triton.jit
+def multiply(
+    x_rows,  # [1, BLOCK_M] pointers to rows of x
+    in_m,  # [1, BLOCK_M]
+    gain,  # [K] of an RMSNorm of x, without its factor
+    words,  # [BLOCK_N, 1] pointers to the outputs' first words
+    scales,  # [BLOCK_N] pointers to the outputs' first scales
+    up_words,  # with UP: from a word of the first half to that of the second,
+    up_scales,  # and from a scale
+    begin,  # chunks
+    end,
+    K,
+    scale_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SCALE_BF16: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    UP: tl.constexpr,
+    SUB: tl.constexpr,  # inputs of a plane that are read at a time: with many rows these take most of the space
+    PRESCALED: tl.constexpr,  # scales on the weights: rounds once more, but with many rows there are fewer of them
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """The products with outputs and, with UP, with those of the second half: [BLOCK_N, BLOCK_M] float32 each."""
+    FIELDS: tl.constexpr = 16 // BITS
+    COUNT: tl.constexpr = FIELDS if ZEROS else FIELDS // 2
+    DTYPE: tl.constexpr = x_rows.dtype.element_ty
+    STEPS: tl.constexpr = PLANE // SUB
+    j = tl.arange(0, SUB)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
+    channel = tl.load(scales) if PER_CHANNEL else tl.zeros([BLOCK_N], tl.int32)
+    channel_up = tl.load(scales + up_scales) if PER_CHANNEL and UP else channel
+    word, word_up = channel, channel
+    for step in tl.range(begin * STEPS, end * STEPS, num_stages=STAGES):
+        chunk = step // STEPS
+        inputs = (step % STEPS) * SUB + j
+        at = words + chunk * (16 * PLANE) + inputs[None, :]
+        tile = tl.load(at, eviction_policy="evict_first")
+        tile_up = tl.load(at + up_words, eviction_policy="evict_first") if UP else tile
+        if not PER_CHANNEL:
+            at_scale = scales[:, None] + chunk * scale_stride + tl.arange(0, COUNT)[None, :]
+            some_scales = tl.load(at_scale)
+            some_scales_up = tl.load(at_scale + up_scales) if UP else some_scales
+        for field in tl.static_range(FIELDS):
+            plane = chunk * FIELDS + field
+            k = plane * PLANE + inputs
+            if EVEN_K:
+                right = tl.load(x_rows + k[:, None], mask=in_m, other=0.0)
+            else:
+                right = tl.load(x_rows + k[:, None], mask=in_m & (k < K)[:, None], other=0.0)
+            if HAS_NORM:
+                by = tl.load(gain + k) if EVEN_K else tl.load(gain + k, mask=k < K, other=0.0)
+                right = (right.to(tl.float32) * by.to(tl.float32)[:, None]).to(DTYPE)
+            if not PER_CHANNEL:
+                word = scale_word(some_scales, field, COUNT, ZEROS)
+                word_up = scale_word(some_scales_up, field, COUNT, ZEROS) if UP else word
+            acc = _scaled_dot(
+                acc, tile, right, word, channel, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16, PRESCALED,
+                INTERPRETED,
+            )  # fmt: skip
+            if UP:
+                acc_up = _scaled_dot(
+                    acc_up, tile_up, right, word_up, channel_up, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16,
+                    PRESCALED, INTERPRETED,
+                )  # fmt: skip
+    if PER_CHANNEL:
+        acc *= low_half(channel, SCALE_BF16)[:, None]
+        if UP:
+            acc_up *= low_half(channel_up, SCALE_BF16)[:, None]
+    return acc, acc_up
+
+
+@triton.jit
+def word_rows(words, n, chunks, PLANE: tl.constexpr):
+    """Pointers to the first words of outputs n, [len(n), 1]."""
+    return words + ((n // 16).to(tl.int64) * (chunks * 16 * PLANE) + (n % 16) * PLANE)[:, None]
+
+
+@triton.jit
+def prefetch(rows, begin, chunks, PLANE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Prefetch the first words of each output of a tile; the pieces of a chunk are 16 * PLANE words apart."""
+    LINES: tl.constexpr = PLANE // 64 if PLANE > 64 else 1
+    line = tl.arange(0, LINES) * 64
+    for chunk in tl.static_range(CHUNKS):
+        at = rows + tl.minimum(begin + chunk, chunks - 1) * (16 * PLANE) + line[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def inverse_norms(x, first, rows, K, x_stride, eps, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The RMSNorm's factor of each row, [BLOCK_M], for rows `first` to `first + ROWS`."""
+    m = tl.arange(0, BLOCK_M)
+    factors = tl.zeros([BLOCK_M], tl.float32)
+    for row in tl.static_range(ROWS):
+        at = x + tl.minimum(first + row, rows - 1).to(tl.int64) * x_stride
+        squares = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, K, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            values = tl.load(at + k, mask=k < K, other=0.0).to(tl.float32)
+            squares += values * values
+        factors = tl.where(m == row, tl.rsqrt(tl.sum(squares, 0) / K + eps), factors)
+    return factors
+
+
+@triton.jit
+def share_sums(acc, acc_up, partial, arrived, tile, split, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               UP: tl.constexpr):  # fmt: skip
+    """Adds up the splits' sums of a tile. Returns whether this program came last and has them."""
+    HALVES: tl.constexpr = 2 if UP else 1
+    SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+    place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    sums = partial + tile * splits * (HALVES * SIZE) + place
+    tl.store(sums + split * (HALVES * SIZE), acc)
+    if UP:
+        tl.store(sums + split * (HALVES * SIZE) + SIZE, acc_up)
+    # Every thread's part must be written before one thread counts it as arrived.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1
+    if is_last:
+        tl.store(arrived + tile, 0)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_up = acc
+        for other in tl.range(splits):  # in order, whichever program came last: the same bits every time
+            acc += tl.load(sums + other * (HALVES * SIZE), cache_modifier=".cg")
+            if UP:
+                acc_up += tl.load(sums + other * (HALVES * SIZE) + SIZE, cache_modifier=".cg")
+    return acc, acc_up, is_last
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _linear_kernel(
+    x,  # [rows, K]
+    words,  # [N / 16, chunks, 16, PLANE], with SILU 2 * N outputs
+    scales,  # [chunks or 1, N, COUNT]
+    y,  # [rows, N]
+    bias,
+    residual,
+    gain,
+    partial,  # [tiles, splits, halves, BLOCK_N, BLOCK_M] float32
+    arrived,  # [tiles] int32: zero before and after
+    rows,
+    splits,
+    K,
+    N,
+    chunks,
+    scale_stride,
+    x_stride,
+    eps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,  # with HAS_NORM: the rows, rounded up to a power of two
+    SPLIT: tl.constexpr,  # whether splits > 1
+    NORM_BLOCK: tl.constexpr,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SCALE_BF16: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SILU: tl.constexpr,
+    SUB: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Programs of the same weights are neighbours: the second one hits the cache.
+    m_tile, n_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    steps = tl.cdiv(chunks, splits)
+    begin = split * steps
+    end = tl.minimum(begin + steps, chunks)
+    # Columns past the end read the last one again: cheaper than a mask, and never stored.
+    inside_n = tl.minimum(n, N - 1)
+    w_rows = word_rows(words, inside_n, chunks, PLANE)
+    up_words = (N // 16).to(tl.int64) * (chunks * 16 * PLANE)
+    COUNT: tl.constexpr = 1 if PER_CHANNEL else 16 // BITS if ZEROS else 8 // BITS
+    if PDL:
+        gdc_launch_dependents()
+        prefetch(w_rows, begin, chunks, PLANE, PREFETCHED)
+        if SILU:
+            prefetch(w_rows + up_words, begin, chunks, PLANE, PREFETCHED)
+        gdc_wait()
+    x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * x_stride
+    acc, acc_up = multiply(
+        x_rows, (m < rows)[None, :], gain, w_rows, scales + inside_n * COUNT, up_words, N * COUNT,
+        begin, end, K, scale_stride,
+        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, SILU, SUB, PRESCALED, STAGES,
+        INTERPRETED,
+    )  # fmt: skip
+    if SPLIT:
+        tile = n_tile * tl.num_programs(0) + m_tile
+        acc, acc_up, is_last = share_sums(acc, acc_up, partial, arrived, tile, split, splits, BLOCK_M, BLOCK_N, SILU)
+        if not is_last:
+            return
+    if HAS_NORM:
+        # One number per row, so it is applied to the sum: after the loop, which need not wait for it.
+        factor = inverse_norms(x, m_tile * BLOCK_M, rows, K, x_stride, eps, BLOCK_M, ROWS, NORM_BLOCK)[None, :]
+        acc *= factor
+        acc_up *= factor
+    epilogue(
+        acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, None, None, N,
+        HAS_BIAS, HAS_RESIDUAL, False, False, SILU,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_kernel(
+    words,
+    scales,
+    y,  # [.., N, K]
+    K,
+    N,
+    panels,  # of one weight
+    chunks,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    SCALE_BF16: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PANELS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A program: some panels of one chunk."""
+    FIELDS: tl.constexpr = 16 // BITS
+    BLOCK_N: tl.constexpr = PANELS * 16
+    chunk, expert = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_n = tl.minimum(n, panels * 16 - 1)
+    j = tl.arange(0, PLANE)
+    at = word_rows(words + expert * panels * (chunks * 16 * PLANE), inside_n, chunks, PLANE)
+    tile = tl.load(at + chunk * (16 * PLANE) + j[None, :], eviction_policy="evict_first")
+    COUNT: tl.constexpr = 1 if PER_CHANNEL else FIELDS if ZEROS else FIELDS // 2
+    scale_chunk = expert if PER_CHANNEL else expert * chunks + chunk
+    at_scale = scales + scale_chunk * (panels * 16 * COUNT) + inside_n[:, None] * COUNT
+    some_scales = tl.load(at_scale + tl.arange(0, COUNT)[None, :])
+    y_rows = y + (expert * N + n.to(tl.int64))[:, None] * K
+    for field in tl.static_range(FIELDS):
+        plane = chunk * FIELDS + field
+        word = scale_word(some_scales, field, COUNT, ZEROS)
+        neg_zero = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+        if PER_CHANNEL or ZEROS:
+            scale = low_half(word, SCALE_BF16)
+        else:
+            scale = low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16)
+        values = unpack(tile, neg_zero, field, BITS, DTYPE, ZEROS, INTERPRETED).to(tl.float32) * scale[:, None]
+        k = plane * PLANE + j
+        inside = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (k < K)[None, :]
+        tl.store(y_rows + k[None, :], values.to(DTYPE), mask=inside)
+
+
+def layout_flags(w: PackedIntWeight) -> dict[str, Any]:
+    """Arguments of a kernel that describe how the weight is packed."""
+    return {
+        "PLANE": w.plane,
+        "BITS": w.bits,
+        "ZEROS": w.has_zeros,
+        "PER_CHANNEL": w.per_channel,
+        "SCALE_BF16": w.scale_dtype is torch.bfloat16,
+        "EVEN_K": w.inputs == w.num_chunks * w.fields * w.plane,
+        "INTERPRETED": INTERPRETED,
+    }
+
+
+def stages_for(
+    w: PackedIntWeight, config_stages: int, block_n: int, block_m: int, halves: int, sub: int | None = None
+) -> int:
+    """As many of the config's as shared memory holds."""
+    step = (halves * block_n + w.fields * block_m) * (sub or w.plane) * 2 + halves * w.fields * block_n * 4
+    return max(1, min(config_stages, MAX_SHARED // step))
+
+
+def int_linear(
+    x: torch.Tensor,
+    weight: PackedIntWeight,
+    config: IntConfig,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm: RMSNormParams | None,
+    silu: bool,
+    pdl: bool,
+) -> torch.Tensor:
+    rows, k = x.shape
+    n = weight.outputs // 2 if silu else weight.outputs
+    assert k == weight.inputs and x.dtype is weight.dtype and (not silu or n % PANEL == 0)
+    assert norm is None or rows <= MAX_FUSED_ROWS
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    block_m = config.block_m or min(MAX_BLOCK_M, triton.next_power_of_2(max(rows, MIN_BLOCK_M)))
+    halves = 2 if silu else 1
+    sub = min(config.sub or weight.plane, weight.plane)
+    stages = stages_for(weight, config.stages, config.block_n, block_m, halves, sub)
+    grid = (triton.cdiv(rows, block_m), triton.cdiv(n, config.block_n), config.splits)
+    space = SplitWorkspace.of(x.device)
+    if config.splits > 1:
+        tiles = grid[0] * grid[1]
+        needed = tiles * config.splits * halves * config.block_n * block_m
+        if needed > WORKSPACE_FLOATS or tiles > COUNTERS:
+            raise ValueError(f"{config} needs {needed} floats for {rows} rows of {n}; there are {WORKSPACE_FLOATS}")
+    gain, eps = norm if norm is not None else (None, 0.0)
+    chunks = weight.num_chunks
+    _linear_kernel[grid](
+        x, weight.words, weight.scales, y, bias, residual, gain, space.partial, space.arrived,
+        rows, config.splits, k, n, chunks, weight.scales.stride(-3), x.stride(0), eps,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, ROWS=triton.next_power_of_2(rows) if norm is not None else 1,
+        SPLIT=config.splits > 1, NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(k)),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None, SILU=silu,
+        SUB=sub, PRESCALED=config.prescaled, STAGES=stages,
+        PREFETCHED=min(PREFETCHED, chunks // config.splits) if pdl else 0, PDL=pdl,
+        num_warps=config.warps, num_stages=stages, **layout_flags(weight), **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return y
+
+
+def dequantize(weight: PackedIntWeight) -> torch.Tensor:
+    w = weight
+    lead = w.words.shape[:-4]
+    y = torch.empty(*lead, w.outputs, w.inputs, dtype=w.dtype, device=w.words.device)
+    panels = w.words.shape[-4]
+    some = min(4, triton.next_power_of_2(panels))
+    _dequantize_kernel[(w.num_chunks, triton.cdiv(panels, some), lead.numel())](
+        w.words, w.scales, y, w.inputs, w.outputs, panels, w.num_chunks,
+        DTYPE=tl.bfloat16 if w.dtype is torch.bfloat16 else tl.float16, PANELS=some, num_warps=4, **layout_flags(w),
+    )  # fmt: skip
+    return y

@@ -1,0 +1,60 @@
+"""Weights of 4 and 8 bits in every layout, for tests on any device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.int_linear import PackedIntWeight, pack_int_weight
+
+
+@dataclass(frozen=True)
+class Layout:
+    bits: int
+    inputs: int
+    group: int
+    zeros: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, {self.inputs} in groups of {self.group}{', zero points' if self.zeros else ''}"
+
+
+LAYOUTS = [
+    Layout(4, 1024, 128),
+    Layout(4, 384, 32, zeros=True),
+    Layout(8, 256, 128, zeros=True),
+    Layout(4, 256, 64),
+    Layout(4, 512, 256, zeros=True),
+    Layout(4, 192, 96),  # groups that are no power of two
+    Layout(4, 160, 32),  # inputs that are no multiple of a chunk
+    Layout(4, 200, 200),  # a scale per output
+    Layout(4, 512, 512, zeros=True),
+    Layout(8, 512, 128),
+    Layout(8, 96, 32),
+    Layout(8, 256, 256),
+    Layout(8, 320, 320, zeros=True),
+]
+
+
+def make_weight(
+    layout: Layout,
+    outputs: int,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    experts: int | None = None,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[PackedIntWeight, torch.Tensor]:
+    """A packed weight, and the same [outputs, inputs] dequantized in `dtype`."""
+    lead = () if experts is None else (experts,)
+    groups = layout.inputs // layout.group
+    top = 1 << layout.bits
+    codes = torch.randint(top, (*lead, outputs, layout.inputs), dtype=torch.uint8, device=device)
+    spread = top * layout.inputs**0.5 / 3  # outputs of about the size of the inputs
+    scales = ((torch.rand(*lead, outputs, groups, device=device) + 0.5) / spread).to(scale_dtype or dtype)
+    zeros = None
+    if layout.zeros:
+        # One more than a code can be: GPTQ stores zero points less one.
+        zeros = torch.randint(top + (layout.bits == 4), (*lead, outputs, groups), device=device)
+    middle = torch.full_like(scales, top // 2, dtype=torch.float32) if zeros is None else zeros.float()
+    wide = (t.float().repeat_interleave(layout.group, -1) for t in (middle, scales))
+    dequantized = ((codes.float() - next(wide)) * next(wide)).to(dtype)
+    return pack_int_weight(codes, scales, zeros, layout.bits, dtype), dequantized

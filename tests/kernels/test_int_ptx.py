@@ -1,0 +1,72 @@
+"""The PTX that unpacks weights, executed in Python: the interpreter does not run it, and few machines have a GPU."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.int_linear import offset
+from quire.kernels.triton.int_linear import unpack_ptx
+
+HALF = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
+
+
+def pair(bits: np.ndarray, kind: str) -> torch.Tensor:
+    """Registers of 32 bits as two numbers each, in float32."""
+    return torch.from_numpy(bits.view(np.int16).copy()).view(HALF[kind]).float()
+
+
+def registers(numbers: torch.Tensor, kind: str) -> np.ndarray:
+    return numbers.to(HALF[kind]).view(torch.int16).numpy().view(np.uint32)
+
+
+def run(ptx: str, words: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """The few instructions that there are, on arrays of registers."""
+    values = {"$1": words, "$2": added}
+
+    def read(name: str) -> np.ndarray:
+        if name.startswith("0f"):
+            return np.full_like(words, int(name[2:], 16))
+        return values[name] if name in values else np.full_like(words, int(name, 0))
+
+    body = re.sub(r"\.reg[^;]*;", "", ptx.strip().strip("{}"))
+    for line in filter(None, (line.strip() for line in body.split(";"))):
+        op, rest = line.split(None, 1)
+        to, *names = [name.strip() for name in rest.split(",")]
+        a = [read(name) for name in names]
+        if op == "mov.b32":
+            values[to] = a[0]
+        elif op == "shr.b32":
+            values[to] = a[0] >> a[1]
+        elif op == "lop3.b32":
+            assert names[3] == "0xea", "(a and b) or c"
+            values[to] = (a[0] & a[1]) | a[2]
+        elif op == "prmt.b32":
+            octets = np.concatenate((a[0].view(np.uint8).reshape(-1, 4), a[1].view(np.uint8).reshape(-1, 4)), 1)
+            chosen = [int(digit, 16) for digit in reversed(names[2][2:])]
+            values[to] = np.ascontiguousarray(octets[:, chosen]).view(np.uint32).ravel()
+        elif op == "sub.f32":
+            values[to] = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
+        elif op == "cvt.rn.bf16x2.f32":  # the first operand becomes the upper half
+            both = torch.from_numpy(np.stack((a[1].view(np.float32), a[0].view(np.float32)), 1).ravel())
+            values[to] = registers(both, "bf16x2")
+        else:
+            kind = op.removeprefix("fma.rn.")
+            values[to] = registers(pair(a[0], kind) * pair(a[1], kind) + pair(a[2], kind), kind)
+    return values["$0"]
+
+
+@pytest.mark.parametrize(("bits", "bf16", "zeros"), list(itertools.product((4, 8), (False, True), (False, True))))
+def test_every_field_of_every_word(bits, bf16, zeros):
+    kind = "bf16x2" if bf16 else "f16x2"
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    np.random.default_rng(0).shuffle(halves)
+    top = 1 << bits
+    points = torch.randint(top, (1 << 16,)) if zeros else torch.full((1 << 16,), top // 2)
+    added = registers(-(points.float() + offset(bits, HALF[kind])), kind)
+    for field in range(16 // bits):
+        got = pair(run(unpack_ptx(field, bits, bf16, zeros), halves.view(np.uint32), added), kind)
+        codes = torch.from_numpy((halves >> (bits * field)).astype(np.int32) & (top - 1))
+        assert torch.equal(got, (codes - points).float()), field

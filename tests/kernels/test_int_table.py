@@ -1,0 +1,66 @@
+"""The choice of kernels for 4- and 8-bit weights."""
+
+import pytest
+import torch
+
+from quire.kernels.int_linear import choose_plane, fused_linear
+from quire.kernels.int_table import (
+    BUCKETS,
+    MAX_BLOCK_M,
+    MEASURED,
+    MEASURED_FUSED,
+    IntConfig,
+    candidates,
+    choose,
+    choose_fused,
+)
+from quire.kernels.skinny_table import MAX_FUSED_ROWS
+from tests.kernels.int_cases import Layout, make_weight
+
+SHAPES = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (2048, 512), (768, 2048), (96, 40)]
+
+
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_choice_fits(bits, k, n):
+    chunk = 16 // bits * choose_plane(k, 32 if k % 128 else 128, bits)
+    for rows in range(1, 2 * BUCKETS[-1]):
+        config = choose(bits, rows, k, n, chunk)
+        if config is not None:
+            check(config, rows, k, n, chunk)
+    for rows in range(1, MAX_FUSED_ROWS + 1):
+        check(choose_fused(bits, rows, k, n, chunk), rows, k, n, chunk)
+    assert choose(bits, 0, k, n, chunk) is None
+    assert choose(bits, 4 * BUCKETS[-1], k, n, chunk) is None
+
+
+def check(config: IntConfig, rows: int, k: int, n: int, chunk: int) -> None:
+    block_m = config.block_m or max(8, rows)
+    assert block_m <= MAX_BLOCK_M and config.block_n % 16 == 0
+    tiles = -(-n // config.block_n) * -(-rows // block_m)
+    assert config.splits <= max(1, -(-k // chunk))
+    if config.splits > 1:  # sums of all splits are in the workspace
+        assert tiles <= 8192 and tiles * config.splits * 2 * config.block_n * 2 * block_m <= 8 << 20
+
+
+def test_a_program_of_few_rows_has_all_of_them():
+    for rows in (1, 16, 64):
+        assert all(config.block_m == 0 for config in candidates(rows, 4096, 4096, 512))
+
+
+def test_measured_shapes_take_the_measured_kernel(monkeypatch):
+    best = IntConfig(128, splits=3)
+    monkeypatch.setitem(MEASURED, (4, 8, 2560, 2560), best)
+    monkeypatch.setitem(MEASURED, (4, 16, 2560, 2560), None)
+    monkeypatch.setitem(MEASURED_FUSED, (4, 1, 2560, 1280), best)
+    assert choose(4, 5, 2560, 2560, 512) == choose(4, 8, 2560, 2560, 512) == best
+    assert choose(4, 9, 2560, 2560, 512) is None
+    assert choose_fused(4, 1, 2560, 1280, 512) == best
+
+
+def test_the_norm_may_be_a_kernel_of_its_own(monkeypatch):
+    weight, _ = make_weight(Layout(4, 256, 128), 32)
+    x, norm = torch.randn(2, 256).half(), (torch.rand(256) + 0.5, 1e-6)
+    wanted = fused_linear(x, weight, None, norm)
+    monkeypatch.setitem(MEASURED_FUSED, (4, 2, 256, 32), IntConfig(64, norm_apart=True))
+    torch.testing.assert_close(fused_linear(x, weight, None, norm), wanted, atol=1e-2, rtol=1e-2)
