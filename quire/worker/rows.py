@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.kernels.transfer import to_device
+from quire.kernels.transfer import aligned, to_device
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends, NewRow
 
@@ -47,9 +47,9 @@ class RowState:
             )
         self.device = device
         self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self.num_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.token_limit = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        # In one allocation, each at a multiple of 16 bytes: new rows are one write.
+        self._counts = torch.zeros(3, aligned(num_rows, 8), dtype=torch.int64, device=device)
+        self.num_tokens, self.num_computed, self.token_limit = self._counts[:, :num_rows]
         self.block_sizes = [group.spec.block_size // pages for group, pages in counted]
         # All tables in one allocation, so that the blocks of every group are appended by one write.
         self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
@@ -62,10 +62,8 @@ class RowState:
         if not new_rows:
             return
         width = self.token_ids.shape[1]
-        rows = np.array([new.row for new in new_rows])
-        counts = [len(new.token_ids) for new in new_rows]
-        computed = [new.num_computed for new in new_rows]
-        limits = [new.token_limit for new in new_rows]
+        rows = [new.row for new in new_rows]
+        counts = np.array([(len(new.token_ids), new.num_computed, new.token_limit) for new in new_rows])
         token_at = np.concatenate([np.arange(len(new.token_ids)) + new.row * width for new in new_rows])
         tokens = np.concatenate([new.token_ids for new in new_rows])
         entries = [
@@ -75,13 +73,11 @@ class RowState:
         ]
         block_at = np.concatenate([at for at, _ in entries])
         blocks = np.concatenate([np.asarray(ids, np.int64) for _, ids in entries])
-        arrays = to_device(self.device, rows, counts, computed, limits, token_at, tokens, block_at, blocks)
-        rows_, counts_, computed_, limits_, token_at_, tokens_, block_at_, blocks_ = arrays
-        self.num_tokens[rows_.long()] = counts_.long()
-        self.num_computed[rows_.long()] = computed_.long()
-        self.token_limit[rows_.long()] = limits_.long()
-        self.token_ids.view(-1).index_copy_(0, token_at_.long(), tokens_)
-        self._all_tables.index_copy_(0, block_at_.long(), blocks_)
+        arrays = to_device(self.device, rows, counts, token_at, tokens, block_at, blocks, dtype=np.int64)
+        rows_, counts_, token_at_, tokens_, block_at_, blocks_ = arrays
+        self._counts.index_copy_(1, rows_, counts_.view(-1, 3).T)
+        self.token_ids.view(-1).index_copy_(0, token_at_, tokens_.int())
+        self._all_tables.index_copy_(0, block_at_, blocks_.int())
 
     @staticmethod
     def _page_ids(count: int, block_ids: list[int]) -> Sequence[int]:
@@ -100,8 +96,8 @@ class RowState:
             ids: np.ndarray | list[int] = np.repeat(np.array(appended.block_ids) * counts, counts) + within
         else:
             at, ids = first + np.array(appended.positions), appended.block_ids
-        at_, blocks_ = to_device(self.device, at, ids)
-        self._all_tables.index_copy_(0, at_.long(), blocks_)
+        at_, blocks_ = to_device(self.device, at, ids, dtype=np.int64)
+        self._all_tables.index_copy_(0, at_, blocks_.int())
 
     def append_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor, done: torch.Tensor) -> None:
         """Append the sampled token to rows that are `done`: all their tokens are computed. Others discard it."""
