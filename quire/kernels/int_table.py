@@ -29,10 +29,60 @@ class IntConfig:
 
 
 # (bits, rows, inputs, outputs) -> kernel; None: dequantize, then the library. Rows are the bucket's upper end.
-MEASURED: dict[tuple[int, int, int, int], IntConfig | None] = {}
+MEASURED: dict[tuple[int, int, int, int], IntConfig | None] = {
+    (4, 1, 4096, 6144): IntConfig(64, splits=4),
+    (4, 2, 4096, 6144): IntConfig(64, splits=4),
+    (4, 4, 4096, 6144): IntConfig(64, splits=4),
+    (4, 8, 4096, 6144): IntConfig(64, splits=4),
+    (4, 16, 4096, 6144): IntConfig(32, warps=2, splits=2),
+    (4, 32, 4096, 6144): IntConfig(64, splits=2, sub=64, prescaled=True),
+    (4, 64, 4096, 6144): IntConfig(128, warps=8, stages=2, splits=2),
+    (4, 128, 4096, 6144): IntConfig(128, warps=8, stages=3, block_m=64, sub=64, prescaled=True),
+    (4, 256, 4096, 6144): None,
+    (4, 512, 4096, 6144): None,
+    (4, 1, 4096, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 2, 4096, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 4, 4096, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 8, 4096, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 16, 4096, 4096): IntConfig(64, stages=3, splits=4),
+    (4, 32, 4096, 4096): IntConfig(64, splits=4, sub=64, prescaled=True),
+    (4, 64, 4096, 4096): IntConfig(128, warps=8, stages=2, splits=4),
+    (4, 128, 4096, 4096): IntConfig(64, stages=3, splits=2, block_m=64, sub=64, prescaled=True),
+    (4, 256, 4096, 4096): None,
+    (4, 512, 4096, 4096): None,
+    (4, 1, 4096, 28672): IntConfig(128, stages=3),
+    (4, 2, 4096, 28672): IntConfig(128, stages=3),
+    (4, 4, 4096, 28672): IntConfig(128, stages=3),
+    (4, 8, 4096, 28672): IntConfig(128, stages=3),
+    (4, 16, 4096, 28672): IntConfig(64, stages=3),
+    (4, 32, 4096, 28672): IntConfig(128, warps=8, stages=3, sub=64, prescaled=True),
+    (4, 64, 4096, 28672): IntConfig(128, warps=8, stages=3, sub=64, prescaled=True),
+    (4, 128, 4096, 28672): IntConfig(256, warps=8, stages=3, block_m=64, sub=64, prescaled=True),
+    (4, 256, 4096, 28672): IntConfig(256, warps=8, stages=3, block_m=64, sub=64, prescaled=True),
+    (4, 512, 4096, 28672): None,
+    (4, 1, 14336, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 2, 14336, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 4, 14336, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 8, 14336, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 16, 14336, 4096): IntConfig(128, warps=8, stages=3, splits=4),
+    (4, 32, 14336, 4096): IntConfig(64, splits=4, sub=64, prescaled=True),
+    (4, 64, 14336, 4096): IntConfig(128, warps=8, stages=3, splits=4, sub=64, prescaled=True),
+    (4, 128, 14336, 4096): IntConfig(128, warps=8, splits=4, block_m=128, sub=32, prescaled=True),
+    (4, 256, 14336, 4096): IntConfig(128, warps=8, splits=2, block_m=128, sub=32, prescaled=True),
+    (4, 512, 14336, 4096): None,
+}
 
 # The same for kernels fused with norm, activation and residual; outputs are those after the activation.
-MEASURED_FUSED: dict[tuple[int, int, int, int], IntConfig] = {}
+MEASURED_FUSED: dict[tuple[int, int, int, int], IntConfig] = {
+    (4, 1, 4096, 6144): IntConfig(64, stages=3, splits=4, norm_apart=True),
+    (4, 2, 4096, 6144): IntConfig(64, stages=3, splits=4, norm_apart=True),
+    (4, 1, 4096, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 2, 4096, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 1, 4096, 14336): IntConfig(64, stages=3, norm_apart=True),
+    (4, 2, 4096, 14336): IntConfig(64, stages=3, norm_apart=True),
+    (4, 1, 14336, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 2, 14336, 4096): IntConfig(32, warps=2, splits=4),
+}
 
 
 def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None:
@@ -61,10 +111,15 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     elif rows <= 64:
         # Sums that are scaled are held twice: more warps, or registers spill.
         scaled = [(64, 4, 4, 2, 0, 64), (128, 8, 3, 1, 0, 64), (128, 4, 4, 1, 0, 64), (64, 4, 3, 3, 0, 128)]
+        scaled += [(256, 8, 4, 1, 0, 64), (256, 8, 4, 2, 0, 64), (256, 16, 4, 1, 0, 64), (128, 8, 4, 2, 0, 64)]
         plain = [(64, 4, 3, 2), (64, 8, 3, 2), (128, 8, 2, 1)]
     else:
         scaled = [(128, 8, 4, 1, 128, 32), (128, 8, 2, 1, 128, 64), (128, 8, 3, 1, 64, 64), (64, 4, 4, 2, 128, 32)]
-        scaled += [(128, 4, 4, 1, 64, 64), (256, 8, 3, 1, 64, 64), (64, 4, 3, 2, 64, 64)]
+        scaled += [(256, 8, 3, 1, 64, 64), (64, 4, 3, 2, 64, 64)]
+        # Wide tiles read inputs less often: from the second-level cache, which is the limit.
+        scaled += [(256, 8, 4, 1, 128, 32), (256, 16, 4, 1, 128, 32), (256, 16, 2, 1, 128, 64), (128, 16, 4, 1, 128, 32)]
+        if rows > 128:
+            scaled += [(128, 8, 3, 1, 256, 32), (128, 16, 3, 1, 256, 32), (64, 8, 3, 1, 256, 32)]
     found = [replace(_config(rows, k, n, chunk, *c[:5]), sub=c[5], prescaled=True) for c in scaled]
     found += [_config(rows, k, n, chunk, *shape, 0) for shape in plain]
     return list(dict.fromkeys(found))
