@@ -117,7 +117,12 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
         scaled = [(128, 8, 4, 1, 128, 32), (128, 8, 2, 1, 128, 64), (128, 8, 3, 1, 64, 64), (64, 4, 4, 2, 128, 32)]
         scaled += [(256, 8, 3, 1, 64, 64), (64, 4, 3, 2, 64, 64)]
         # Wide tiles read inputs less often: from the second-level cache, which is the limit.
-        scaled += [(256, 8, 4, 1, 128, 32), (256, 16, 4, 1, 128, 32), (256, 16, 2, 1, 128, 64), (128, 16, 4, 1, 128, 32)]
+        scaled += [
+            (256, 8, 4, 1, 128, 32),
+            (256, 16, 4, 1, 128, 32),
+            (256, 16, 2, 1, 128, 64),
+            (128, 16, 4, 1, 128, 32),
+        ]
         if rows > 128:
             scaled += [(128, 8, 3, 1, 256, 32), (128, 16, 3, 1, 256, 32), (64, 8, 3, 1, 256, 32)]
     found = [replace(_config(rows, k, n, chunk, *c[:5]), sub=c[5], prescaled=True) for c in scaled]

@@ -12,7 +12,8 @@ from quire.quantization.checkpoint_config import (
     unsupported,
     well_formed,
 )
-from quire.quantization.int_linear import Axis, StoredTensor
+from quire.quantization.int_kernels import choose_int_kernel
+from quire.quantization.int_linear import Axis, IntCheckpoint, StoredTensor
 from quire.quantization.int_weight import IntWeight
 
 BITS, PACKED = 4, 8
@@ -79,3 +80,7 @@ class AWQConfig:
 
     def describe(self) -> str:
         return f"awq: {BITS}-bit weights, groups of {self.default.group_size}"
+
+
+def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> IntCheckpoint:
+    return IntCheckpoint(AWQConfig.parse(stored), choose_int_kernel(dtype, device, dequantize))

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from quire.quantization import fp8
+from quire.quantization.base import Quantization
 from quire.quantization.checkpoint_config import (
     PER_CHANNEL,
     names_in,
@@ -14,7 +16,8 @@ from quire.quantization.checkpoint_config import (
     unsupported,
     well_formed,
 )
-from quire.quantization.int_linear import Axis, StoredTensor
+from quire.quantization.int_kernels import choose_int_kernel
+from quire.quantization.int_linear import Axis, IntCheckpoint, StoredTensor
 from quire.quantization.int_weight import IntWeight, checked_groups, unpack_words
 
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
@@ -173,3 +176,9 @@ def _matches(target: str, name: str) -> bool:
     if target.startswith("re:"):
         return re.match(target[3:], name) is not None
     return target in (name, LINEAR)
+
+
+def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Quantization:
+    if not has_integers(stored):
+        return fp8.quantization(stored, dtype, device, dequantize)
+    return IntCheckpoint(CompressedConfig.parse(stored), choose_int_kernel(dtype, device, dequantize))

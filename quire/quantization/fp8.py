@@ -1,6 +1,7 @@
 """Weights and activations in fp8 (e4m3): y = (q_x * scale_x) (q_w * scale_w)^T."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +15,13 @@ from quire.kernels.skinny_linear import (
 )
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
-from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_config import Fp8Config, parse_fp8_config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_scales import CheckpointScales, scales_of
 from quire.quantization.fused_linear import FusedLinearMixin
+from quire.quantization.platform import has_fp8
 from quire.quantization.staging import Staging
 from quire.quantization.unquantized import weight_slot
-
-MIN_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,12 @@ class Fp8Quantization:
         activations = "by the checkpoint's scales" if c.static_activations else "per token"
         source = "quantized while loading" if c.online else "from the checkpoint"
         return f"fp8: weights {source}, a scale per {scales}; activations quantized {activations}; head in {compute}"
+
+
+def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Fp8Quantization:
+    config = parse_fp8_config(stored)
+    computes_in_fp8 = config.block is None and has_fp8(device) and dtype is not torch.float32 and not dequantize
+    return Fp8Quantization(config, computes_in_fp8, dtype)
 
 
 def check_size(in_features: int, out_features: int) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from quire.config.values import whole_number
 from quire.quantization.checkpoint_config import unsupported, well_formed
 
-FP8_METHODS = ("fp8", "compressed-tensors")
 ONLINE = ("fp8", "fp8_per_tensor")  # applied to an unquantized checkpoint while loading
 
 

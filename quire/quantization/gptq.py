@@ -13,7 +13,8 @@ from quire.quantization.checkpoint_config import (
     unsupported,
     well_formed,
 )
-from quire.quantization.int_linear import Axis, StoredTensor
+from quire.quantization.int_kernels import choose_int_kernel
+from quire.quantization.int_linear import Axis, IntCheckpoint, StoredTensor
 from quire.quantization.int_weight import IntWeight, checked_groups, unpack_words
 
 FORMATS = ("gptq", "gptq_v2")
@@ -109,3 +110,7 @@ def _rule(pattern: str, changes: dict[str, Any], default: GPTQScheme) -> tuple[s
     except ValueError as error:
         raise ValueError(f"for modules {bare!r} (dynamic), {error}") from error
     return bare, replace(default, bits=bits, group_size=group_size)
+
+
+def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> IntCheckpoint:
+    return IntCheckpoint(GPTQConfig.parse(stored), choose_int_kernel(dtype, device, dequantize))

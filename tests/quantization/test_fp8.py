@@ -173,7 +173,7 @@ def test_checkpoint_in_fp8(tmp_path, kind, monkeypatch):
     reference = build_reference("llama")
     _, plain = write_checkpoint(tmp_path, reference, kind)
     ckpt = resolve_model(str(tmp_path))
-    monkeypatch.setattr("quire.quantization.select._has_fp8", lambda device: True)
+    monkeypatch.setattr("quire.quantization.fp8.has_fp8", lambda device: True)
     model = load_model(ckpt, load_hf_config(ckpt), torch.bfloat16, "cpu")
     qkv = model.layers[1].self_attn.qkv_proj
     assert qkv.weight.dtype is FP8 and (qkv.input_scale is not None) == (kind == "static")
