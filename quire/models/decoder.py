@@ -226,7 +226,8 @@ class DecoderModel(nn.Module):
     def process_after_loading(self) -> None:
         unquantized = sum(p.numel() for p in self.parameters())  # before packing removes some of them
         total = self.num_parameters = unquantized + sum(weight.numel for weight in block_quantized_weights(self))
-        for module in (m for layer in self.layers for m in reversed(list(layer.modules()))):  # those inside others first
+        # Those inside others first.
+        for module in (m for layer in self.layers for m in reversed(list(layer.modules()))):
             if isinstance(module, HasProcessAfterLoading):
                 module.process_after_loading()
         extra = sum(p.numel() for p in self.lm_head.parameters()) if self.lm_head.tied else 0
