@@ -15,6 +15,7 @@ from quire.kernels.int_table import (
     choose_fused,
 )
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
+from quire.kernels.triton.skinny_linear import COUNTERS, WORKSPACE_FLOATS
 from tests.kernels.int_cases import Layout, make_weight
 
 SHAPES = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (2048, 512), (768, 2048), (96, 40)]
@@ -35,12 +36,13 @@ def test_every_choice_fits(bits, k, n):
 
 
 def check(config: IntConfig, rows: int, k: int, n: int, chunk: int) -> None:
-    block_m = config.block_m or max(8, rows)
+    block_m = config.block_m or 1 << (max(8, rows) - 1).bit_length()
     assert block_m <= MAX_BLOCK_M and config.block_n % 16 == 0
     tiles = -(-n // config.block_n) * -(-rows // block_m)
     assert config.splits <= max(1, -(-k // chunk))
     if config.splits > 1:  # sums of all splits are in the workspace
-        assert tiles <= 8192 and tiles * config.splits * 2 * config.block_n * 2 * block_m <= 8 << 20
+        halves = 2 if rows <= MAX_FUSED_ROWS else 1
+        assert tiles <= COUNTERS and tiles * config.splits * halves * config.block_n * block_m <= WORKSPACE_FLOATS
 
 
 def test_a_program_of_few_rows_has_all_of_them():
