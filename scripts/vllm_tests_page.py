@@ -39,15 +39,13 @@ REASONS = {  # by the test's name, as a pattern
     "*test_return_token_ids.py::test_comparison_with_prompt*": ("stand-in", "answers with nothing but the end token"),
     "*test_include_reasoning.py::*": ("stand-in", "does not end its reasoning within 200 tokens"),
     "*::test_function_tool_use*": ("stand-in", "does not end its reasoning, or calls nothing, where it is free to"),
-    "*::test_named_tool_use*": ("differs", "beside calls `content` is null, as OpenAI's, not empty"),
+    "*::test_named_tool_use*": ("stand-in", "gives the same name twice"),
     "*test_thinking_token_budget.py::*": ("stand-in", "does not think"),
     "*test_run_batch.py::test_reasoning_parser*": ("stand-in", "does not think"),
     "*test_run_batch.py::test_tool_calling*": ("stand-in", "does not call the tool"),
     "*::test_completions_with_prompt_embeds*": ("stand-in", "answers with nothing but the end token"),
     "*::test_completions_with_logprobs_and_prompt_embeds*": ("stand-in", "answers with nothing but the end token"),
     "*::test_prompt_logprobs_raises_error*": ("differs", "`prompt_logprobs: true` is refused for not being a number"),
-    "*test_run_batch.py::test_empty_file*": ("differs", "a batch without requests is an error"),
-    "*test_run_batch.py::test_completions": ("differs", "the exit code is 1 where a line of the batch failed"),
     "*test_models.py::test_check_models*": ("to come", "LoRA; the name of the stand-in's files is another, too"),
     "*::test_chat_return_tokens_as_token_ids_completion*": ("stand-in", "its tokens end within a character"),
     "*test_chat.py::test_chat_streaming*": ("stand-in", "ends its answer before the last token"),
@@ -77,7 +75,7 @@ The tests in vLLM's repository that talk to a server over HTTP or run a command,
 with SmolLM2-135M in place of every model that they name: as it is, and as a copy that `python -m scripts.vllm_stand_in`
 has trained for some minutes to write tool calls and reasoning. A test that passes with one of them counts as passed;
 tests of vLLM's own classes are not counted. Made by `python -m scripts.vllm_tests_page` from what
-`python -m scripts.vllm_online_tests` reports; the outcomes below are of several runs, some files at a time.
+`python -m scripts.vllm_online_tests` reports; the outcomes below are of one run with each.
 """
 
 

@@ -173,8 +173,6 @@ def test_mistakes_are_found_before_anything_runs(
     good = write(tmp_path, request("a", prompt="x"))
     twice = tmp_path / "twice"
     twice.write_text("\n\n".join(json.dumps(request(name, prompt="x")) for name in ("a", "b", "a")))
-    empty = tmp_path / "empty"
-    empty.write_text("\n\n")
     out = str(tmp_path / "out")
 
     def refuse(*args: Any) -> None:
@@ -184,7 +182,6 @@ def test_mistakes_are_found_before_anything_runs(
     url = ["--url", f"{server.url}/v1"]
     for argv, message in (
         (["-i", str(twice), "-o", out, *url], "twice line 5: custom_id 'a' repeats that of line 1"),
-        (["-i", str(empty), "-o", out, *url], "holds no request"),
         (["-i", "no-such-file", "-o", out, *url], "no-such-file is not a file (--input-file)"),
         (["-i", str(good), "-o", str(good), *url], "the output would replace the input"),
         (["-i", str(good), "-o", str(tmp_path), *url], "is not a regular file"),
@@ -199,7 +196,7 @@ def test_mistakes_are_found_before_anything_runs(
         assert main(["run-batch", *argv]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
-    assert sorted(os.listdir(tmp_path)) == ["empty", "in.jsonl", "twice"]
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "twice"]
 
 
 WRONG_LINES = {
@@ -295,3 +292,14 @@ def test_ctrl_c_keeps_finished_results(tmp_path: Path) -> None:
         assert f"{out}.partial holds 4 of 20 results" in err
         server.wait_until(lambda: not server.engine.running)  # closed connections ended them
     assert not out.exists() and len(read(tmp_path / "out.partial")) == 4
+
+
+def test_only_lines_that_are_no_requests_fail_the_command(tmp_path: Path, server: StubServer) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    argv = ["run-batch", "-i", str(source), "-o", str(out), "--url", f"{server.url}/v1"]
+    source.write_text("\n\n")
+    assert main(argv) == 0 and out.read_text() == ""
+    write(tmp_path, GOOD[-1], *BAD[1:])
+    assert main(argv) == 0 and len(read(out)) == 3
+    write(tmp_path, GOOD[0], {"no_id": 1})
+    assert main(argv) == 1 and len(read(out)) == 2

@@ -28,6 +28,7 @@ class BadLine:
     custom_id: str | None
     code: str
     problem: str
+    is_request: bool = False  # though one that cannot be served
     body: bytes = b""
 
 
@@ -66,8 +67,6 @@ def check_file(path: Path, longest: int) -> int:
             raise ValueError(
                 f"{path} line {line}: custom_id {custom_id!r} repeats that of line {first}; ids must be unique"
             )
-    if count == 0:
-        raise ValueError(f"{path} holds no request; write one JSON object per line: custom_id, method, url, body")
     return count
 
 
@@ -81,8 +80,8 @@ def read_requests(path: Path, longest: int) -> Iterator[BatchRequest | BadLine]:
 
 
 def parse_line(index: int, line: int, text: bytes) -> BatchRequest | BadLine:
-    def bad(code: str, problem: str) -> BadLine:
-        return BadLine(index, line, _custom_id(text), code, problem)
+    def bad(code: str, problem: str, is_request: bool = False) -> BadLine:
+        return BadLine(index, line, _custom_id(text), code, problem, is_request)
 
     try:
         given = msgspec.json.decode(text, type=_Line)
@@ -96,9 +95,9 @@ def parse_line(index: int, line: int, text: bytes) -> BatchRequest | BadLine:
     if given.method != "POST":
         return bad("invalid_method", f"method is {given.method[:50]!r}; it must be POST")
     if given.url not in URLS:
-        return bad("invalid_url", f"url is {given.url[:100]!r}; allowed: {', '.join(URLS)}")
+        return bad("invalid_url", f"url is {given.url[:100]!r}; allowed: {', '.join(URLS)}", is_request=True)
     if body.stream:
-        return bad("invalid_body", "a batch cannot stream; leave stream out")
+        return bad("invalid_body", "a batch cannot stream; leave stream out", is_request=True)
     return BatchRequest(index, line, given.custom_id, given.url, bytes(given.body))
 
 

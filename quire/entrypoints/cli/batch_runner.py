@@ -146,6 +146,7 @@ class BatchRunner:
         self.output = output
         self.concurrency = concurrency
         self.num_failed = 0
+        self.has_invalid_lines = False
         self.first_failure: str | None = None
         self.progress = Progress(total)
 
@@ -166,6 +167,7 @@ class BatchRunner:
         response, error = None, None
         if isinstance(request, BadLine):
             error = {"code": request.code, "message": f"line {request.line}: {request.problem}"}
+            self.has_invalid_lines |= not request.is_request
         else:
             try:
                 response = as_response(await self.sender.post(request.url, request.body, id), id)

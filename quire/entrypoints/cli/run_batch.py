@@ -46,8 +46,8 @@ def parser() -> FlagParser:
     parser = FlagParser(
         prog="quire run-batch",
         description="Run each line of a file in OpenAI's batch format, with an engine in this process or, with "
-        "--url, a running server. Results are in the order of the requests. An invalid line fails alone; the exit "
-        "code is then 1.",
+        "--url, a running server. Results are in the order of the requests. A request that fails does so alone; the "
+        "exit code is 1 if a line is no request at all.",
         usage="%(prog)s -i INPUT -o OUTPUT [MODEL] [flags]",
     )
     add_model_argument(parser)
@@ -86,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
     count = check_file(args.input_file, config.max_request_bytes)
     with BatchOutput(args.output_file, count) as output:
         began = time.perf_counter()
+        if count == 0:
+            output.finish()
+            print(f"quire: {args.input_file} holds no request; {args.output_file} is empty", file=sys.stderr)
+            return 0
         try:
             runner = _with_server(args, config, output) if args.url else _with_engine(args, config, output)
         except BaseException:
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         output.finish()
     _report(runner, count, time.perf_counter() - began, args.output_file)
-    return 1 if runner.num_failed else 0
+    return 1 if runner.has_invalid_lines else 0  # requests that fail have their error in the results
 
 
 def _with_server(args: argparse.Namespace, config: "ServerConfig", output: "BatchOutput") -> "BatchRunner":

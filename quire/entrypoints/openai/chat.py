@@ -27,7 +27,9 @@ from quire.tokenizer.chat_template import Marks, new_marks, without_marks
 
 @dataclass
 class ChatPrompt(ParsedPrompt):
-    assistant_spans: Sequence[tuple[int, int]] | None = None  # of the text, where they were asked for
+    assistant_spans: Sequence[tuple[int, int]] | None = (
+        None  # of the text, where asked for and marked by the template
+    )
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
@@ -145,9 +147,9 @@ def render(
             template_kwargs=kwargs,
             marks=marks,
         )
-        text, spans = without_marks(text, marks) if marks is not None else (text, None)
+        text, spans = without_marks(text, marks) if marks is not None else (text, [])
         context.check_chars(len(text), "messages")
-        return ChatPrompt(text, context.tokenizer.encode(text, add_special_tokens=False), assistant_spans=spans)
+        return ChatPrompt(text, context.tokenizer.encode(text, add_special_tokens=False), assistant_spans=spans or None)
     except ValueError as error:
         raise refused_value(error, request.__struct_fields__, "messages") from None
 

@@ -261,6 +261,8 @@ def test_the_tokens_of_the_assistants_words() -> None:
             "return_assistant_tokens_mask": True,
         }
         assert body(server, "/v1/chat/completions/render", **request)["assistant_tokens_mask"][-1] == 1
+        unmarked = {"messages": messages, "return_assistant_tokens_mask": True}  # the model's own template has no tags
+        assert body(server, "/v1/chat/completions/render", **unmarked)["assistant_tokens_mask"] is None
 
 
 def test_no_message_forges_the_assistants_words() -> None:
