@@ -299,7 +299,9 @@ def test_only_lines_that_are_no_requests_fail_the_command(tmp_path: Path, server
     argv = ["run-batch", "-i", str(source), "-o", str(out), "--url", f"{server.url}/v1"]
     source.write_text("\n\n")
     assert main(argv) == 0 and out.read_text() == ""
+    opened = out.open()
     write(tmp_path, GOOD[-1], *BAD[1:])
     assert main(argv) == 0 and len(read(out)) == 3
+    assert len(opened.readlines()) == 3  # who opened the file before sees the results
     write(tmp_path, GOOD[0], {"no_id": 1})
     assert main(argv) == 1 and len(read(out)) == 2

@@ -1,6 +1,7 @@
-"""The results of a batch: appended to a partial file as they finish, sorted by request and renamed at the end."""
+"""The results of a batch: appended to a partial file as they finish; sorted by request, it gets its name at the end."""
 
 import os
+import shutil
 from array import array
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +37,16 @@ class BatchOutput:
             self._sort()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self.partial, self.path)
+        if self.path.exists():
+            # Into the file that is there: somebody may have it open, or have set its owner and permissions.
+            with self.path.open("wb") as file:
+                self._file.seek(0)
+                shutil.copyfileobj(self._file, file)
+            self._file.close()
+            self.partial.unlink()
+        else:
+            self._file.close()
+            os.replace(self.partial, self.path)
 
     def _sort(self) -> None:
         unsorted, ordered = self.partial, self.partial.with_name(self.partial.name + ".ordered")

@@ -27,9 +27,7 @@ from quire.tokenizer.chat_template import Marks, new_marks, without_marks
 
 @dataclass
 class ChatPrompt(ParsedPrompt):
-    assistant_spans: Sequence[tuple[int, int]] | None = (
-        None  # of the text, where asked for and marked by the template
-    )
+    assistant_spans: Sequence[tuple[int, int]] | None = None  # of the text, where asked for and marked by the template
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
