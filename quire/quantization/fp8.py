@@ -15,7 +15,7 @@ from quire.kernels.skinny_linear import (
 )
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
-from quire.quantization.fp8_config import Fp8Config, parse_fp8_config
+from quire.quantization.fp8_config import Fp8Config, Fp8Scheme, parse_fp8_config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_scales import CheckpointScales, scales_of
 from quire.quantization.fused_linear import FusedLinearMixin
@@ -104,7 +104,7 @@ class OnlineFp8LinearMethod(Fp8LinearMethod):
 class CheckpointFp8LinearMethod(Fp8LinearMethod):
     """fp8 weights and scales from the checkpoint."""
 
-    config: Fp8Config
+    scheme: Fp8Scheme
 
     def create_weights(
         self,
@@ -117,7 +117,7 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
         outputs = sum(out_partition_sizes)
         check_size(in_features, outputs)
         layer.weight = nn.Parameter(torch.empty(outputs, in_features, dtype=FP8, device=device), requires_grad=False)
-        keep(layer, "checkpoint_scales", CheckpointScales(self.config, device))
+        keep(layer, "checkpoint_scales", CheckpointScales(self.scheme, device))
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         assert isinstance(layer.weight, nn.Parameter)
@@ -132,49 +132,81 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
         del layer.checkpoint_scales
 
 
-class Fp8Quantization:
-    """fp8 for all linear layers except the head and those that the checkpoint excludes."""
+# Scales of a quantized KV cache and of outputs, which are not used.
+UNUSED_SCALES = (
+    "model.layers.{i}.self_attn.{p}_scale",
+    "model.layers.{i}.self_attn.attn.{p}_scale",
+    "model.layers.{i}.self_attn.k_proj.k_scale",
+    "model.layers.{i}.self_attn.v_proj.v_scale",
+    "model.layers.{i}.self_attn.{p}.output_scale",
+    "model.layers.{i}.mlp.{p}.output_scale",
+)
 
-    # Scales of a quantized KV cache and of outputs, which are not used.
-    ignored: tuple[str, ...] = (
-        "model.layers.{i}.self_attn.{p}_scale",
-        "model.layers.{i}.self_attn.attn.{p}_scale",
-        "model.layers.{i}.self_attn.k_proj.k_scale",
-        "model.layers.{i}.self_attn.v_proj.v_scale",
-        "model.layers.{i}.self_attn.{p}.output_scale",
-        "model.layers.{i}.mlp.{p}.output_scale",
-    )
 
-    def __init__(self, config: Fp8Config, computes_in_fp8: bool, dtype: torch.dtype) -> None:
-        """computes_in_fp8: multiply in fp8; else the weights become `dtype` while loading."""
-        self.config, self.computes_in_fp8, self.dtype = config, computes_in_fp8, dtype
+def fp8_linear_method(
+    scheme: Fp8Scheme, dtype: torch.dtype, device: torch.device, dequantize: bool, module: str
+) -> LinearMethod:
+    """For weights of the checkpoint: multiplied as stored where the device can."""
+    if computes_in_fp8(scheme, dtype, device, dequantize):
+        return CheckpointFp8LinearMethod(scheme)
+    return DequantizedFp8LinearMethod(scheme)
+
+
+def computes_in_fp8(scheme: Fp8Scheme, dtype: torch.dtype, device: torch.device, dequantize: bool) -> bool:
+    return scheme.block is None and has_fp8(device) and dtype is not torch.float32 and not dequantize
+
+
+def describe_fp8(scheme: Fp8Scheme, dtype: torch.dtype, device: torch.device, dequantize: bool) -> str:
+    if computes_in_fp8(scheme, dtype, device, dequantize):
+        return scheme.describe()
+    compute = str(dtype).removeprefix("torch.")
+    why = "as requested" if dequantize else f"no fp8 arithmetic on this device, or not for {compute}"
+    return f"fp8 weights dequantized to {compute} while loading ({why}); activations in {compute}"
+
+
+class OnlineFp8Quantization:
+    """All linear layers but the head are quantized while loading."""
+
+    ignored: tuple[str, ...] = UNUSED_SCALES
+
+    def __init__(self, per_channel: bool, dtype: torch.dtype) -> None:
+        self.per_channel, self.dtype = per_channel, dtype
 
     def linear_method(self, name: str) -> LinearMethod | None:
-        if not self.config.quantizes(name):
-            return None
-        if self.config.online:
-            return OnlineFp8LinearMethod(self.config.per_channel)
-        method = CheckpointFp8LinearMethod if self.computes_in_fp8 else DequantizedFp8LinearMethod
-        return method(self.config)
+        return OnlineFp8LinearMethod(self.per_channel) if name != "lm_head" else None
 
     def vocab_method(self) -> VocabMethod | None:
         return None
 
     def describe(self) -> str:
-        c, compute = self.config, str(self.dtype).removeprefix("torch.")
-        scales = "block" if c.block else "output" if c.per_channel else "tensor"
-        if not self.computes_in_fp8:
-            why = "its scales are block-wise" if c.block else f"no fp8 arithmetic on this device, or not for {compute}"
-            return f"fp8 checkpoint: weights dequantized to {compute} while loading ({why}); activations in {compute}"
-        activations = "by the checkpoint's scales" if c.static_activations else "per token"
-        source = "quantized while loading" if c.online else "from the checkpoint"
-        return f"fp8: weights {source}, a scale per {scales}; activations quantized {activations}; head in {compute}"
+        scales, compute = "output" if self.per_channel else "tensor", str(self.dtype).removeprefix("torch.")
+        return (
+            f"fp8: weights quantized while loading, a scale per {scales}; activations quantized per token; "
+            f"head in {compute}"
+        )
 
 
-def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Fp8Quantization:
-    config = parse_fp8_config(stored)
-    computes_in_fp8 = config.block is None and has_fp8(device) and dtype is not torch.float32 and not dequantize
-    return Fp8Quantization(config, computes_in_fp8, dtype)
+class Fp8Checkpoint:
+    """fp8 for all linear layers except the head and those that the checkpoint excludes."""
+
+    ignored: tuple[str, ...] = UNUSED_SCALES
+
+    def __init__(self, config: Fp8Config, dtype: torch.dtype, device: torch.device, dequantize: bool = False) -> None:
+        self.config, self.place = config, (dtype, device, dequantize)
+
+    def linear_method(self, name: str) -> LinearMethod | None:
+        return fp8_linear_method(self.config.scheme, *self.place, name) if self.config.quantizes(name) else None
+
+    def vocab_method(self) -> VocabMethod | None:
+        return None
+
+    def describe(self) -> str:
+        compute = str(self.place[0]).removeprefix("torch.")
+        return f"checkpoint of {describe_fp8(self.config.scheme, *self.place)}; head in {compute}"
+
+
+def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Fp8Checkpoint:
+    return Fp8Checkpoint(parse_fp8_config(stored), dtype, device, dequantize)
 
 
 def check_size(in_features: int, out_features: int) -> None:

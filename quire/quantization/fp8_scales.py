@@ -5,14 +5,14 @@ from torch import nn
 
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition
-from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_config import Fp8Scheme
 
 
 class CheckpointScales:
     """A layer's scales as stored (one per tensor, output or block), and those of its activations."""
 
-    def __init__(self, config: Fp8Config, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, scheme: Fp8Scheme, device: torch.device) -> None:
+        self.scheme, self.device = scheme, device
         self.partitions: list[Partition] = []
 
     def slots(self, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
@@ -21,8 +21,8 @@ class CheckpointScales:
         self.input = [self._empty(1) for _ in partitions]
         slots: dict[tuple[str, ShardId], LoadSlot] = {}
         for p, weight, given in zip(partitions, self.weight, self.input, strict=True):
-            slots[self.config.scale_name, p.shard] = _slot(weight)
-            if self.config.static_activations:
+            slots[self.scheme.scale_name, p.shard] = _slot(weight)
+            if self.scheme.activations == "static":
                 slots["input_scale", p.shard] = _slot(given)
         return slots
 
@@ -36,20 +36,20 @@ class CheckpointScales:
         rows = torch.arange(first, last, device=self.device)
         if p.dim == 0:
             rows += p.start
-        if self.config.block is not None:
+        if self.scheme.block is not None:
             in_row = torch.arange(columns, device=self.device) + (p.start if p.dim == 1 else 0)
-            return scale[rows // self.config.block[0]][:, in_row // self.config.block[1]]
-        return scale[rows, None] if self.config.per_channel else scale.expand(last - first)[:, None]
+            return scale[rows // self.scheme.block[0]][:, in_row // self.scheme.block[1]]
+        return scale[rows, None] if self.scheme.per_channel else scale.expand(last - first)[:, None]
 
     def of_inputs(self) -> torch.Tensor | None:
         """[1]: a fused layer quantizes its input once, so the largest scale of its partitions is used."""
-        return torch.cat(self.input).amax().view(1) if self.config.static_activations else None
+        return torch.cat(self.input).amax().view(1) if self.scheme.activations == "static" else None
 
     def _stored_shape(self, p: Partition) -> tuple[int, ...]:
         outputs, inputs = p.full_shape
-        if self.config.block is not None:
-            return -(-outputs // self.config.block[0]), -(-inputs // self.config.block[1])
-        return (outputs,) if self.config.per_channel else (1,)
+        if self.scheme.block is not None:
+            return -(-outputs // self.scheme.block[0]), -(-inputs // self.scheme.block[1])
+        return (outputs,) if self.scheme.per_channel else (1,)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
