@@ -26,6 +26,7 @@ FORMATS = {
     "gptq": "gptq",
     "awq": "awq",
     "mxfp4": "mxfp4",
+    "modelopt": "modelopt",
 }
 
 # From the checkpoint's quantization_config, the compute dtype and the device.

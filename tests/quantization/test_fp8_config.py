@@ -66,6 +66,21 @@ def test_integers_and_fp8_in_one_checkpoint():
         scheme_of(stored)
 
 
+def test_modelopt():
+    stored = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "exclude_modules": ["lm_head", "*.layers.1.*", "model.layers.2.mlp"],
+    }
+    found = choose_quantization(None, {"quantization_config": stored}, torch.bfloat16, CPU)
+    assert isinstance(found, Fp8Checkpoint) and found.config.scheme == Fp8Scheme(activations="static")
+    quantized = [found.config.quantizes(f"model.layers.{i}.mlp.up_proj") for i in (0, 1, 2, 11, 12)]
+    assert quantized == [True, False, False, True, True]
+    stored["quant_algo"] = "W4A8_AWQ"
+    with pytest.raises(ValueError, match=r"quant_algo 'W4A8_AWQ'.*supported: FP8"):
+        choose_quantization(None, {"quantization_config": stored}, torch.bfloat16, CPU)
+
+
 def test_skipped_layers():
     by_name = Fp8Config(skipped=("model.layers.0.mlp.down_proj", r"re:.*\.layers\.1\..*"))
     assert not by_name.quantizes("model.layers.0.mlp.down_proj")
@@ -96,7 +111,7 @@ def test_members_of_a_fused_layer_may_differ():
         (compressed(config_groups={}), "one group"),
         (compressed(weights="block", inputs="group"), r"block with block_structure \(config_groups: group_0\)"),
         (compressed(weights="block", inputs="tensor", dynamic=False), "block_structure"),
-        ({"quant_method": "torchao"}, "'torchao'.*supported: fp8, compressed-tensors, gptq, awq, mxfp4"),
+        ({"quant_method": "torchao"}, "'torchao'.*supported: fp8, compressed-tensors, gptq, awq, mxfp4, modelopt"),
     ],
 )
 def test_what_is_not_supported_says_what_is(stored, complaint):

@@ -181,7 +181,7 @@ REFUSED = [
     (awq(modules_to_not_convert=[3]).config, "malformed"),
     (compressed(group(2)), r"weights of 2 bits.*4-bit int, 8-bit int.* \(config_groups: group_0\)"),
     (compressed(group(), kind="marlin-24"), "format 'marlin-24'.*pack-quantized, int-quantized"),
-    (compressed(group(), {"targets": ["re:.*v"], "weights": {"type": "float", "num_bits": 8}}), "'pack-quantized' for fp8.*config_groups: group_1"),
+    (compressed(group(), {"targets": ["re:.*v"], "weights": {"type": "float", "num_bits": 8}}), "for fp8.*: group_1"),
     (compressed(group(input_activations={"type": "float", "num_bits": 8})), "8-bit float input_activations.*8-bit int"),
     (compressed(group(), ignore=["re:("]), "malformed"),
     (compressed(group(), ignore="lm_head"), "ignore must be a list of names"),
