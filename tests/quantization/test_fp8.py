@@ -15,7 +15,8 @@ from quire.models.llama import LlamaForCausalLM
 from quire.models.loading.loader import load_model
 from quire.models.loading.weight_loader import init_dummy_weights
 from quire.models.options import ModelOptions
-from quire.quantization.fp8 import OnlineFp8LinearMethod, OnlineFp8Quantization
+from quire.quantization.fp8 import OnlineFp8Quantization
+from quire.quantization.fp8_linear import OnlineFp8LinearMethod
 from tests.models.helpers import CPU, TinyRunner
 from tests.models.references import SMALL, build_reference
 from tests.quantization.test_fp8_config import compressed

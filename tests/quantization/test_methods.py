@@ -12,9 +12,9 @@ from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.linear_experts import LinearExperts
 from quire.quantization import select
 from quire.quantization.block_quantized import BlockQuantizedLinearMethod
-from quire.quantization.fp8 import CheckpointFp8LinearMethod, OnlineFp8LinearMethod
 from quire.quantization.fp8_config import Fp8Scheme
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
+from quire.quantization.fp8_linear import CheckpointFp8LinearMethod, OnlineFp8LinearMethod
 from quire.quantization.mixed import MixedLinearMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 from tests.quantization import scaled_int8
