@@ -8,6 +8,7 @@ from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.kernels.skinny_table import SkinnyConfig, choose, choose_fused
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 Groups = tuple[int, int]  # outputs and inputs that share a scale of the weight: powers of two that divide its sizes
 
 
@@ -87,7 +88,7 @@ def prepare_skinny_linear(device: torch.device) -> None:
 def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
     """The kernel measured to be the fastest for x times the weight; None: the library's, or ours lack these types."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    fits = (half and x.dtype == weight.dtype) or (weight.dtype is torch.float8_e4m3fn and weight.is_contiguous())
+    fits = (half and x.dtype == weight.dtype) or (weight.dtype in EIGHT_BITS and weight.is_contiguous())
     if not x.is_cuda or not fits or x.stride(-1) != 1:
         return None
     return choose(weight.element_size(), x.shape[0], weight.shape[1], weight.shape[0])
@@ -96,8 +97,8 @@ def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
 def can_fuse(weight: torch.Tensor) -> bool:
     """Whether a kernel exists that fuses RMSNorm, product and residual for few rows."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    fp8 = weight.dtype is torch.float8_e4m3fn and weight.is_contiguous()
-    return weight.is_cuda and (half or fp8) and weight.shape[1] % 16 == 0
+    eight = weight.dtype in EIGHT_BITS and weight.is_contiguous()
+    return weight.is_cuda and (half or eight) and weight.shape[1] % 16 == 0
 
 
 def fused_config_for(rows: int, weight: torch.Tensor) -> SkinnyConfig:

@@ -23,7 +23,8 @@ class CompressedScheme:
     packed: bool
     symmetric: bool
     per_tensor: bool = False
-    static_inputs: bool = False  # have a scale in the checkpoint, which is not used
+    static_inputs: bool = False  # have a scale in the checkpoint
+    int8_inputs: bool = False  # inputs are quantized, symmetrically, and weights as that needs
 
     def tensors(self, outputs: int, inputs: int, groups: int) -> dict[str, StoredTensor]:
         each, rows = 32 // self.bits if self.packed else 1, Axis(0)
@@ -66,7 +67,7 @@ class CompressedScheme:
             groups = None  # there, but not set
         return IntWeight(
             self.bits, codes, scales, self._zeros(stored, outputs, middle), group_size,
-            checked_groups(groups, scales.shape[1]),
+            checked_groups(groups, scales.shape[1]), stored.get("input_scale"),
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -96,11 +97,13 @@ def int_scheme(weights: dict[str, Any], inputs: dict[str, Any] | None, kind: str
     if inputs is not None and (inputs.get("type", "int") != "int" or inputs.get("num_bits", 8) != 8):
         found = f"{inputs.get('num_bits')}-bit {inputs.get('type')} input_activations with integer weights"
         raise unsupported(found, "none, or 8-bit int")
+    symmetric, of_inputs = bool(weights.get("symmetric", True)), (inputs or {}).get("symmetric", True)
     return CompressedScheme(
         bits,
         supported_group_size(group_size) if strategy == "group" else PER_CHANNEL,
         packed=kind == PACKED,
-        symmetric=bool(weights.get("symmetric", True)),
+        symmetric=symmetric,
         per_tensor=strategy == "tensor",
         static_inputs=inputs is not None and not inputs.get("dynamic"),
+        int8_inputs=inputs is not None and bits == 8 and strategy != "group" and symmetric and bool(of_inputs),
     )

@@ -125,6 +125,7 @@ class CompressedTensors:
     def __init__(self, config: CompressedConfig, dtype: torch.dtype, device: torch.device, dequantize: bool) -> None:
         self.config, self.place = config, (dtype, device, dequantize)
         self.kernel = choose_int_kernel(*self.place)
+        self.w8a8_kernel = choose_int_kernel(*self.place, int8_inputs=True)
 
     def linear_method(self, name: str) -> LinearMethod | None:
         scheme = self.config.scheme(name)
@@ -132,7 +133,9 @@ class CompressedTensors:
             return None
         if isinstance(scheme, Fp8Scheme):
             return fp8_linear_method(scheme, *self.place, name)
-        return IntLinearMethod(scheme, self.kernel, name)
+        # Experts become one weight (layers/linear_experts.py), for kernels that do not quantize rows.
+        is_w8a8 = scheme.int8_inputs and ".experts." not in name
+        return IntLinearMethod(scheme, self.w8a8_kernel if is_w8a8 else self.kernel, name)
 
     def head_method(self) -> LinearMethod | None:
         return self.linear_method("lm_head")
@@ -141,9 +144,10 @@ class CompressedTensors:
         return None
 
     def describe(self) -> str:
-        integers = dict.fromkeys(s.describe() for _, s in self.config.targets if isinstance(s, CompressedScheme))
+        integers = [s for _, s in self.config.targets if isinstance(s, CompressedScheme)]
         fp8 = dict.fromkeys(describe_fp8(s, *self.place) for _, s in self.config.targets if isinstance(s, Fp8Scheme))
-        parts = [*integers, *([self.kernel.describe()] if integers else []), *fp8]
+        kernels = [self.w8a8_kernel if s.int8_inputs else self.kernel for s in integers]
+        parts = dict.fromkeys([*(s.describe() for s in integers), *(kernel.describe() for kernel in kernels), *fp8])
         return f"compressed-tensors: {'; '.join(parts)}"
 
 

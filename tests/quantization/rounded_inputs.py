@@ -30,6 +30,12 @@ def round_to_fp8(x: torch.Tensor, group: int | None, scale: float | None = None)
     return rounded.reshape(x.shape).to(x.dtype)
 
 
+def round_to_int8(x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """By row, or by a fixed scale."""
+    scales = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127 if scale is None else scale
+    return ((x.float() / scales).round().clamp(-127, 127) * scales).to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Fp8InputsMethod(UnquantizedLinearMethod):
     group: int | None
@@ -37,6 +43,14 @@ class Fp8InputsMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(round_to_fp8(x, self.group, self.scale), layer.weight, bias)
+
+
+@dataclass(frozen=True)
+class Int8InputsMethod(UnquantizedLinearMethod):
+    scale: float | None
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(round_to_int8(x, self.scale), layer.weight, bias)
 
 
 @dataclass(frozen=True)
@@ -57,12 +71,15 @@ class RoundedInputs:
 
     def __init__(self, stored: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self.fp8: dict[str, Any] | None = stored.get("fp8")
+        self.int8: dict[str, Any] | None = stored.get("int8")
         self.shuffled, self.skipped, self.head = (stored.get(key) for key in ("shuffled", "skipped", "head"))
 
     def linear_method(self, name: str) -> LinearMethod | None:
         skipped = any(part in name for part in self.skipped or ())
         if self.fp8 is not None and not skipped:
             return Fp8InputsMethod(self.fp8.get("group"), self.fp8.get("scale"))
+        if self.int8 is not None and not skipped:
+            return Int8InputsMethod(self.int8.get("scale"))
         return None if skipped else RoundedInputsMethod(self.shuffled or 0)
 
     def head_method(self) -> LinearMethod | None:
