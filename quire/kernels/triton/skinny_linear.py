@@ -174,7 +174,8 @@ def _wide(tile):
     if tile.dtype == tl.int8:
         bits = ((tile.to(tl.int32) & 0xFF) ^ 0x80) | 0x4B000000
         return bits.to(tl.float32, bitcast=True) - 8388736.0
-    return tile.to(tl.float32)
+    else:
+        return tile.to(tl.float32)
 
 
 @triton.jit
@@ -241,7 +242,8 @@ def _prefetch(rows, first, K, LINES: tl.constexpr, LINE: tl.constexpr):
 def _dot(left, right, acc):
     if acc.dtype == tl.int32:
         return tl.dot(left, right, acc, out_dtype=tl.int32)
-    return tl.dot(left, right, acc)
+    else:
+        return tl.dot(left, right, acc)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "x_scale_stride"])
@@ -395,7 +397,7 @@ def skinny_linear(
         flags["launch_pdl"] = True
     tiles = triton.cdiv(n, config.block_n)
     if config.kind == "gemv":
-        assert rows <= MAX_GEMV_ROWS
+        assert rows <= MAX_GEMV_ROWS and (groups is None or x_scale is None)
         gain, eps = norm if norm is not None else (None, 0.0)
         _gemv_kernel[(tiles,)](
             x, weight, y, bias, residual, gain, weight_scale, x_scale, rows, k, n, x.stride(0), eps,
