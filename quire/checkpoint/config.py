@@ -31,8 +31,18 @@ def load_hf_config(checkpoint: Checkpoint, elsewhere: str | None = None) -> dict
     config = read_json(checkpoint.path / "config.json")
     if config is None:
         raise ValueError(f"{checkpoint.path} has no config.json; it is not a Hugging Face model folder")
+    if config.get("quantization_config") is None and config.get("compression_config") is None:
+        config |= _modelopt_config(checkpoint.path)
     check_kinds(config, str(checkpoint.path / "config.json"))
     return config
+
+
+def _modelopt_config(folder: Path) -> dict[str, Any]:
+    """ModelOpt's own file, for checkpoints whose config.json does not say how they are quantized."""
+    stored = (read_json(folder / "hf_quant_config.json") or {}).get("quantization")
+    if not isinstance(stored, dict) or stored.get("quant_algo") is None:
+        return {}
+    return {"quantization_config": stored | {"quant_method": "modelopt"}}
 
 
 def _config_folder(name: str) -> Path:

@@ -10,7 +10,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
 QUANTIZATIONS = (
-    "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf", "dequantized", "int8", "int4",
+    "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "modelopt", "gguf", "dequantized",
+    "int8", "int4",
 )  # fmt: skip
 # vLLM names its kernels too.
 QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq"}

@@ -8,6 +8,14 @@ from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.silu_mul import silu_mul_torch
 from quire.kernels.skinny_table import SkinnyConfig, choose, choose_fused
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
+Groups = tuple[int, int]  # outputs and inputs that share a scale of the weight: powers of two that divide its sizes
+
+
+def expand_scales(scale: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """[N / groups[0], K / groups[1]] -> [N, K]."""
+    return scale.repeat_interleave(groups[0], -2).repeat_interleave(groups[1], -1)
+
 
 def skinny_linear_torch(
     x: torch.Tensor,
@@ -20,6 +28,7 @@ def skinny_linear_torch(
     norm: RMSNormParams | None = None,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    groups: Groups | None = None,
 ) -> torch.Tensor:
     """The reference, in float32: see `skinny_linear`."""
     out_dtype = out_dtype or x.dtype
@@ -27,9 +36,9 @@ def skinny_linear_torch(
     if norm is not None:
         left = rms_norm_torch(left, norm[0].float(), norm[1])
     if x_scale is not None:
-        left = left * x_scale.view(-1, 1)
+        left = left * (x_scale.view(-1, 1) if groups is None else x_scale.repeat_interleave(groups[1], 1))
     if weight_scale is not None:
-        right = right * weight_scale.view(-1, 1)
+        right = right * (weight_scale.view(-1, 1) if groups is None else expand_scales(weight_scale, groups))
     y = F.linear(left, right, None if bias is None else bias.float())
     if silu:
         y = silu_mul_torch(y)
@@ -39,31 +48,32 @@ def skinny_linear_torch(
 
 
 def skinny_linear(
-    x: torch.Tensor,  # [M, K], M <= 64: bf16 or fp16, or fp8 with x_scale
-    weight: torch.Tensor,  # [N, K]: as x, or fp8 with weight_scale
+    x: torch.Tensor,  # [M, K], M <= 64: bf16 or fp16, or fp8 or int8 with x_scale
+    weight: torch.Tensor,  # [N, K]: as x, or fp8 or int8 with weight_scale
     bias: torch.Tensor | None = None,  # [N]
     *,
     config: SkinnyConfig,
-    weight_scale: torch.Tensor | None = None,  # [N] float32
-    x_scale: torch.Tensor | None = None,  # [M] float32
+    weight_scale: torch.Tensor | None = None,  # [N] float32; with groups [N / groups[0], K / groups[1]]
+    x_scale: torch.Tensor | None = None,  # [M] float32; with groups [M, K / groups[1]], rows next to each other
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     norm: RMSNormParams | None = None,  # RMSNorm of x first; gemv only
     silu: bool = False,  # the weight is [gate; up]: silu(gate) * up, [M, N / 2]
     out_dtype: torch.dtype | None = None,  # default: that of x
     pdl: bool | None = None,  # start while the kernel before still runs; default: where the device can
+    groups: Groups | None = None,
 ) -> torch.Tensor:
     """The same bits for the same input every time; may be captured in a CUDA graph after `prepare_skinny_linear`."""
     if not use_triton(x):
         return skinny_linear_torch(
             x, weight, bias, weight_scale=weight_scale, x_scale=x_scale,
-            residual=residual, norm=norm, silu=silu, out_dtype=out_dtype,
+            residual=residual, norm=norm, silu=silu, out_dtype=out_dtype, groups=groups,
         )  # fmt: skip
     from quire.kernels.triton import skinny_linear as kernel
 
     dtype = out_dtype or x.dtype
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
     return kernel.skinny_linear(
-        x, weight, config, bias, weight_scale, x_scale, residual, norm, silu, dtype, pdl
+        x, weight, config, bias, weight_scale, x_scale, residual, norm, silu, dtype, pdl, groups
     )  # fmt: skip
 
 
@@ -78,7 +88,7 @@ def prepare_skinny_linear(device: torch.device) -> None:
 def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
     """The kernel measured to be the fastest for x times the weight; None: the library's, or ours lack these types."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    fits = (half and x.dtype == weight.dtype) or (weight.dtype is torch.float8_e4m3fn and weight.is_contiguous())
+    fits = (half and x.dtype == weight.dtype) or (weight.dtype in EIGHT_BITS and weight.is_contiguous())
     if not x.is_cuda or not fits or x.stride(-1) != 1:
         return None
     return choose(weight.element_size(), x.shape[0], weight.shape[1], weight.shape[0])
@@ -87,8 +97,8 @@ def config_for(x: torch.Tensor, weight: torch.Tensor) -> SkinnyConfig | None:
 def can_fuse(weight: torch.Tensor) -> bool:
     """Whether a kernel exists that fuses RMSNorm, product and residual for few rows."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    fp8 = weight.dtype is torch.float8_e4m3fn and weight.is_contiguous()
-    return weight.is_cuda and (half or fp8) and weight.shape[1] % 16 == 0
+    eight = weight.dtype in EIGHT_BITS and weight.is_contiguous()
+    return weight.is_cuda and (half or eight) and weight.shape[1] % 16 == 0
 
 
 def fused_config_for(rows: int, weight: torch.Tensor) -> SkinnyConfig:

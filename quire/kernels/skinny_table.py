@@ -3,7 +3,7 @@
 `benchmarks/gpu/linear.py` measures every candidate and prints the lines of MEASURED.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_GEMV_ROWS = 4
@@ -173,6 +173,16 @@ def choose_fused(itemsize: int, rows: int, k: int, n: int) -> SkinnyConfig:
     """The kernel fused with norm, activation and residual: it may be slower by itself, but saves other launches."""
     measured = MEASURED.get((itemsize, rows, k, n))
     return measured if measured is not None and measured.kind == "gemv" else gemv_candidates(itemsize, rows, k)[0]
+
+
+def for_groups(config: SkinnyConfig, groups: tuple[int, int]) -> SkinnyConfig:
+    """The kernel for a weight with a scale per group of outputs and inputs: a tile is of one group of outputs, and a
+    step of `dot` of one group of inputs."""
+    block_n = min(config.block_n, groups[0])
+    if config.kind == "gemv":
+        return replace(config, block_n=block_n, block_k=max(config.block_k, groups[1]))
+    block_k = min(config.block_k, groups[1])
+    return replace(config, block_n=block_n, block_k=block_k, stages=min(8, config.stages * config.block_k // block_k))
 
 
 def candidates(itemsize: int, rows: int, k: int, n: int) -> list[SkinnyConfig]:

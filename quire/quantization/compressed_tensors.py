@@ -1,95 +1,64 @@
-"""compressed-tensors checkpoints of integers: pack-quantized (W4A16, W8A16) and int-quantized (W8A8)."""
+"""compressed-tensors checkpoints: groups of modules, each with a scheme of its own, integers or fp8."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quire.quantization import fp8
-from quire.quantization.base import Quantization
-from quire.quantization.checkpoint_config import (
-    PER_CHANNEL,
-    names_in,
-    supported_bits,
-    supported_group_size,
-    unsupported,
-    well_formed,
-)
+from quire.quantization.base import LinearMethod
+from quire.quantization.checkpoint_config import names_in, unsupported, well_formed
+from quire.quantization.compressed_int import CompressedScheme, int_scheme
+from quire.quantization.fp8 import UNUSED_SCALES, describe_fp8, fp8_linear_method
+from quire.quantization.fp8_config import Fp8Scheme
 from quire.quantization.int_kernels import choose_int_kernel
-from quire.quantization.int_linear import Axis, IntCheckpoint, StoredTensor
-from quire.quantization.int_weight import IntWeight, checked_groups, unpack_words
+from quire.quantization.int_linear import IntLinearMethod
 
-PACKED, PLAIN = "pack-quantized", ("int-quantized", "naive-quantized")
-STRATEGIES = ("tensor", "channel", "group")
 LINEAR = "Linear"  # the class of all layers that can be quantized
+FP8_FORMATS = ("float-quantized", "naive-quantized")
+
+Scheme = CompressedScheme | Fp8Scheme
+# From a group's weights, its input_activations and its format.
+SchemeParser = Callable[[dict[str, Any], dict[str, Any] | None, str | None], Scheme]
 
 
-@dataclass(frozen=True)
-class CompressedScheme:
-    """weight_packed [outputs, inputs packed] or weight int8 [outputs, inputs]; weight_scale [outputs, groups] or [1];
-    weight_zero_point, packed along outputs or int8; weight_g_idx [inputs]."""
+def fp8_scheme(weights: dict[str, Any], inputs: dict[str, Any] | None, kind: str | None) -> Fp8Scheme:
+    if kind not in FP8_FORMATS:
+        raise unsupported(f"compressed-tensors format {kind!r} for fp8", ", ".join(FP8_FORMATS))
+    for what, args in (("weights", weights), ("input_activations", inputs)):
+        if args is None:
+            continue
+        if args.get("type") != "float" or args.get("num_bits") != 8 or not args.get("symmetric", True):
+            found = f"{what} {args.get('num_bits')}-bit {args.get('type')}"
+            raise unsupported(found, "8-bit float, symmetric; input_activations may be missing (W8A16)")
+    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    if strategy not in ("channel", "tensor", "block") or (strategy == "block" and not block):
+        raise unsupported(f"weights by {strategy}", "channel, tensor, block with block_structure")
+    if isinstance(block, str):
+        block = [int(size) if size.isdecimal() else size for size in block.split("x")]
+    dynamic = inputs is not None and bool(inputs.get("dynamic"))
+    if inputs is not None:
+        # With blocks activations are always quantized by token and group: finer than by token alone.
+        allowed = ("token", "group") if strategy == "block" else ("token",) if dynamic else ("tensor",)
+        if inputs.get("strategy") not in allowed or (strategy == "block" and not dynamic):
+            raise unsupported(
+                f"{'dynamic' if dynamic else 'static'} input_activations by {inputs.get('strategy')}",
+                "dynamic by token (or group, if weights are by block), static by tensor, none",
+            )
+    return Fp8Scheme(
+        per_channel=strategy == "channel",
+        block=tuple(block) if block and strategy == "block" else None,
+        activations="none" if inputs is None else "dynamic" if dynamic else "static",
+    )
 
-    bits: int
-    group_size: int
-    packed: bool
-    symmetric: bool
-    per_tensor: bool = False
-    static_inputs: bool = False  # have a scale in the checkpoint, which is not used
 
-    def tensors(self, outputs: int, inputs: int, groups: int) -> dict[str, StoredTensor]:
-        each, rows = 32 // self.bits if self.packed else 1, Axis(0)
-        by_group = StoredTensor((outputs, groups), torch.float32, rows, any_shape=True)
-        one = StoredTensor((1,), torch.float32, any_shape=True)
-        found = {"weight_scale": one if self.per_tensor else by_group}
-        if self.packed:
-            if inputs % each:
-                raise ValueError(f"its {inputs} inputs are no multiple of {each}, the numbers of a packed word")
-            words = (outputs, inputs // each)
-            found["weight_packed"] = StoredTensor(words, torch.int32, rows, Axis(1, each))
-            found["weight_shape"] = StoredTensor((2,), torch.int64, optional=True)
-        else:
-            found["weight"] = StoredTensor((outputs, inputs), torch.int8, rows, Axis(1))
-        if not self.symmetric and self.per_tensor:
-            found["weight_zero_point"] = StoredTensor((1,), torch.int16, any_shape=True)
-        elif not self.symmetric and self.packed:
-            words = (-(-outputs // each), groups)
-            found["weight_zero_point"] = StoredTensor(words, torch.int32, Axis(0, each))
-        elif not self.symmetric:
-            found["weight_zero_point"] = StoredTensor((outputs, groups), torch.int16, rows, any_shape=True)
-        found["weight_g_idx"] = StoredTensor((inputs,), torch.int64, inputs=Axis(0), optional=True)
-        if self.static_inputs:
-            found["input_scale"] = one
-        found["input_zero_point"] = StoredTensor((1,), torch.float32, any_shape=True, optional=True)
-        return found
-
-    def decode(self, stored: dict[str, torch.Tensor], outputs: int, group_size: int) -> IntWeight:
-        scales, middle = stored["weight_scale"], 1 << (self.bits - 1)
-        if self.per_tensor:
-            scales = scales.expand(outputs, 1).contiguous()
-        if self.packed:
-            codes = unpack_words(stored["weight_packed"], self.bits)
-        else:
-            codes = (stored["weight"].to(torch.int16) + middle).to(torch.uint8)
-            if self.bits < 8 and int(codes.max()) >> self.bits:
-                raise ValueError(f"its weight has numbers that are not of {self.bits} bits")
-        groups = stored.get("weight_g_idx")
-        if groups is not None and bool((groups == -1).all()):
-            groups = None  # there, but not set
-        return IntWeight(
-            self.bits, codes, scales, self._zeros(stored, outputs, middle), group_size,
-            checked_groups(groups, scales.shape[1]),
-        )  # fmt: skip
-
-    def _zeros(self, stored: dict[str, torch.Tensor], outputs: int, middle: int) -> torch.Tensor | None:
-        zeros = stored.get("weight_zero_point")
-        if zeros is None:
-            return None
-        if self.per_tensor:
-            return zeros.to(torch.int16).expand(outputs, 1) + middle
-        if self.packed:
-            return unpack_words(zeros.t(), self.bits).t()[:outputs].to(torch.int16).contiguous()
-        return zeros.to(torch.int16) + middle
+# By type and bits of the weights.
+PARSERS: dict[tuple[str, int], SchemeParser] = {
+    ("int", 4): int_scheme,
+    ("int", 8): int_scheme,
+    ("float", 8): fp8_scheme,
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +66,7 @@ class CompressedConfig:
     """Targets, the most specific first, each with its scheme, and targets that are not quantized. A target is a name,
     're:' and a pattern, or a class."""
 
-    targets: tuple[tuple[str, CompressedScheme], ...]
+    targets: tuple[tuple[str, Scheme], ...]
     skipped: tuple[str, ...]
 
     @classmethod
@@ -114,56 +83,26 @@ class CompressedConfig:
                 except ValueError as error:
                     raise ValueError(f"{error} (config_groups: {group_name})") from error
                 targets += [(_checked_target(target), scheme) for target in names_in(group, "targets")]
+            if not targets:
+                raise unsupported("config_groups without targets", "one group or more, each with targets")
             targets.sort(key=lambda target: (target[0] == LINEAR, target[0].startswith("re:")))
             return cls(tuple(targets), tuple(map(_checked_target, names_in(stored, "ignore"))))
 
-    def scheme(self, name: str) -> CompressedScheme | None:
+    def scheme(self, name: str) -> Scheme | None:
         if any(_matches(target, name) for target in self.skipped):
             return None
         return next((scheme for target, scheme in self.targets if _matches(target, name)), None)
 
-    def describe(self) -> str:
-        kinds = dict.fromkeys(
-            f"{s.bits}-bit weights, "
-            + ("a scale per output or tensor" if s.group_size < 0 else f"groups of {s.group_size}")
-            for _, s in self.targets
-        )
-        return f"compressed-tensors: {'; '.join(kinds)}"
 
-
-def has_integers(stored: dict[str, Any]) -> bool:
-    """Whether a quantization_config of compressed-tensors is for integers; else it is for fp8."""
-    groups = stored.get("config_groups")
-    if not isinstance(groups, dict):
-        return False
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    return any(isinstance(args, dict) and args.get("type", "int") == "int" for args in weights)
-
-
-def _scheme(group: dict[str, Any], kind: str | None) -> CompressedScheme:
-    weights, inputs = group["weights"], group.get("input_activations")
-    if kind != PACKED and kind not in PLAIN:
-        raise unsupported(f"compressed-tensors format {kind!r} for integers", ", ".join((PACKED, *PLAIN)))
-    if weights.get("type", "int") != "int":
-        raise unsupported(f"{weights['type']} weights beside integers", "int")
+def _scheme(group: dict[str, Any], kind: str | None) -> Scheme:
+    weights = group["weights"]
     if group.get("output_activations"):
         raise unsupported("output_activations", "weights and input_activations")
-    bits = supported_bits(weights.get("num_bits", 8), (4, 8))
-    group_size, strategy = weights.get("group_size"), weights.get("strategy")
-    strategy = strategy or ("group" if group_size and group_size > 0 else "channel" if group_size else "tensor")
-    if strategy not in STRATEGIES:
-        raise unsupported(f"weights by {strategy}", ", ".join(STRATEGIES))
-    if inputs is not None and (inputs.get("type", "int") != "int" or inputs.get("num_bits", 8) != 8):
-        found = f"{inputs.get('num_bits')}-bit {inputs.get('type')} input_activations with integer weights"
-        raise unsupported(found, "none, or 8-bit int")
-    return CompressedScheme(
-        bits,
-        supported_group_size(group_size) if strategy == "group" else PER_CHANNEL,
-        packed=kind == PACKED,
-        symmetric=bool(weights.get("symmetric", True)),
-        per_tensor=strategy == "tensor",
-        static_inputs=inputs is not None and not inputs.get("dynamic"),
-    )
+    parse = PARSERS.get((weights.get("type", "int"), weights.get("num_bits", 8)))
+    if parse is None:
+        allowed = ", ".join(f"{bits}-bit {kind}" for kind, bits in PARSERS)
+        raise unsupported(f"weights of {weights.get('num_bits')!r} bits, {weights.get('type')!r}", allowed)
+    return parse(weights, group.get("input_activations"), kind)
 
 
 def _checked_target(target: str) -> str:
@@ -178,7 +117,41 @@ def _matches(target: str, name: str) -> bool:
     return target in (name, LINEAR)
 
 
-def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Quantization:
-    if not has_integers(stored):
-        return fp8.quantization(stored, dtype, device, dequantize)
-    return IntCheckpoint(CompressedConfig.parse(stored), choose_int_kernel(dtype, device, dequantize))
+class CompressedTensors:
+    """A method for each linear layer, by its scheme."""
+
+    ignored: tuple[str, ...] = UNUSED_SCALES
+
+    def __init__(self, config: CompressedConfig, dtype: torch.dtype, device: torch.device, dequantize: bool) -> None:
+        self.config, self.place = config, (dtype, device, dequantize)
+        self.kernel = choose_int_kernel(*self.place)
+        self.w8a8_kernel = choose_int_kernel(*self.place, int8_inputs=True)
+
+    def linear_method(self, name: str) -> LinearMethod | None:
+        scheme = self.config.scheme(name)
+        if scheme is None:
+            return None
+        if isinstance(scheme, Fp8Scheme):
+            return fp8_linear_method(scheme, *self.place, name)
+        # Experts become one weight (layers/linear_experts.py), for kernels that do not quantize rows.
+        is_w8a8 = scheme.int8_inputs and ".experts." not in name
+        return IntLinearMethod(scheme, self.w8a8_kernel if is_w8a8 else self.kernel, name)
+
+    def head_method(self) -> LinearMethod | None:
+        return self.linear_method("lm_head")
+
+    def vocab_method(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        integers = [s for _, s in self.config.targets if isinstance(s, CompressedScheme)]
+        fp8 = dict.fromkeys(describe_fp8(s, *self.place) for _, s in self.config.targets if isinstance(s, Fp8Scheme))
+        kernels = [self.w8a8_kernel if s.int8_inputs else self.kernel for s in integers]
+        parts = dict.fromkeys([*(s.describe() for s in integers), *(kernel.describe() for kernel in kernels), *fp8])
+        return f"compressed-tensors: {'; '.join(parts)}"
+
+
+def quantization(
+    stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool
+) -> CompressedTensors:
+    return CompressedTensors(CompressedConfig.parse(stored), dtype, device, dequantize)

@@ -1,184 +1,90 @@
-"""Weights and activations in fp8 (e4m3): y = (q_x * scale_x) (q_w * scale_w)^T."""
+"""fp8 checkpoints, and fp8 while loading: the method of each linear layer."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from quire.kernels.quantize_fp8 import FP8, FP8_MAX, SMALLEST_MAX, quantize_fp8
-from quire.kernels.skinny_linear import (
-    config_for,
-    prepare_skinny_linear,
-    skinny_linear,
-    skinny_linear_torch,
-)
-from quire.layers.load_slot import LoadSlot, ShardId
-from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
-from quire.quantization.fp8_config import Fp8Config, parse_fp8_config
+from quire.quantization.base import LinearMethod, VocabMethod
+from quire.quantization.fp8_blocks import GroupedFp8LinearMethod
+from quire.quantization.fp8_config import Fp8Config, Fp8Scheme, parse_fp8_config
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
-from quire.quantization.fp8_scales import CheckpointScales, scales_of
-from quire.quantization.fused_linear import FusedLinearMixin
+from quire.quantization.fp8_linear import CheckpointFp8LinearMethod, OnlineFp8LinearMethod
 from quire.quantization.platform import has_fp8
-from quire.quantization.staging import Staging
-from quire.quantization.unquantized import weight_slot
+
+# Scales of a quantized KV cache and of outputs, which are not used.
+UNUSED_SCALES = (
+    "model.layers.{i}.self_attn.{p}_scale",
+    "model.layers.{i}.self_attn.attn.{p}_scale",
+    "model.layers.{i}.self_attn.k_proj.k_scale",
+    "model.layers.{i}.self_attn.v_proj.v_scale",
+    "model.layers.{i}.self_attn.{p}.output_scale",
+    "model.layers.{i}.mlp.{p}.output_scale",
+)
 
 
-@dataclass(frozen=True)
-class Fp8LinearMethod(FusedLinearMixin):
-    """fp8 products. `layer.weight` [N, K] fp8, `layer.weight_scale` [N], `layer.input_scale` [1] or None.
-
-    One scale per output and per token serves every kind of checkpoint: coarser scales are repeated. One or two rows are
-    not quantized: reading the weight dominates there, so fp8 activations would gain nothing.
-    """
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        config = config_for(x, layer.weight)  # type: ignore[arg-type]
-        if config is not None and config.kind == "gemv":
-            return skinny_linear(x, layer.weight, bias, config=config, weight_scale=layer.weight_scale)  # type: ignore[arg-type]
-        q, scale = quantize_fp8(x, layer.input_scale)  # type: ignore[arg-type]
-        return self.apply_quantized(layer, q, scale, bias, x.dtype)
-
-    def apply_quantized(
-        self, layer: nn.Module, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """q [M, K] fp8, scale [M]: from `quantize_fp8`, `rms_norm_quant` or `silu_mul_quant`."""
-        weight, weight_scale = layer.weight, layer.weight_scale
-        assert isinstance(weight, torch.Tensor) and isinstance(weight_scale, torch.Tensor)
-        if not q.is_cuda:
-            return skinny_linear_torch(q, weight, bias, weight_scale=weight_scale, x_scale=scale, out_dtype=dtype)
-        config = config_for(q, weight)
-        if config is not None:
-            return skinny_linear(
-                q, weight, bias, config=config, weight_scale=weight_scale, x_scale=scale, out_dtype=dtype
-            )
-        y = torch._scaled_mm(
-            q,
-            weight.t(),
-            scale_a=scale[:, None],
-            scale_b=weight_scale[None, :],
-            out_dtype=torch.bfloat16,  # the only output type with row-wise scales
-            use_fast_accum=True,
-        ).to(dtype)
-        return y if bias is None else y.add_(bias)
-
-    def set_weight(self, layer: nn.Module, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.register_buffer("weight_scale", weight_scale)
-        prepare_skinny_linear(weight.device)
+def fp8_linear_method(
+    scheme: Fp8Scheme, dtype: torch.dtype, device: torch.device, dequantize: bool, module: str
+) -> LinearMethod:
+    """For weights of the checkpoint: multiplied as stored where the device can."""
+    if not computes_in_fp8(dtype, device, dequantize):
+        return DequantizedFp8LinearMethod(scheme)
+    if scheme.block is None and scheme.activations != "none":
+        return CheckpointFp8LinearMethod(scheme, module)
+    return GroupedFp8LinearMethod(scheme, module)
 
 
-@dataclass(frozen=True)
-class OnlineFp8LinearMethod(Fp8LinearMethod):
-    """Quantizes an unquantized checkpoint layer by layer while loading: the model is never in memory unquantized."""
-
-    per_channel: bool
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        in_features: int,
-        out_partition_sizes: list[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        check_size(in_features, sum(out_partition_sizes))
-        layer.register_buffer("input_scale", None)
-        keep(layer, "staged", ((sum(out_partition_sizes), in_features), dtype, device))
-
-    def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
-        def finish(weight: torch.Tensor) -> None:
-            scale = None
-            if not self.per_channel:
-                scale = (weight.abs().amax().float().clamp(min=SMALLEST_MAX) * (1.0 / FP8_MAX)).view(1)
-            self.set_weight(layer, *quantize_fp8(weight, scale))
-
-        shape, dtype, device = layer.staged  # type: ignore[misc]
-        return Staging(shape, dtype, device, len(partitions), finish).slots(partitions)
-
-    def process_after_loading(self, layer: nn.Module) -> None:
-        assert isinstance(layer.weight, nn.Parameter), "not all parts of the weight were loaded"
+def computes_in_fp8(dtype: torch.dtype, device: torch.device, dequantize: bool) -> bool:
+    return has_fp8(device) and dtype is not torch.float32 and not dequantize
 
 
-@dataclass(frozen=True)
-class CheckpointFp8LinearMethod(Fp8LinearMethod):
-    """fp8 weights and scales from the checkpoint."""
-
-    config: Fp8Config
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        in_features: int,
-        out_partition_sizes: list[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        outputs = sum(out_partition_sizes)
-        check_size(in_features, outputs)
-        layer.weight = nn.Parameter(torch.empty(outputs, in_features, dtype=FP8, device=device), requires_grad=False)
-        keep(layer, "checkpoint_scales", CheckpointScales(self.config, device))
-
-    def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
-        assert isinstance(layer.weight, nn.Parameter)
-        slots = {("weight", p.shard): weight_slot(layer.weight.data, p) for p in partitions}
-        return slots | scales_of(layer).slots(partitions)
-
-    def process_after_loading(self, layer: nn.Module) -> None:
-        assert isinstance(layer.weight, nn.Parameter)
-        scales = scales_of(layer)
-        self.set_weight(layer, layer.weight.data, scales.by_output())
-        layer.register_buffer("input_scale", scales.of_inputs())
-        del layer.checkpoint_scales
+def describe_fp8(scheme: Fp8Scheme, dtype: torch.dtype, device: torch.device, dequantize: bool) -> str:
+    if computes_in_fp8(dtype, device, dequantize):
+        return scheme.describe()
+    compute = str(dtype).removeprefix("torch.")
+    why = "as requested" if dequantize else f"no fp8 arithmetic on this device, or not for {compute}"
+    return f"fp8 weights dequantized to {compute} while loading ({why}); activations in {compute}"
 
 
-class Fp8Quantization:
-    """fp8 for all linear layers except the head and those that the checkpoint excludes."""
+class OnlineFp8Quantization:
+    """All linear layers but the head are quantized while loading."""
 
-    # Scales of a quantized KV cache and of outputs, which are not used.
-    ignored: tuple[str, ...] = (
-        "model.layers.{i}.self_attn.{p}_scale",
-        "model.layers.{i}.self_attn.attn.{p}_scale",
-        "model.layers.{i}.self_attn.k_proj.k_scale",
-        "model.layers.{i}.self_attn.v_proj.v_scale",
-        "model.layers.{i}.self_attn.{p}.output_scale",
-        "model.layers.{i}.mlp.{p}.output_scale",
-    )
+    ignored: tuple[str, ...] = UNUSED_SCALES
 
-    def __init__(self, config: Fp8Config, computes_in_fp8: bool, dtype: torch.dtype) -> None:
-        """computes_in_fp8: multiply in fp8; else the weights become `dtype` while loading."""
-        self.config, self.computes_in_fp8, self.dtype = config, computes_in_fp8, dtype
+    def __init__(self, per_channel: bool, dtype: torch.dtype) -> None:
+        self.per_channel, self.dtype = per_channel, dtype
 
     def linear_method(self, name: str) -> LinearMethod | None:
-        if not self.config.quantizes(name):
-            return None
-        if self.config.online:
-            return OnlineFp8LinearMethod(self.config.per_channel)
-        method = CheckpointFp8LinearMethod if self.computes_in_fp8 else DequantizedFp8LinearMethod
-        return method(self.config)
+        return OnlineFp8LinearMethod(self.per_channel) if name != "lm_head" else None
 
     def vocab_method(self) -> VocabMethod | None:
         return None
 
     def describe(self) -> str:
-        c, compute = self.config, str(self.dtype).removeprefix("torch.")
-        scales = "block" if c.block else "output" if c.per_channel else "tensor"
-        if not self.computes_in_fp8:
-            why = "its scales are block-wise" if c.block else f"no fp8 arithmetic on this device, or not for {compute}"
-            return f"fp8 checkpoint: weights dequantized to {compute} while loading ({why}); activations in {compute}"
-        activations = "by the checkpoint's scales" if c.static_activations else "per token"
-        source = "quantized while loading" if c.online else "from the checkpoint"
-        return f"fp8: weights {source}, a scale per {scales}; activations quantized {activations}; head in {compute}"
-
-
-def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Fp8Quantization:
-    config = parse_fp8_config(stored)
-    computes_in_fp8 = config.block is None and has_fp8(device) and dtype is not torch.float32 and not dequantize
-    return Fp8Quantization(config, computes_in_fp8, dtype)
-
-
-def check_size(in_features: int, out_features: int) -> None:
-    if in_features % 16 or out_features % 16:
-        raise ValueError(
-            f"fp8 needs layers whose inputs and outputs are multiples of 16; one has {in_features} and {out_features}"
+        scales, compute = "output" if self.per_channel else "tensor", str(self.dtype).removeprefix("torch.")
+        return (
+            f"fp8: weights quantized while loading, a scale per {scales}; activations quantized per token; "
+            f"head in {compute}"
         )
+
+
+class Fp8Checkpoint:
+    """fp8 for all linear layers except the head and those that the checkpoint excludes."""
+
+    ignored: tuple[str, ...] = UNUSED_SCALES
+
+    def __init__(self, config: Fp8Config, dtype: torch.dtype, device: torch.device, dequantize: bool = False) -> None:
+        self.config, self.place = config, (dtype, device, dequantize)
+
+    def linear_method(self, name: str) -> LinearMethod | None:
+        return fp8_linear_method(self.config.scheme, *self.place, name) if self.config.quantizes(name) else None
+
+    def vocab_method(self) -> VocabMethod | None:
+        return None
+
+    def describe(self) -> str:
+        compute = str(self.place[0]).removeprefix("torch.")
+        return f"checkpoint of {describe_fp8(self.config.scheme, *self.place)}; head in {compute}"
+
+
+def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Fp8Checkpoint:
+    return Fp8Checkpoint(parse_fp8_config(stored), dtype, device, dequantize)

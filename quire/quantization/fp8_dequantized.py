@@ -7,7 +7,7 @@ from torch import nn
 
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition, keep
-from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_config import Fp8Scheme
 from quire.quantization.fp8_scales import CheckpointScales, scales_of
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -18,7 +18,7 @@ ROWS_AT_A_TIME = 1024  # limits the float32 copy
 class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
     """Dequantizes fp8 weights to the compute dtype, q * scale rounded once; from then on they are unquantized."""
 
-    config: Fp8Config
+    scheme: Fp8Scheme
 
     def create_weights(
         self,
@@ -29,7 +29,7 @@ class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
         device: torch.device,
     ) -> None:
         super().create_weights(layer, in_features, out_partition_sizes, dtype, device)
-        keep(layer, "checkpoint_scales", CheckpointScales(self.config, device))
+        keep(layer, "checkpoint_scales", CheckpointScales(self.scheme, device))
 
     def load_slots(self, layer: nn.Module, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
         return super().load_slots(layer, partitions) | scales_of(layer).slots(partitions)

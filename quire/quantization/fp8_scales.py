@@ -1,18 +1,22 @@
 """The scales that come with a checkpoint's fp8 weights."""
 
+import math
+
 import torch
 from torch import nn
 
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import Partition
-from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_config import Fp8Scheme
+
+MIN_GROUPS = (16, 32)  # outputs and inputs of a tile of a kernel
 
 
 class CheckpointScales:
     """A layer's scales as stored (one per tensor, output or block), and those of its activations."""
 
-    def __init__(self, config: Fp8Config, device: torch.device) -> None:
-        self.config, self.device = config, device
+    def __init__(self, scheme: Fp8Scheme, device: torch.device) -> None:
+        self.scheme, self.device = scheme, device
         self.partitions: list[Partition] = []
 
     def slots(self, partitions: list[Partition]) -> dict[tuple[str, ShardId], LoadSlot]:
@@ -21,8 +25,8 @@ class CheckpointScales:
         self.input = [self._empty(1) for _ in partitions]
         slots: dict[tuple[str, ShardId], LoadSlot] = {}
         for p, weight, given in zip(partitions, self.weight, self.input, strict=True):
-            slots[self.config.scale_name, p.shard] = _slot(weight)
-            if self.config.static_activations:
+            slots[self.scheme.scale_name, p.shard] = _slot(weight)
+            if self.scheme.activations == "static":
                 slots["input_scale", p.shard] = _slot(given)
         return slots
 
@@ -36,20 +40,48 @@ class CheckpointScales:
         rows = torch.arange(first, last, device=self.device)
         if p.dim == 0:
             rows += p.start
-        if self.config.block is not None:
+        if self.scheme.block is not None:
             in_row = torch.arange(columns, device=self.device) + (p.start if p.dim == 1 else 0)
-            return scale[rows // self.config.block[0]][:, in_row // self.config.block[1]]
-        return scale[rows, None] if self.config.per_channel else scale.expand(last - first)[:, None]
+            return scale[rows // self.scheme.block[0]][:, in_row // self.scheme.block[1]]
+        return scale[rows, None] if self.scheme.per_channel else scale.expand(last - first)[:, None]
+
+    def groups(self, module: str, inputs: int) -> tuple[int, int]:
+        """Outputs and inputs that share a scale, as kernels need them: in all partitions, powers of two."""
+        assert self.scheme.block is not None
+        rows, columns = self.scheme.block
+        for p in self.partitions:
+            start = p.start if p.dim == 0 else 0
+            rows = math.gcd(rows, p.size, start)
+            columns = math.gcd(columns, inputs, p.start - start)
+        found = rows & -rows, columns & -columns
+        if found[0] < MIN_GROUPS[0] or found[1] < MIN_GROUPS[1]:
+            raise ValueError(
+                f"{module}: scales per block of {self.scheme.block} are for {found[0]} outputs and {found[1]} inputs "
+                f"of this worker's part, {[p.size for p in self.partitions]} outputs of {inputs} inputs; allowed: at "
+                f"least {MIN_GROUPS[0]} and {MIN_GROUPS[1]}, or quantization 'dequantized'"
+            )
+        return found
+
+    def by_group(self, groups: tuple[int, int], inputs: int) -> torch.Tensor:
+        """[N / groups[0], inputs / groups[1]]."""
+        assert self.scheme.block is not None
+        (rows, columns), parts = self.scheme.block, []
+        for p, scale in zip(self.partitions, self.weight, strict=True):
+            start = (p.start, 0) if p.dim == 0 else (0, p.start)
+            row = torch.arange(start[0], start[0] + p.size, groups[0], device=self.device) // rows
+            column = torch.arange(start[1], start[1] + inputs, groups[1], device=self.device) // columns
+            parts.append(scale[row][:, column])
+        return torch.cat(parts).contiguous()
 
     def of_inputs(self) -> torch.Tensor | None:
         """[1]: a fused layer quantizes its input once, so the largest scale of its partitions is used."""
-        return torch.cat(self.input).amax().view(1) if self.config.static_activations else None
+        return torch.cat(self.input).amax().view(1) if self.scheme.activations == "static" else None
 
     def _stored_shape(self, p: Partition) -> tuple[int, ...]:
         outputs, inputs = p.full_shape
-        if self.config.block is not None:
-            return -(-outputs // self.config.block[0]), -(-inputs // self.config.block[1])
-        return (outputs,) if self.config.per_channel else (1,)
+        if self.scheme.block is not None:
+            return -(-outputs // self.scheme.block[0]), -(-inputs // self.scheme.block[1])
+        return (outputs,) if self.scheme.per_channel else (1,)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.device)

@@ -5,11 +5,12 @@ from torch import nn
 
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_linear import can_fuse, fused_config_for, skinny_linear
+from quire.kernels.skinny_table import for_groups
 
 
 class FusedLinearMixin:
     """The fused part of a LinearMethod, for at most MAX_FUSED_ROWS rows on a GPU, if the layer's state is `weight` and
-    perhaps `weight_scale`."""
+    perhaps `weight_scale` and `scale_groups`."""
 
     def can_fuse(self, layer: nn.Module) -> bool:
         weight = getattr(layer, "weight", None)
@@ -26,7 +27,9 @@ class FusedLinearMixin:
     ) -> torch.Tensor:
         weight, scale = layer.weight, getattr(layer, "weight_scale", None)
         assert isinstance(weight, torch.Tensor)
-        config = fused_config_for(len(x), weight)
+        config, groups = fused_config_for(len(x), weight), getattr(layer, "scale_groups", None)
+        if groups is not None:
+            config = for_groups(config, groups)
         return skinny_linear(
-            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu
+            x, weight, bias, config=config, weight_scale=scale, norm=norm, residual=residual, silu=silu, groups=groups
         )

@@ -12,6 +12,7 @@ from quire.kernels.int_linear import HALF
 from quire.kernels.native import quantized
 from quire.kernels.rms_norm import RMSNormParams
 from quire.quantization.block_quantized import BlockQuantizedWeight, panels_obstacle, weight_of
+from quire.quantization.int8_triton import W8A8Kernel
 from quire.quantization.int_panels import pack_int_weight
 from quire.quantization.int_triton import TritonIntKernel
 from quire.quantization.int_weight import IntWeight
@@ -51,10 +52,13 @@ class IntKernel(Protocol):
         ...
 
 
-def choose_int_kernel(dtype: torch.dtype, device: torch.device, dequantize: bool) -> IntKernel:
-    """The one place that knows which platform multiplies integer weights in which way."""
+def choose_int_kernel(
+    dtype: torch.dtype, device: torch.device, dequantize: bool, int8_inputs: bool = False
+) -> IntKernel:
+    """The one place that knows which platform multiplies integer weights in which way. int8_inputs: the checkpoint is
+    made for activations in int8."""
     if device.type == "cuda" and dtype in HALF and not dequantize:
-        return TritonIntKernel(dtype)
+        return W8A8Kernel(dtype) if int8_inputs else TritonIntKernel(dtype)
     compute = str(dtype).removeprefix("torch.")
     obstacle = "as requested" if dequantize else panels_obstacle(dtype, device)
     if obstacle is None and not quantized.is_fast():

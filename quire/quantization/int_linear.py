@@ -12,7 +12,7 @@ from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, keep
 from quire.quantization.block_quantized import BlockQuantizedWeight, weight_of
-from quire.quantization.fp8 import Fp8Quantization
+from quire.quantization.fp8 import UNUSED_SCALES
 from quire.quantization.int_kernels import IntKernel
 from quire.quantization.int_weight import IntWeight
 
@@ -193,7 +193,7 @@ class IntConfig(Protocol):
 class IntCheckpoint:
     """A checkpoint of integers: the format's config says how each layer is stored, a kernel how it is multiplied."""
 
-    ignored: tuple[str, ...] = Fp8Quantization.ignored
+    ignored: tuple[str, ...] = UNUSED_SCALES
 
     def __init__(self, config: IntConfig, kernel: IntKernel) -> None:
         self.config, self.kernel = config, kernel

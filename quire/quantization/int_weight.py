@@ -17,6 +17,7 @@ class IntWeight:
     zeros: torch.Tensor | None  # int16 [outputs, groups]; None: 2 ** (bits - 1)
     group_size: int
     group_of: torch.Tensor | None = None  # int64 [inputs]
+    input_scale: torch.Tensor | None = None  # float32 [1]: a fixed one of activations in int8
 
     @property
     def zero(self) -> int:

@@ -10,7 +10,7 @@ from quire.kernels.int_linear import HALF
 from quire.kernels.native import quantized
 from quire.quantization.base import Quantization
 from quire.quantization.block_quantized import GGUFQuantization, IntQuantization, panels_obstacle
-from quire.quantization.fp8_config import ONLINE, Fp8Config
+from quire.quantization.fp8_config import ONLINE
 from quire.quantization.int_online import OnlineIntQuantization
 from quire.quantization.platform import MIN_CAPABILITY, has_fp8
 from quire.quantization.unquantized import UNQUANTIZED, Unquantized
@@ -26,6 +26,7 @@ FORMATS = {
     "gptq": "gptq",
     "awq": "awq",
     "mxfp4": "mxfp4",
+    "modelopt": "modelopt",
 }
 
 # From the checkpoint's quantization_config, the compute dtype and the device.
@@ -81,7 +82,7 @@ def _checkpoint_quantization(
 
 
 def _fp8_quantization(requested: str, dtype: torch.dtype, device: torch.device) -> Quantization:
-    from quire.quantization.fp8 import Fp8Quantization
+    from quire.quantization.fp8 import OnlineFp8Quantization
 
     if not has_fp8(device):
         where = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -91,7 +92,7 @@ def _fp8_quantization(requested: str, dtype: torch.dtype, device: torch.device) 
         )
     if dtype is torch.float32:
         raise ValueError(f"quantization {requested!r} computes in bfloat16 or float16; dtype is float32")
-    return Fp8Quantization(Fp8Config(online=True, per_channel=requested == "fp8"), computes_in_fp8=True, dtype=dtype)
+    return OnlineFp8Quantization(requested == "fp8", dtype)
 
 
 def _gguf_quantization(requested: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:

@@ -9,7 +9,7 @@ from quire.kernels.silu_mul import silu_mul
 from quire.kernels.skinny_linear import prepare_skinny_linear, skinny_linear, skinny_linear_torch
 from quire.kernels.skinny_table import candidates
 from quire.layers.linear import MergedColumnParallelLinear
-from quire.quantization.fp8 import OnlineFp8LinearMethod
+from quire.quantization.fp8_linear import OnlineFp8LinearMethod
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from quire.layers.attention import Attention
 from quire.models.loading.loader import load_model
 from quire.models.registry import model_class
 from quire.models.transformers import library
-from quire.quantization.fp8_config import parse_fp8_config
+from quire.quantization.select import choose_quantization
 from tests.models.references import LLAMA3_ROPE, LONGROPE, SMALL, YARN_ROPE
 
 needs_c = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -213,7 +213,7 @@ except MemoryError as error:
 )
 def test_quantization_configs(stored):
     with pytest.raises(ValueError, match="quantization_config"):
-        parse_fp8_config(stored)
+        choose_quantization(None, {"quantization_config": stored}, torch.bfloat16, torch.device("cpu"))
 
 
 def test_a_model_that_is_larger_than_memory(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A reference for panels: unquantized weights, with activations rounded to int8 in groups of 32 before each product."""
+"""References: unquantized weights, with activations rounded before each product; to int8 in groups of 32 for panels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.quantization.base import LinearMethod
 from quire.quantization.select import register_quantization
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -19,6 +20,37 @@ def round_inputs(x: torch.Tensor) -> torch.Tensor:
     groups = x.float().unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     return ((groups * (127 / largest)).round() * (largest / 127)).flatten(-2).to(x.dtype)
+
+
+def round_to_fp8(x: torch.Tensor, group: int | None, scale: float | None = None) -> torch.Tensor:
+    """By row, by group of a row, or by a fixed scale."""
+    groups = x.float() if group is None else x.float().unflatten(-1, (-1, group))
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448 if scale is None else torch.tensor(scale)
+    rounded = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
+    return rounded.reshape(x.shape).to(x.dtype)
+
+
+def round_to_int8(x: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """By row, or by a fixed scale."""
+    scales = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127 if scale is None else scale
+    return ((x.float() / scales).round().clamp(-127, 127) * scales).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Fp8InputsMethod(UnquantizedLinearMethod):
+    group: int | None
+    scale: float | None
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(round_to_fp8(x, self.group, self.scale), layer.weight, bias)
+
+
+@dataclass(frozen=True)
+class Int8InputsMethod(UnquantizedLinearMethod):
+    scale: float | None
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(round_to_int8(x, self.scale), layer.weight, bias)
 
 
 @dataclass(frozen=True)
@@ -38,13 +70,19 @@ class RoundedInputs:
     ignored: tuple[str, ...] = ()
 
     def __init__(self, stored: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        self.fp8: dict[str, Any] | None = stored.get("fp8")
+        self.int8: dict[str, Any] | None = stored.get("int8")
         self.shuffled, self.skipped, self.head = (stored.get(key) for key in ("shuffled", "skipped", "head"))
 
-    def linear_method(self, name: str) -> RoundedInputsMethod | None:
+    def linear_method(self, name: str) -> LinearMethod | None:
         skipped = any(part in name for part in self.skipped or ())
+        if self.fp8 is not None and not skipped:
+            return Fp8InputsMethod(self.fp8.get("group"), self.fp8.get("scale"))
+        if self.int8 is not None and not skipped:
+            return Int8InputsMethod(self.int8.get("scale"))
         return None if skipped else RoundedInputsMethod(self.shuffled or 0)
 
-    def head_method(self) -> RoundedInputsMethod | None:
+    def head_method(self) -> LinearMethod | None:
         return self.linear_method("lm_head") if self.head else None
 
     def vocab_method(self) -> None:

@@ -15,8 +15,8 @@ from quire.models.llama import LlamaForCausalLM
 from quire.models.loading.loader import load_model
 from quire.models.loading.weight_loader import init_dummy_weights
 from quire.models.options import ModelOptions
-from quire.quantization.fp8 import Fp8Quantization, OnlineFp8LinearMethod
-from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8 import OnlineFp8Quantization
+from quire.quantization.fp8_linear import OnlineFp8LinearMethod
 from tests.models.helpers import CPU, TinyRunner
 from tests.models.references import SMALL, build_reference
 from tests.quantization.test_fp8_config import compressed
@@ -97,7 +97,7 @@ def test_one_layer_at_a_time_is_in_full_precision(monkeypatch):
 
     monkeypatch.setattr(staging.Staging, "part", count_part)
     monkeypatch.setattr(staging.Staging, "done", count_done)
-    quantization = Fp8Quantization(Fp8Config(online=True, per_channel=True), True, torch.bfloat16)
+    quantization = OnlineFp8Quantization(True, torch.bfloat16)
     model = LlamaForCausalLM(SMALL, ModelOptions(torch.bfloat16, CPU, quantization=quantization))
     init_dummy_weights(model, 3)
     assert most == 1 and alive == 0

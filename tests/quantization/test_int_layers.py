@@ -15,7 +15,7 @@ from quire.layers.parallel import TensorParallel
 from quire.models.loading.loader import load_model
 from quire.quantization.awq import AWQScheme
 from quire.quantization.block_quantized import weight_of
-from quire.quantization.compressed_tensors import CompressedScheme
+from quire.quantization.compressed_int import CompressedScheme
 from quire.quantization.gptq import GPTQConfig, GPTQScheme
 from quire.quantization.int_kernels import DequantizedKernel, PanelKernel
 from quire.quantization.int_linear import IntLinearMethod
@@ -179,9 +179,9 @@ REFUSED = [
     (awq().config | {"bits": 8}, "weights of 8 bits.*supported: 4"),
     (awq(zero_point=False).config, "without zero points"),
     (awq(modules_to_not_convert=[3]).config, "malformed"),
-    (compressed(group(2)), r"weights of 2 bits.*4 or 8 \(config_groups: group_0\)"),
+    (compressed(group(2)), r"weights of 2 bits.*4-bit int, 8-bit int.* \(config_groups: group_0\)"),
     (compressed(group(), kind="marlin-24"), "format 'marlin-24'.*pack-quantized, int-quantized"),
-    (compressed(group(), {"targets": ["re:.*v"], "weights": {"type": "float", "num_bits": 8}}), "float weights beside"),
+    (compressed(group(), {"targets": ["re:.*v"], "weights": {"type": "float", "num_bits": 8}}), "for fp8.*: group_1"),
     (compressed(group(input_activations={"type": "float", "num_bits": 8})), "8-bit float input_activations.*8-bit int"),
     (compressed(group(), ignore=["re:("]), "malformed"),
     (compressed(group(), ignore="lm_head"), "ignore must be a list of names"),

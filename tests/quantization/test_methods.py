@@ -12,9 +12,9 @@ from quire.layers.linear import MergedColumnParallelLinear
 from quire.layers.linear_experts import LinearExperts
 from quire.quantization import select
 from quire.quantization.block_quantized import BlockQuantizedLinearMethod
-from quire.quantization.fp8 import CheckpointFp8LinearMethod, OnlineFp8LinearMethod
-from quire.quantization.fp8_config import Fp8Config
+from quire.quantization.fp8_config import Fp8Scheme
 from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
+from quire.quantization.fp8_linear import CheckpointFp8LinearMethod, OnlineFp8LinearMethod
 from quire.quantization.mixed import MixedLinearMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 from tests.quantization import scaled_int8
@@ -154,8 +154,8 @@ def test_some_of_a_fused_layer_in_fp8(tmp_path):
 METHODS = {
     "unquantized": UnquantizedLinearMethod(),
     "online fp8": OnlineFp8LinearMethod(per_channel=True),
-    "fp8": CheckpointFp8LinearMethod(Fp8Config(per_channel=True)),
-    "dequantized fp8": DequantizedFp8LinearMethod(Fp8Config(per_channel=True)),
+    "fp8": CheckpointFp8LinearMethod(Fp8Scheme(per_channel=True)),
+    "dequantized fp8": DequantizedFp8LinearMethod(Fp8Scheme(per_channel=True)),
     "block": pytest.param(BlockQuantizedLinearMethod("Q8_0"), marks=needs_c),
     "made up": ScaledInt8LinearMethod(per_output=True),
     "mixed": MixedLinearMethod((UnquantizedLinearMethod(), OnlineFp8LinearMethod(per_channel=True))),

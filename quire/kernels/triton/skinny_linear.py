@@ -69,7 +69,7 @@ def _gemv_kernel(
     bias,
     residual,
     norm_weight,  # [K] of an RMSNorm of x
-    w_scale,
+    w_scale,  # [N], or [N / GROUP_N, K / GROUP_K]
     x_scale,
     rows,
     K,
@@ -87,6 +87,8 @@ def _gemv_kernel(
     HAS_NORM: tl.constexpr,
     HAS_W_SCALE: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
+    GROUP_N: tl.constexpr,  # outputs and inputs that share a scale of the weight; 0: a scale per output
+    GROUP_K: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -107,34 +109,45 @@ def _gemv_kernel(
     for start in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         if EVEN_K:
-            tile = tl.load(w_rows + k[None, :], eviction_policy="evict_first").to(tl.float32)
+            tile = _wide(tl.load(w_rows + k[None, :], eviction_policy="evict_first"))
         else:
-            tile = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+            tile = _wide(tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0))
         tile_up = tile
         if SILU:
             up_rows = w_rows + N.to(tl.int64) * K
             if EVEN_K:
-                tile_up = tl.load(up_rows + k[None, :], eviction_policy="evict_first").to(tl.float32)
+                tile_up = _wide(tl.load(up_rows + k[None, :], eviction_policy="evict_first"))
             else:
-                tile_up = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+                tile_up = _wide(tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0))
+        factor, factor_up = squares0, squares0
+        if GROUP_N > 0:
+            # The tile's outputs share their scales, so x is multiplied by these instead of the weights.
+            first = tl.program_id(0) * BLOCK_N
+            factor = _scales_of(w_scale, first // GROUP_N, start, K, BLOCK_K, GROUP_K)
+            if SILU:
+                factor_up = _scales_of(w_scale, (N + first) // GROUP_N, start, K, BLOCK_K, GROUP_K)
         if PDL:
             # The weights are being loaded before the kernel that writes x has ended.
             gdc_wait()
         gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32) if HAS_NORM else squares0
         acc0, up0, squares0 = _row(
-            x, gain, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
-        )
+            x, gain, factor, factor_up, tile, tile_up, acc0, up0, squares0, 0, rows, k, K, x_stride,
+            EVEN_K, HAS_NORM, GROUP_N > 0, SILU,
+        )  # fmt: skip
         if ROWS > 1:
             acc1, up1, squares1 = _row(
-                x, gain, tile, tile_up, acc1, up1, squares1, 1, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
-            )
+                x, gain, factor, factor_up, tile, tile_up, acc1, up1, squares1, 1, rows, k, K, x_stride,
+                EVEN_K, HAS_NORM, GROUP_N > 0, SILU,
+            )  # fmt: skip
         if ROWS > 2:
             acc2, up2, squares2 = _row(
-                x, gain, tile, tile_up, acc2, up2, squares2, 2, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
-            )
+                x, gain, factor, factor_up, tile, tile_up, acc2, up2, squares2, 2, rows, k, K, x_stride,
+                EVEN_K, HAS_NORM, GROUP_N > 0, SILU,
+            )  # fmt: skip
             acc3, up3, squares3 = _row(
-                x, gain, tile, tile_up, acc3, up3, squares3, 3, rows, k, K, x_stride, EVEN_K, HAS_NORM, SILU
-            )
+                x, gain, factor, factor_up, tile, tile_up, acc3, up3, squares3, 3, rows, k, K, x_stride,
+                EVEN_K, HAS_NORM, GROUP_N > 0, SILU,
+            )  # fmt: skip
     _row_epilogue(
         acc0, up0, squares0, n, 0, rows, K, eps, y, bias, residual, w_scale, x_scale, N,
         HAS_BIAS, HAS_RESIDUAL, HAS_NORM, HAS_W_SCALE, HAS_X_SCALE, SILU,
@@ -156,9 +169,28 @@ def _gemv_kernel(
 
 
 @triton.jit
+def _wide(tile):
+    """In float32. Conversions from int8 are slow: instead its bits become the lowest of 2 ** 23."""
+    if tile.dtype == tl.int8:
+        bits = ((tile.to(tl.int32) & 0xFF) ^ 0x80) | 0x4B000000
+        return bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        return tile.to(tl.float32)
+
+
+@triton.jit
+def _scales_of(w_scale, row, start, K, BLOCK_K: tl.constexpr, GROUP_K: tl.constexpr):
+    """[BLOCK_K]: a row of scales from input `start` on, repeated for the inputs of a group."""
+    GROUPS: tl.constexpr = BLOCK_K // GROUP_K
+    group = start // GROUP_K + tl.arange(0, GROUPS)
+    scales = tl.load(w_scale + row * (K // GROUP_K) + group, mask=group < K // GROUP_K, other=0.0)
+    return tl.reshape(tl.broadcast_to(scales[:, None], [GROUPS, GROUP_K]), [BLOCK_K])
+
+
+@triton.jit
 def _row(
-    x, gain, tile, tile_up, acc, acc_up, squares, m, rows, k, K, x_stride,
-    EVEN_K: tl.constexpr, HAS_NORM: tl.constexpr, SILU: tl.constexpr,
+    x, gain, factor, factor_up, tile, tile_up, acc, acc_up, squares, m, rows, k, K, x_stride,
+    EVEN_K: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GROUPS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Add one row's products with a tile of W."""
     at = x + tl.minimum(m, rows - 1).to(tl.int64) * x_stride + k
@@ -166,9 +198,14 @@ def _row(
     if HAS_NORM:
         squares += values * values
         values *= gain
-    acc += tile * values[None, :]
-    if SILU:
-        acc_up += tile_up * values[None, :]
+    if HAS_GROUPS:
+        acc += tile * (values * factor)[None, :]
+        if SILU:
+            acc_up += tile_up * (values * factor_up)[None, :]
+    else:
+        acc += tile * values[None, :]
+        if SILU:
+            acc_up += tile_up * values[None, :]
     return acc, acc_up, squares
 
 
@@ -201,7 +238,15 @@ def _prefetch(rows, first, K, LINES: tl.constexpr, LINE: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit
+def _dot(left, right, acc):
+    if acc.dtype == tl.int32:
+        return tl.dot(left, right, acc, out_dtype=tl.int32)
+    else:
+        return tl.dot(left, right, acc)
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "x_scale_stride"])
 def _dot_kernel(
     x,  # [rows, K]
     w,  # [N, K], with SILU [2 * N, K]
@@ -217,6 +262,7 @@ def _dot_kernel(
     K,
     N,
     x_stride,
+    x_scale_stride,  # of x's scales from one group of inputs to the next
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -229,6 +275,8 @@ def _dot_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_W_SCALE: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
+    GROUP_N: tl.constexpr,  # outputs and inputs that share a scale of the weight; 0: a scale per output
+    GROUP_K: tl.constexpr,
     SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -248,7 +296,7 @@ def _dot_kernel(
         if SILU:
             _prefetch(up_rows, begin, K, LINES, LINE)
         gdc_wait()
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if w.dtype.element_ty == tl.int8 else tl.float32)
     acc_up = acc
     for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
@@ -258,13 +306,28 @@ def _dot_kernel(
         else:
             right = tl.load(x_rows + k[:, None], mask=(k < K)[:, None], other=0.0)
             left = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-        acc = tl.dot(left, right, acc)
+        if GROUP_N > 0:
+            # Both operands' scales change with the group of inputs, of which a step is a part.
+            group = start // GROUP_K
+            row = tile * BLOCK_N // GROUP_N
+            scale = tl.load(w_scale + row * (K // GROUP_K) + group)
+            by_row = tl.zeros([BLOCK_M], tl.float32) + 1.0
+            if HAS_X_SCALE:
+                by_row = tl.load(x_scale + group * x_scale_stride + m, mask=m < rows, other=0.0)
+            acc += tl.dot(left.to(right.dtype), right) * (by_row * scale)[None, :]
+        else:
+            acc = _dot(left.to(right.dtype), right, acc)
         if SILU:
             if EVEN_K:
                 left = tl.load(up_rows + k[None, :], eviction_policy="evict_first")
             else:
                 left = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-            acc_up = tl.dot(left, right, acc_up)
+            if GROUP_N > 0:
+                scale = tl.load(w_scale + (row + N // GROUP_N) * (K // GROUP_K) + group)
+                acc_up += tl.dot(left.to(right.dtype), right) * (by_row * scale)[None, :]
+            else:
+                acc_up = _dot(left.to(right.dtype), right, acc_up)
+    acc, acc_up = acc.to(tl.float32), acc_up.to(tl.float32)
 
     if SPLIT:
         HALVES: tl.constexpr = 2 if SILU else 1
@@ -288,7 +351,7 @@ def _dot_kernel(
 
     epilogue(
         acc, acc_up, n[:, None], m[None, :], (m < rows)[None, :], y, bias, residual, w_scale, x_scale, N,
-        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE, SILU,
+        HAS_BIAS, HAS_RESIDUAL, HAS_W_SCALE, HAS_X_SCALE and GROUP_N == 0, SILU,
     )  # fmt: skip
 
 
@@ -313,6 +376,7 @@ def skinny_linear(
     silu: bool,
     out_dtype: torch.dtype,
     pdl: bool,
+    groups: tuple[int, int] | None,
 ) -> torch.Tensor:
     rows, k = x.shape
     n = weight.shape[0] // 2 if silu else weight.shape[0]
@@ -321,8 +385,10 @@ def skinny_linear(
         "EVEN_K": k % config.block_k == 0,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "HAS_W_SCALE": weight_scale is not None,
+        "HAS_W_SCALE": weight_scale is not None and groups is None,
         "HAS_X_SCALE": x_scale is not None,
+        "GROUP_N": groups[0] if groups is not None else 0,
+        "GROUP_K": groups[1] if groups is not None else 0,
         "SILU": silu,
         "PDL": pdl,
         "num_warps": config.warps,
@@ -331,7 +397,7 @@ def skinny_linear(
         flags["launch_pdl"] = True
     tiles = triton.cdiv(n, config.block_n)
     if config.kind == "gemv":
-        assert rows <= MAX_GEMV_ROWS
+        assert rows <= MAX_GEMV_ROWS and (groups is None or x_scale is None)
         gain, eps = norm if norm is not None else (None, 0.0)
         _gemv_kernel[(tiles,)](
             x, weight, y, bias, residual, gain, weight_scale, x_scale, rows, k, n, x.stride(0), eps,
@@ -344,7 +410,8 @@ def skinny_linear(
     block_m = max(MIN_BLOCK_M, triton.next_power_of_2(rows))
     halves = 2 if silu else 1
     size = weight.element_size()
-    stages = min(config.stages, MAX_SHARED // ((halves * config.block_n + block_m) * config.block_k * size))
+    step = (halves * config.block_n * size + block_m * x.element_size()) * config.block_k
+    stages = min(config.stages, MAX_SHARED // step)
     space = SplitWorkspace.of(x.device)
     if config.splits > 1:
         needed = tiles * config.splits * halves * config.block_n * block_m
@@ -354,7 +421,7 @@ def skinny_linear(
     slab = triton.cdiv(triton.cdiv(k, config.block_k), config.splits) * config.block_k
     _dot_kernel[(tiles, config.splits)](
         x, weight, y, bias, residual, weight_scale, x_scale, space.partial, space.arrived,
-        rows, config.splits, k, n, x.stride(0),
+        rows, config.splits, k, n, x.stride(0), x_scale.stride(-1) if x_scale is not None and groups is not None else 0,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.splits > 1, STAGES=stages,
         LINES=min(8, triton.next_power_of_2(slab // per_line)) if pdl else 1, LINE=per_line, num_stages=stages, **flags,
     )  # fmt: skip
