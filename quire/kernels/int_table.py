@@ -14,6 +14,7 @@ MIN_BLOCK_M = 8  # columns of the smallest matrix instruction
 MAX_BLOCK_M = 128
 MAX_ROWS_PER_EXPERT = 256  # on average; above it experts are dequantized first, unless measured otherwise
 PROGRAMS = 132  # multiprocessors of an H100 or H200
+SHORT_CHUNK = 128  # inputs; up to it, as with groups of 32 or fewer, more chunks must be in flight
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,31 @@ MEASURED_FUSED: dict[tuple[int, int, int, int], IntConfig] = {
     (4, 2, 14336, 4096): IntConfig(32, warps=2, splits=4),
 }
 
+# The same for short chunks, which the key has behind the bits.
+MEASURED_SHORT: dict[tuple[int, int, int, int, int], IntConfig | None] = {}
+MEASURED_SHORT_FUSED: dict[tuple[int, int, int, int, int], IntConfig] = {}
+
 
 def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None:
     """The kernel for x [rows, k] and a weight [n, k] packed in chunks of that many inputs; None: dequantize first."""
     bucket = next((b for b in BUCKETS if b >= rows), None)
     if rows == 0 or bucket is None:
         return None
-    if (bits, bucket, k, n) in MEASURED:
+    if chunk <= SHORT_CHUNK:
+        if (bits, chunk, bucket, k, n) in MEASURED_SHORT:
+            return MEASURED_SHORT[bits, chunk, bucket, k, n]
+    elif (bits, bucket, k, n) in MEASURED:
         return MEASURED[bits, bucket, k, n]
     return candidates(bucket, k, n, chunk)[0] if bucket <= MAX_TILE_ROWS else None
 
 
 def choose_fused(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig:
     """For a kernel fused with norm, activation and residual, of n outputs after the activation."""
-    return MEASURED_FUSED.get((bits, rows, k, n)) or candidates(rows, k, n, chunk)[0]
+    if chunk <= SHORT_CHUNK:
+        measured = MEASURED_SHORT_FUSED.get((bits, chunk, rows, k, n))
+    else:
+        measured = MEASURED_FUSED.get((bits, rows, k, n))
+    return measured or candidates(rows, k, n, chunk)[0]
 
 
 def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
@@ -105,7 +117,11 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     # Output columns, warps, stages, programs on each multiprocessor; with weights scaled also rows, and `sub`.
     plain: list[tuple[int, int, int, int]] = []
     scaled: list[tuple[int, int, int, int, int, int]] = []
-    if rows <= 16:
+    if rows <= 16 and chunk <= SHORT_CHUNK:
+        plain = [(64, 4, 6, 4), (64, 4, 8, 2), (32, 2, 8, 8), (32, 2, 6, 4), (128, 4, 6, 2), (128, 8, 6, 1)]
+        plain += [(64, 4, 8, 8), (64, 4, 4, 4), (16, 1, 8, 8)]
+        scaled = [(*shape, 0, 0) for shape in plain[:4]]
+    elif rows <= 16:
         plain = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1), (64, 4, 6, 1)]
         plain += [(32, 2, 4, 4), (32, 2, 4, 8), (16, 1, 4, 8)]
     elif rows <= 64:
@@ -126,7 +142,8 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
         if rows > 128:
             scaled += [(128, 8, 3, 1, 256, 32), (128, 16, 3, 1, 256, 32), (64, 8, 3, 1, 256, 32)]
     found = [replace(_config(rows, k, n, chunk, *c[:5]), sub=c[5], prescaled=True) for c in scaled]
-    found += [_config(rows, k, n, chunk, *shape, 0) for shape in plain]
+    sums = [_config(rows, k, n, chunk, *shape, 0) for shape in plain]
+    found = sums + found if rows <= 16 else found + sums
     return list(dict.fromkeys(found))
 
 

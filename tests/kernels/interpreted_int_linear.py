@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import tests.kernels.interpreter_fix  # noqa: F401
-from quire.kernels.int_linear import dequantize, dequantize_torch, int_linear, int_linear_torch
+from quire.kernels.int_linear import (
+    dequantize,
+    dequantize_torch,
+    int_linear,
+    int_linear_torch,
+    join_outputs,
+    lookup,
+)
 from quire.kernels.int_table import IntConfig
 from quire.kernels.triton.skinny_linear import SplitWorkspace
 from tests.kernels.int_cases import LAYOUTS, make_weight
@@ -44,6 +51,22 @@ def test_dequantized(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_that_are_looked_up(layout):
+    weight, wide = make_weight(layout, 40)
+    ids = torch.tensor([39, 0, 15, 16, 39])
+    assert torch.equal(lookup(weight, ids), wide[ids]) and torch.equal(lookup(weight, ids.int()), wide[ids])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_outputs_of_several_weights_are_joined(layout):
+    found = [make_weight(layout, outputs) for outputs in (48, 16, 8)]
+    joined = join_outputs([weight for weight, _ in found])
+    assert joined is not None and joined.outputs == 72
+    assert torch.equal(dequantize(joined), torch.cat([wide for _, wide in found]))
+    assert join_outputs([found[2][0], found[1][0]]) is None, "8 outputs are no whole panel"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout(layout):
     weight, _ = make_weight(layout, 40)
     wide = tensor(3, 2 * weight.inputs)  # rows of x apart, as in a slice of a larger tensor
@@ -55,13 +78,16 @@ def test_every_layout(layout):
     ("rows", "name"), [(1, "whole"), (3, "split"), (17, "whole"), (64, "tiles of rows"), (40, "weights scaled")]
 )
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows(bits, name, rows):
-    weight, _ = make_weight(next(layout for layout in LAYOUTS if layout.bits == bits and layout.zeros), 40)
+@pytest.mark.parametrize("kind", ["zeros", "minimums"])
+def test_rows(kind, bits, name, rows):
+    weight, _ = make_weight(next(layout for layout in LAYOUTS if layout.bits == bits and getattr(layout, kind)), 40)
     check(tensor(rows, weight.inputs), weight, CONFIGS[name], bias=tensor(40))
 
 
 @pytest.mark.parametrize("fused", FUSED + FUSED_FOR_FEW)
-@pytest.mark.parametrize(("layout", "name"), [(LAYOUTS[0], "whole"), (LAYOUTS[2], "split")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "name"), [(LAYOUTS[0], "whole"), (LAYOUTS[2], "split"), (LAYOUTS[-1], "split")], ids=str
+)
 def test_fused(layout, name, fused):
     n, rows = 48, 2
     outputs = 2 * n if "silu" in fused else n

@@ -22,6 +22,8 @@ from quire.kernels.triton.skinny_linear import COUNTERS, WORKSPACE_FLOATS, Split
 MAX_SHARED = 220 << 10
 PREFETCHED = 4  # chunks that a program prefetches before the kernel before has ended
 NORM_BLOCK = 4096  # inputs that a program squares at a time
+# ZEROS of a kernel: what a scale's word has in its upper half.
+POINTS, MINIMUMS = tl.constexpr(1), tl.constexpr(2)
 
 
 def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
@@ -104,6 +106,25 @@ def scale_pairs(values, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def scale_and_add_pairs(values, scale, added, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Values [rows, plane] times scales [rows] plus added [rows, 1], rounded once, two at a time."""
+    by = scale.to(DTYPE)[:, None]
+    if INTERPRETED:
+        return (values.to(tl.float32) * by.to(tl.float32) + added.to(tl.float32)).to(DTYPE)
+    else:
+        triples = [values, tl.broadcast_to(by, values.shape), tl.broadcast_to(added, values.shape)]
+        if tl.bfloat16 == DTYPE:
+            made = tl.inline_asm_elementwise(
+                "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", triples, dtype=tl.int16, is_pure=True, pack=2
+            )
+        else:
+            made = tl.inline_asm_elementwise(
+                "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", triples, dtype=tl.int16, is_pure=True, pack=2
+            )
+        return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def low_half(word, BF16: tl.constexpr):
     """The number in the lower 16 bits, as float32."""
     if BF16:
@@ -126,8 +147,11 @@ def _scaled_dot(
 ):  # fmt: skip
     """acc plus the product with one field; `word` [rows] has its scale, `channel` [rows] the output's."""
     of = channel if PER_CHANNEL else word
-    neg_zero = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
-    left = unpack(tile, neg_zero, FIELD, BITS, DTYPE, ZEROS, INTERPRETED)
+    upper = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+    left = unpack(tile, upper, FIELD, BITS, DTYPE, ZEROS == POINTS, INTERPRETED)
+    if ZEROS == MINIMUMS:
+        made = scale_and_add_pairs(left, low_half(word, SCALE_BF16), upper, DTYPE, INTERPRETED)
+        return tl.dot(made, right, acc)
     if PER_CHANNEL:
         return tl.dot(left, right, acc)
     scale = low_half(word, SCALE_BF16) if ZEROS or FIELD % 2 == 0 else high_half(word, SCALE_BF16)
@@ -414,12 +438,15 @@ def _dequantize_kernel(
     for field in tl.static_range(FIELDS):
         plane = chunk * FIELDS + field
         word = scale_word(some_scales, field, COUNT, ZEROS)
-        neg_zero = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+        upper = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
         if PER_CHANNEL or ZEROS:
             scale = low_half(word, SCALE_BF16)
         else:
             scale = low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16)
-        values = unpack(tile, neg_zero, field, BITS, DTYPE, ZEROS, INTERPRETED).to(tl.float32) * scale[:, None]
+        codes = unpack(tile, upper, field, BITS, DTYPE, ZEROS == POINTS, INTERPRETED)
+        values = codes.to(tl.float32) * scale[:, None]
+        if ZEROS == MINIMUMS:
+            values += upper.to(tl.float32)
         k = plane * PLANE + j
         inside = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (k < K)[None, :]
         tl.store(y_rows + k[None, :], values.to(DTYPE), mask=inside)
@@ -430,7 +457,7 @@ def layout_flags(w: PackedIntWeight) -> dict[str, Any]:
     return {
         "PLANE": w.plane,
         "BITS": w.bits,
-        "ZEROS": w.has_zeros,
+        "ZEROS": MINIMUMS.value if w.has_minimums else POINTS.value if w.has_zeros else 0,
         "PER_CHANNEL": w.per_channel,
         "SCALE_BF16": w.scale_dtype is torch.bfloat16,
         "EVEN_K": w.inputs == w.num_chunks * w.fields * w.plane,
