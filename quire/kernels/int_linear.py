@@ -11,9 +11,10 @@ an output, or for each output. Codes are packed for kernels that unpack without 
   word has the scale and, above it, minus the zero point as the unpacked number has it (`offset`). One scale per output
   is [1, N, 1], in the latter form. Scales are stored once per plane: groups are multiples of it.
 
-Groups with any minimum, w = code * scale + minimum, have the weight of the middle code in place of a zero point, and
-both it and the scale in the products' type, in which w is made by one multiplication and sum: with a bfloat16 of 4 bits
-w is off by at most 1/32 of a scale, and a tenth of that on average, where rounding to 4 bits has cost up to a half.
+Groups of which zero is no code, w = (code - 2 ** (bits - 1)) * scale + centre, have that centre in place of a zero
+point, and both it and the scale in the products' type, in which w is made by one multiplication and sum. In bfloat16
+weights of 4 bits are off by 1/90 of a scale on average and 1/10 at most (the nearest bfloat16s of them by 1/140 and
+1/17), where rounding to 4 bits has cost 1/4 and 1/2.
 
 Outputs are padded to a multiple of 16 and inputs to one of the chunk, with scales of zero. Experts have a dimension
 before these.
@@ -46,7 +47,7 @@ class PackedIntWeight:
     inputs: int
     has_zeros: bool  # else the zero point is the middle of the range
     per_channel: bool  # one scale per output
-    has_minimums: bool = False
+    has_centres: bool = False
 
     @property
     def plane(self) -> int:
@@ -64,7 +65,13 @@ class PackedIntWeight:
     def layout(self) -> tuple[object, ...]:
         """What weights must have in common to be multiplied by one kernel."""
         shapes = (self.words.shape, self.scales.shape, self.scale_dtype, self.dtype)
-        return *shapes, self.bits, self.outputs, self.inputs, self.has_zeros, self.per_channel, self.has_minimums
+        return *shapes, self.bits, self.outputs, self.inputs, self.has_zeros, self.per_channel, self.has_centres
+
+    @property
+    def joins(self) -> tuple[object, ...]:
+        """What weights must have in common for their outputs to be joined."""
+        types = (self.scale_dtype, self.dtype, self.bits, self.plane, self.inputs)
+        return *types, self.has_zeros, self.per_channel, self.has_centres
 
     @property
     def nbytes(self) -> int:
@@ -96,12 +103,12 @@ def pack_int_weight(
     zeros: torch.Tensor | None,  # [(E,) N, groups]: integers; None: 2^(bits - 1)
     bits: int,
     dtype: torch.dtype,
-    minimums: torch.Tensor | None = None,  # [(E,) N, groups]: weights of code 0, instead of zero points
+    centres: torch.Tensor | None = None,  # [(E,) N, groups]: weights of code 2^(bits - 1), instead of zero points
 ) -> PackedIntWeight:
     """On the device of the codes. Scales that fit neither float16 nor bfloat16 are rounded to `dtype`."""
     *lead, outputs, inputs = codes.shape
     groups = scales.shape[-1]
-    assert zeros is None or minimums is None
+    assert zeros is None or centres is None
     if tuple(scales.shape[:-1]) != (*lead, outputs) or (zeros is not None and zeros.shape != scales.shape):
         found = f"scales {list(scales.shape)}" + ("" if zeros is None else f", zero points {list(zeros.shape)}")
         raise ValueError(f"codes {list(codes.shape)} have {found}; allowed: {[*lead, outputs, 'groups']} for both")
@@ -114,8 +121,7 @@ def pack_int_weight(
     fields, plane = 16 // bits, choose_plane(inputs, group_size, bits)
     chunk = fields * plane
     padded_n, padded_k = -(-outputs // PANEL) * PANEL, -(-inputs // chunk) * chunk
-    middles = None if minimums is None else minimums.float() + scales.float() * (1 << (bits - 1))
-    if middles is not None:
+    if centres is not None:
         scales = scales.to(dtype)
     elif scales.dtype not in HALF:
         scales = _in_16_bits(scales, dtype)
@@ -126,12 +132,12 @@ def pack_int_weight(
     for i in range(1, fields):
         words |= tiles[..., i, :].to(torch.int16) << (bits * i)
 
-    per_channel = groups == 1 and middles is None
+    per_channel = groups == 1 and centres is None
 
     def by_plane(values: torch.Tensor) -> torch.Tensor:
         return _by_plane(values, 0 if per_channel else plane, inputs, padded_k, padded_n)
 
-    low, high = by_plane(scales), middles
+    low, high = by_plane(scales), centres
     if zeros is not None:
         high = -(zeros.float() + offset(bits, dtype))
     if high is not None:
@@ -145,15 +151,14 @@ def pack_int_weight(
         packed = packed.transpose(-3, -2).contiguous()
     else:
         packed = packed[..., None, :, :].contiguous()
-    kind = (zeros is not None, per_channel, middles is not None)
+    kind = (zeros is not None, per_channel, centres is not None)
     return PackedIntWeight(words, packed, scales.dtype, dtype, bits, outputs, inputs, *kind)
 
 
 def join_outputs(weights: list[PackedIntWeight]) -> PackedIntWeight | None:
     """One weight with the outputs of all, one after the other; None if they are not packed alike."""
     first = weights[0]
-    alike = {(*weight.layout[2:5], *weight.layout[6:], weight.plane) for weight in weights}
-    if len(alike) > 1 or any(weight.outputs % PANEL for weight in weights[:-1]):
+    if len({weight.joins for weight in weights}) > 1 or any(weight.outputs % PANEL for weight in weights[:-1]):
         return None
     if len(weights) == 1:
         return first
@@ -206,7 +211,7 @@ def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) 
     if not w.per_channel:
         scales = scales.repeat_interleave(w.plane, -1)
         others = None if others is None else others.repeat_interleave(w.plane, -1)
-    if w.has_minimums:
+    if w.has_centres:
         assert others is not None
         values = (codes - middle) * scales + others
     else:
@@ -215,10 +220,10 @@ def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) 
 
 
 def _unpack_scales(w: PackedIntWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales, and zero points or weights of middle codes, [.., N, planes or 1] float32."""
+    """Scales, and zero points or centres, [.., N, planes or 1] float32."""
     words = w.scales.transpose(-3, -2).flatten(-2)  # [.., N, words]
     low, high = words.to(torch.int16), (words >> 16).to(torch.int16)
-    if w.has_minimums:
+    if w.has_centres:
         return low.view(w.scale_dtype).float(), high.view(w.dtype).float()
     if w.has_zeros:
         return low.view(w.scale_dtype).float(), -high.view(w.dtype).float() - offset(w.bits, w.dtype)

@@ -11,6 +11,7 @@ from quire.kernels.native import quantized
 from quire.quantization.base import Quantization
 from quire.quantization.block_quantized import GGUFQuantization, IntQuantization, panels_obstacle
 from quire.quantization.fp8_config import ONLINE
+from quire.quantization.gguf_gpu import GGUFPackedQuantization
 from quire.quantization.int_online import OnlineIntQuantization
 from quire.quantization.platform import MIN_CAPABILITY, has_fp8
 from quire.quantization.unquantized import UNQUANTIZED, Unquantized
@@ -97,15 +98,19 @@ def _fp8_quantization(requested: str, dtype: torch.dtype, device: torch.device) 
 
 def _gguf_quantization(requested: str | None, dtype: torch.dtype, device: torch.device) -> Quantization:
     compute = str(dtype).removeprefix("torch.")
-    obstacle = panels_obstacle(dtype, device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        obstacle = None if dtype in HALF else f"dtype is {compute}, and a GPU has kernels for bfloat16 and float16 only"
+    else:
+        obstacle = panels_obstacle(dtype, device)
     if requested == GGUF and obstacle:
         raise ValueError(f"quantization 'gguf' keeps weights quantized, but {obstacle}; allowed here: {DEQUANTIZED}")
-    if requested is None and obstacle is None and not quantized.is_fast():
+    if requested is None and obstacle is None and not on_gpu and not quantized.is_fast():
         obstacle = "this processor has no instructions for quantized products"
     if requested == DEQUANTIZED or obstacle:
         why = "as requested" if requested == DEQUANTIZED else obstacle
         return Unquantized(f"gguf: weights dequantized to {compute} while loading ({why})")
-    return GGUFQuantization(dtype)
+    return GGUFPackedQuantization(dtype) if on_gpu else GGUFQuantization(dtype)
 
 
 def _int_quantization(requested: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> Quantization:

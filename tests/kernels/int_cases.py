@@ -13,10 +13,10 @@ class Layout:
     inputs: int
     group: int
     zeros: bool = False
-    minimums: bool = False
+    centres: bool = False
 
     def __str__(self) -> str:
-        more = ", zero points" if self.zeros else ", minimums" if self.minimums else ""
+        more = ", zero points" if self.zeros else ", centres" if self.centres else ""
         return f"{self.bits} bits, {self.inputs} in groups of {self.group}{more}"
 
 
@@ -34,9 +34,9 @@ LAYOUTS = [
     Layout(8, 96, 32),
     Layout(8, 256, 256),
     Layout(8, 320, 320, zeros=True),
-    Layout(4, 256, 32, minimums=True),
-    Layout(4, 32, 32, minimums=True),  # one group
-    Layout(8, 160, 32, minimums=True),
+    Layout(4, 256, 32, centres=True),
+    Layout(4, 32, 32, centres=True),  # one group
+    Layout(8, 160, 32, centres=True),
 ]
 
 
@@ -59,12 +59,11 @@ def make_weight(
     if layout.zeros:
         # One more than a code can be: GPTQ stores zero points less one.
         zeros = torch.randint(top + (layout.bits == 4), (*lead, outputs, groups), device=device)
-    if layout.minimums:
-        minimums = -torch.rand(*lead, outputs, groups, device=device) * top * scales.float()
-        middles = (minimums + scales.float() * (top // 2)).to(dtype)
-        numbers = [t.float().repeat_interleave(layout.group, -1) for t in (scales.to(dtype), middles)]
+    if layout.centres:
+        centres = (torch.rand(*lead, outputs, groups, device=device) - 0.5) * top * scales.float()
+        numbers = [t.to(dtype).float().repeat_interleave(layout.group, -1) for t in (scales, centres)]
         made = (codes.float() - top // 2) * numbers[0] + numbers[1]
-        return pack_int_weight(codes, scales, None, layout.bits, dtype, minimums), made.to(dtype)
+        return pack_int_weight(codes, scales, None, layout.bits, dtype, centres=centres), made.to(dtype)
     middle = torch.full_like(scales, top // 2, dtype=torch.float32) if zeros is None else zeros.float()
     wide = (t.float().repeat_interleave(layout.group, -1) for t in (middle, scales))
     dequantized = ((codes.float() - next(wide)) * next(wide)).to(dtype)

@@ -78,7 +78,7 @@ def test_every_layout(layout):
     ("rows", "name"), [(1, "whole"), (3, "split"), (17, "whole"), (64, "tiles of rows"), (40, "weights scaled")]
 )
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("kind", ["zeros", "minimums"])
+@pytest.mark.parametrize("kind", ["zeros", "centres"])
 def test_rows(kind, bits, name, rows):
     weight, _ = make_weight(next(layout for layout in LAYOUTS if layout.bits == bits and getattr(layout, kind)), 40)
     check(tensor(rows, weight.inputs), weight, CONFIGS[name], bias=tensor(40))

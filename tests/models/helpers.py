@@ -51,7 +51,14 @@ class Row:
 class TinyRunner:
     """One KV-cache group per distinct window, each with its own block ids, as the real runner does."""
 
-    def __init__(self, model: DecoderModel, num_rows: int, block_size: int = 4, max_blocks: int = 16) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        num_rows: int,
+        block_size: int = 4,
+        max_blocks: int = 16,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self.block_size = block_size
         self.backend = TorchBackend()
@@ -59,7 +66,7 @@ class TinyRunner:
         attentions = model.cache_layers()
         windows = list(dict.fromkeys(a.sliding_window for a in attentions))
         for a in attentions:
-            dtype = next(model.parameters()).dtype
+            dtype = dtype or next(model.parameters()).dtype
             cache = torch.zeros(num_blocks, 2, a.num_kv_heads, block_size, a.head_size, dtype=dtype)
             a.bind([cache], windows.index(a.sliding_window), self.backend)
         # Blocks in no order, different in every group.

@@ -23,7 +23,7 @@ MAX_SHARED = 220 << 10
 PREFETCHED = 4  # chunks that a program prefetches before the kernel before has ended
 NORM_BLOCK = 4096  # inputs that a program squares at a time
 # ZEROS of a kernel: what a scale's word has in its upper half.
-POINTS, MINIMUMS = tl.constexpr(1), tl.constexpr(2)
+POINTS, CENTRES = tl.constexpr(1), tl.constexpr(2)
 
 
 def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
@@ -149,7 +149,7 @@ def _scaled_dot(
     of = channel if PER_CHANNEL else word
     upper = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
     left = unpack(tile, upper, FIELD, BITS, DTYPE, ZEROS == POINTS, INTERPRETED)
-    if ZEROS == MINIMUMS:
+    if ZEROS == CENTRES:
         made = scale_and_add_pairs(left, low_half(word, SCALE_BF16), upper, DTYPE, INTERPRETED)
         return tl.dot(made, right, acc)
     if PER_CHANNEL:
@@ -445,7 +445,7 @@ def _dequantize_kernel(
             scale = low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16)
         codes = unpack(tile, upper, field, BITS, DTYPE, ZEROS == POINTS, INTERPRETED)
         values = codes.to(tl.float32) * scale[:, None]
-        if ZEROS == MINIMUMS:
+        if ZEROS == CENTRES:
             values += upper.to(tl.float32)
         k = plane * PLANE + j
         inside = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (k < K)[None, :]
@@ -457,7 +457,7 @@ def layout_flags(w: PackedIntWeight) -> dict[str, Any]:
     return {
         "PLANE": w.plane,
         "BITS": w.bits,
-        "ZEROS": MINIMUMS.value if w.has_minimums else POINTS.value if w.has_zeros else 0,
+        "ZEROS": CENTRES.value if w.has_centres else POINTS.value if w.has_zeros else 0,
         "PER_CHANNEL": w.per_channel,
         "SCALE_BF16": w.scale_dtype is torch.bfloat16,
         "EVEN_K": w.inputs == w.num_chunks * w.fields * w.plane,
