@@ -1,12 +1,14 @@
 """x times a weight stored in 4 or 8 bits per element (W4A16, W8A16): the packed layout and the products with it.
 
 A weight [N, K] is integer codes, w = (code - zero) * scale, with a scale and a zero point for each group of inputs of
-an output, or for each output. Codes are packed for kernels that unpack without moving values between threads:
+an output, or for each output; or it is codes of 4-bit floats (`kind`), w = float(code) * scale * factor of the output.
+Codes are packed for kernels that unpack without moving values between threads:
 
 - `words` [N / 16, K / chunk, 16, plane] int16. A word has 4 codes of 4 bits or 2 of 8 bits, `plane` inputs apart: field
   i of word j of a chunk is input `i * plane + j` of it. So field i of a tile of words is a tile of consecutive inputs,
   with one scale for each output; two neighbouring words are one register, from which a shift and a mask make two
-  numbers. Sixteen rows of a chunk are contiguous: whatever the tile, loads are whole cache lines.
+  numbers. Sixteen rows of a chunk are contiguous: whatever the tile, loads are whole cache lines. A field of e2m1 is
+  the bits that E2M1_BITS says, so that most become bfloat16 by one shift and one mask.
 - `scales` [K / chunk, N, count] int32: the scales of a chunk's planes, 16 bits each, two in a word; with zero points a
   word has the scale and, above it, minus the zero point as the unpacked number has it (`offset`). One scale per output
   is [1, N, 1], in the latter form. Scales are stored once per plane: groups are multiples of it.
@@ -21,6 +23,7 @@ before these.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +36,13 @@ from quire.kernels.skinny_linear import skinny_linear_torch
 BITS = (4, 8)
 PANEL = 16  # outputs whose words are contiguous
 PLANES = (128, 64, 32)  # inputs of one field of a chunk; the largest that groups and inputs are multiples of
+SHORT_PLANE = 16  # for groups that are no multiples of these; an instruction's depth
 HALF = (torch.bfloat16, torch.float16)
+Kind = Literal["int", "e2m1"]
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# Of each field of a word: where the lowest of three bits for exponent and mantissa is, and where the sign. Fields 0 and
+# 1 have them as far apart as a bfloat16 has.
+E2M1_BITS = ((0, 9), (3, 12), (6, 10), (13, 11))
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,9 @@ class PackedIntWeight:
     inputs: int
     has_zeros: bool  # else the zero point is the middle of the range
     per_channel: bool  # one scale per output
-    has_centres: bool = False
+    kind: Kind = "int"  # of codes
+    factors: torch.Tensor | None = None  # [(E,) N] float32: of each output, beside the scales of groups
+    has_centres: bool = False  # in place of zero points
 
     @property
     def plane(self) -> int:
@@ -65,20 +76,22 @@ class PackedIntWeight:
     def layout(self) -> tuple[object, ...]:
         """What weights must have in common to be multiplied by one kernel."""
         shapes = (self.words.shape, self.scales.shape, self.scale_dtype, self.dtype)
-        return *shapes, self.bits, self.outputs, self.inputs, self.has_zeros, self.per_channel, self.has_centres
+        flags = (self.has_zeros, self.per_channel, self.has_centres, self.kind, self.factors is None)
+        return *shapes, self.bits, self.outputs, self.inputs, *flags
 
     @property
     def joins(self) -> tuple[object, ...]:
         """What weights must have in common for their outputs to be joined."""
         types = (self.scale_dtype, self.dtype, self.bits, self.plane, self.inputs)
-        return *types, self.has_zeros, self.per_channel, self.has_centres
+        return *types, self.has_zeros, self.per_channel, self.has_centres, self.kind, self.factors is None
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.scales.nbytes
+        return self.words.nbytes + self.scales.nbytes + (0 if self.factors is None else self.factors.nbytes)
 
     def expert(self, index: int) -> "PackedIntWeight":
-        return replace(self, words=self.words[index], scales=self.scales[index])
+        factors = None if self.factors is None else self.factors[index]
+        return replace(self, words=self.words[index], scales=self.scales[index], factors=factors)
 
 
 def offset(bits: int, dtype: torch.dtype) -> int:
@@ -90,9 +103,9 @@ def check_groups(inputs: int, group_size: int, bits: int) -> None:
     """Raises a ValueError if a weight with these groups cannot be packed."""
     if bits not in BITS:
         raise ValueError(f"weights have {bits} bits; allowed: 4 or 8")
-    if group_size != inputs and (group_size % PLANES[-1] or inputs % group_size):
+    if group_size != inputs and (group_size % SHORT_PLANE or inputs % group_size):
         raise ValueError(
-            f"groups of {group_size} inputs, of {inputs}; allowed: multiples of {PLANES[-1]} that divide the inputs, "
+            f"groups of {group_size} inputs, of {inputs}; allowed: multiples of {SHORT_PLANE} that divide the inputs, "
             f"or all inputs"
         )
 
@@ -100,9 +113,11 @@ def check_groups(inputs: int, group_size: int, bits: int) -> None:
 def pack_int_weight(
     codes: torch.Tensor,  # [(E,) N, K] uint8: 0 to 2^bits - 1
     scales: torch.Tensor,  # [(E,) N, groups]
-    zeros: torch.Tensor | None,  # [(E,) N, groups]: integers; None: 2^(bits - 1)
+    zeros: torch.Tensor | None,  # [(E,) N, groups]: integers; None: 2^(bits - 1), of floats 0
     bits: int,
     dtype: torch.dtype,
+    kind: Kind = "int",
+    factors: torch.Tensor | None = None,  # [(E,) N]
     centres: torch.Tensor | None = None,  # [(E,) N, groups]: weights of code 2^(bits - 1), instead of zero points
 ) -> PackedIntWeight:
     """On the device of the codes. Scales that fit neither float16 nor bfloat16 are rounded to `dtype`."""
@@ -112,6 +127,10 @@ def pack_int_weight(
     if tuple(scales.shape[:-1]) != (*lead, outputs) or (zeros is not None and zeros.shape != scales.shape):
         found = f"scales {list(scales.shape)}" + ("" if zeros is None else f", zero points {list(zeros.shape)}")
         raise ValueError(f"codes {list(codes.shape)} have {found}; allowed: {[*lead, outputs, 'groups']} for both")
+    if kind != "int" and (bits != 4 or zeros is not None):
+        raise ValueError(f"codes of {kind} have 4 bits and no zero points, not {bits} bits")
+    if factors is not None and tuple(factors.shape) != (*lead, outputs):
+        raise ValueError(f"factors are {list(factors.shape)}; allowed: {[*lead, outputs]}")
     if dtype not in HALF:
         raise ValueError(f"products are in bfloat16 or float16, not {dtype}")
     if groups == 0 or inputs % groups:
@@ -128,9 +147,9 @@ def pack_int_weight(
 
     codes = F.pad(codes, (0, padded_k - inputs, 0, padded_n - outputs))
     tiles = codes.view(*lead, padded_n // PANEL, PANEL, padded_k // chunk, fields, plane).transpose(-4, -3)
-    words = tiles[..., 0, :].to(torch.int16, memory_format=torch.contiguous_format)
+    words = _field(tiles, 0, bits, kind).contiguous()
     for i in range(1, fields):
-        words |= tiles[..., i, :].to(torch.int16) << (bits * i)
+        words |= _field(tiles, i, bits, kind)
 
     per_channel = groups == 1 and centres is None
 
@@ -151,8 +170,18 @@ def pack_int_weight(
         packed = packed.transpose(-3, -2).contiguous()
     else:
         packed = packed[..., None, :, :].contiguous()
-    kind = (zeros is not None, per_channel, centres is not None)
-    return PackedIntWeight(words, packed, scales.dtype, dtype, bits, outputs, inputs, *kind)
+    sizes = (bits, outputs, inputs, zeros is not None, per_channel)
+    factors = None if factors is None else factors.float().contiguous()
+    return PackedIntWeight(words, packed, scales.dtype, dtype, *sizes, kind, factors, centres is not None)
+
+
+def _field(tiles: torch.Tensor, i: int, bits: int, kind: Kind) -> torch.Tensor:
+    """The codes of a field, moved to its bits."""
+    codes = tiles[..., i, :].to(torch.int16)
+    if kind == "e2m1":
+        low, sign = E2M1_BITS[i]
+        return (codes & 7) << low | codes >> 3 << sign
+    return codes << (bits * i)
 
 
 def join_outputs(weights: list[PackedIntWeight]) -> PackedIntWeight | None:
@@ -163,7 +192,11 @@ def join_outputs(weights: list[PackedIntWeight]) -> PackedIntWeight | None:
     if len(weights) == 1:
         return first
     words, scales = torch.cat([w.words for w in weights], -4), torch.cat([w.scales for w in weights], -2)
-    return replace(first, words=words, scales=scales, outputs=sum(w.outputs for w in weights))
+    factors = [w.factors for w in weights if w.factors is not None]
+    outputs = sum(w.outputs for w in weights)
+    return replace(
+        first, words=words, scales=scales, factors=torch.cat(factors, -1) if factors else None, outputs=outputs
+    )
 
 
 def stack_experts(weights: list[PackedIntWeight | None]) -> PackedIntWeight | None:
@@ -172,12 +205,15 @@ def stack_experts(weights: list[PackedIntWeight | None]) -> PackedIntWeight | No
     if first is None or len(found) != len(weights) or len({weight.layout for weight in found}) > 1:
         return None
     words, scales = torch.stack([w.words for w in found]), torch.stack([w.scales for w in found])
-    return replace(first, words=words, scales=scales)
+    factors = [w.factors for w in found if w.factors is not None]
+    return replace(first, words=words, scales=scales, factors=torch.stack(factors) if factors else None)
 
 
 def choose_plane(inputs: int, group_size: int, bits: int) -> int:
     """The largest that needs no padding: short ones make short products."""
     fields = 16 // bits
+    if group_size != inputs and group_size % PLANES[-1]:
+        return SHORT_PLANE
     fits = (p for p in PLANES if (group_size == inputs or group_size % p == 0) and inputs % (fields * p) == 0)
     return next(fits, PLANES[-1])
 
@@ -201,22 +237,30 @@ def _by_plane(values: torch.Tensor, plane: int, inputs: int, padded_k: int, padd
 
 def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[(E,) N, K], in the weight's dtype unless told; computed in float32."""
-    w, fields = weight, torch.arange(weight.fields, device=weight.words.device)
-    mask = (1 << w.bits) - 1
-    codes = (
-        w.words.to(torch.int32)[..., None, :] >> (w.bits * fields)[:, None]
-    ) & mask  # [.., chunks, 16, fields, plane]
+    w = weight
+    codes = torch.stack([_codes(w, i) for i in range(w.fields)], -2)  # [.., chunks, 16, fields, plane]
     codes = codes.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [.., N, K]
     middle, (scales, others) = 1 << (w.bits - 1), _unpack_scales(w)
     if not w.per_channel:
         scales = scales.repeat_interleave(w.plane, -1)
         others = None if others is None else others.repeat_interleave(w.plane, -1)
-    if w.has_centres:
+    if w.kind == "e2m1":
+        values = torch.tensor(E2M1, device=codes.device)[codes] * scales
+    elif w.has_centres:
         assert others is not None
         values = (codes - middle) * scales + others
     else:
         values = (codes - middle if others is None else codes - others) * scales
-    return values[..., : w.outputs, : w.inputs].to(dtype or w.dtype)
+    values = values[..., : w.outputs, : w.inputs]
+    return (values if w.factors is None else values * w.factors[..., None]).to(dtype or w.dtype)
+
+
+def _codes(w: PackedIntWeight, i: int) -> torch.Tensor:
+    words = w.words.to(torch.int32)
+    if w.kind == "e2m1":
+        low, sign = E2M1_BITS[i]
+        return words >> low & 7 | (words >> sign & 1) << 3
+    return words >> (w.bits * i) & ((1 << w.bits) - 1)
 
 
 def _unpack_scales(w: PackedIntWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -236,7 +280,8 @@ def lookup(weight: PackedIntWeight, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a weight, [len(ids), K] in its dtype."""
     words = weight.words[ids // PANEL, :, ids % PANEL]  # [n, chunks, plane]
     scales = weight.scales[:, ids]
-    rows = replace(weight, words=words[:, :, None], scales=scales, outputs=len(ids))
+    factors = None if weight.factors is None else weight.factors[ids]
+    rows = replace(weight, words=words[:, :, None], scales=scales, factors=factors, outputs=len(ids))
     return dequantize_torch(rows)
 
 

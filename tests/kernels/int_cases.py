@@ -1,10 +1,10 @@
-"""Weights of 4 and 8 bits in every layout, for tests on any device."""
+"""Weights of 4 and 8 bits, integers and floats, in every layout, for tests on any device."""
 
 from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.int_linear import PackedIntWeight, pack_int_weight
+from quire.kernels.int_linear import E2M1, Kind, PackedIntWeight, pack_int_weight
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,13 @@ class Layout:
     inputs: int
     group: int
     zeros: bool = False
+    kind: Kind = "int"
+    factors: bool = False
     centres: bool = False
 
     def __str__(self) -> str:
-        more = ", zero points" if self.zeros else ", centres" if self.centres else ""
-        return f"{self.bits} bits, {self.inputs} in groups of {self.group}{more}"
+        rest = [name for name in ("zeros", "factors", "centres") if getattr(self, name)]
+        return ", ".join((f"{self.bits} bits of {self.kind}", f"{self.inputs} in groups of {self.group}", *rest))
 
 
 LAYOUTS = [
@@ -34,6 +36,13 @@ LAYOUTS = [
     Layout(8, 96, 32),
     Layout(8, 256, 256),
     Layout(8, 320, 320, zeros=True),
+    Layout(4, 192, 16, zeros=True),
+    Layout(4, 1024, 16, kind="e2m1", factors=True),
+    Layout(4, 720, 16, kind="e2m1"),
+    Layout(4, 384, 32, kind="e2m1"),
+    Layout(4, 512, 128, kind="e2m1", factors=True),
+    Layout(4, 200, 200, kind="e2m1"),
+    Layout(8, 256, 16),
     Layout(4, 256, 32, centres=True),
     Layout(4, 32, 32, centres=True),  # one group
     Layout(8, 160, 32, centres=True),
@@ -55,6 +64,8 @@ def make_weight(
     codes = torch.randint(top, (*lead, outputs, layout.inputs), dtype=torch.uint8, device=device)
     spread = top * layout.inputs**0.5 / 3  # outputs of about the size of the inputs
     scales = ((torch.rand(*lead, outputs, groups, device=device) + 0.5) / spread).to(scale_dtype or dtype)
+    if layout.kind == "e2m1":
+        return make_floats(layout, codes, scales, dtype)
     zeros = None
     if layout.zeros:
         # One more than a code can be: GPTQ stores zero points less one.
@@ -68,3 +79,12 @@ def make_weight(
     wide = (t.float().repeat_interleave(layout.group, -1) for t in (middle, scales))
     dequantized = ((codes.float() - next(wide)) * next(wide)).to(dtype)
     return pack_int_weight(codes, scales, zeros, layout.bits, dtype), dequantized
+
+
+def make_floats(
+    layout: Layout, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> tuple[PackedIntWeight, torch.Tensor]:
+    factors = torch.rand(codes.shape[:-1], device=codes.device) + 1.0 if layout.factors else None
+    values = torch.tensor(E2M1, device=codes.device)[codes.int()] * scales.float().repeat_interleave(layout.group, -1)
+    wide = (values if factors is None else values * factors[..., None]).to(dtype)
+    return pack_int_weight(codes, scales, None, 4, dtype, "e2m1", factors), wide

@@ -33,6 +33,8 @@ LAYOUTS = {
     "4 bits": (Layout(4, H, 32), Layout(4, WIDTH, WIDTH)),
     "4 bits, zero points": (Layout(4, H, 32, zeros=True), Layout(4, WIDTH, WIDTH, zeros=True)),
     "8 bits": (Layout(8, H, 32), Layout(8, WIDTH, WIDTH)),
+    "mxfp4": (Layout(4, H, 32, kind="e2m1"), Layout(4, WIDTH, WIDTH, kind="e2m1")),
+    "nvfp4": (Layout(4, H, 16, kind="e2m1", factors=True), Layout(4, WIDTH, 16, kind="e2m1", factors=True)),
 }
 CONFIGS["grouped, high tiles"] = replace(CONFIGS["grouped"], block_m=32)
 KIND = {"renormalize": True, "scoring": "softmax"}
@@ -68,17 +70,19 @@ def test_rows(rows, layout, name):
     assert not RouteWorkspace.of(x.device).counts.any() and not SplitWorkspace.of(x.device).arrived.any()
 
 
+@pytest.mark.parametrize("layout", ["4 bits, zero points", "mxfp4"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bias_and_another_activation(name):
-    packed, wide = make_experts("4 bits, zero points", bias=True, activation="swigluoai")
+def test_bias_and_another_activation(name, layout):
+    packed, wide = make_experts(layout, bias=True, activation="swigluoai")
     x, logits = tensor(5, H) * 6, tensor(5, E)
     got = moe_triton(x, logits, packed, TOP_K, config=CONFIGS[name], **KIND)
     wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
     torch.testing.assert_close(got, wanted, atol=5e-2, rtol=2e-2)
 
 
-def test_a_whole_layer():
-    packed, wide = make_experts("4 bits")
+@pytest.mark.parametrize("layout", ["4 bits", "nvfp4"])
+def test_a_whole_layer(layout):
+    packed, wide = make_experts(layout)
     x, gain, router = tensor(3, H), torch.rand(H) + 0.5, tensor(E, H) * 0.1
     layer = (x, (gain, 1e-6), router, None)
     got = fused_layer(*layer, packed, TOP_K, residual=x, config=CONFIGS["few"], **KIND)

@@ -86,7 +86,9 @@ def test_rows(kind, bits, name, rows):
 
 @pytest.mark.parametrize("fused", FUSED + FUSED_FOR_FEW)
 @pytest.mark.parametrize(
-    ("layout", "name"), [(LAYOUTS[0], "whole"), (LAYOUTS[2], "split"), (LAYOUTS[-1], "split")], ids=str
+    ("layout", "name"),
+    [(LAYOUTS[0], "whole"), (LAYOUTS[2], "split"), (LAYOUTS[14], "split"), (LAYOUTS[-1], "split")],
+    ids=str,
 )
 def test_fused(layout, name, fused):
     n, rows = 48, 2

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.int_linear import offset
-from quire.kernels.triton.int_linear import unpack_ptx
+from quire.kernels.int_linear import E2M1, E2M1_BITS, offset
+from quire.kernels.triton.int_linear import unpack_e2m1_ptx, unpack_ptx
 
 HALF = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
@@ -40,6 +40,10 @@ def run(ptx: str, words: np.ndarray, added: np.ndarray) -> np.ndarray:
             values[to] = a[0]
         elif op == "shr.b32":
             values[to] = a[0] >> a[1]
+        elif op == "shl.b32":
+            values[to] = a[0] << a[1]
+        elif op == "and.b32":
+            values[to] = a[0] & a[1]
         elif op == "lop3.b32":
             assert names[3] == "0xea", "(a and b) or c"
             values[to] = (a[0] & a[1]) | a[2]
@@ -70,3 +74,19 @@ def test_every_field_of_every_word(bits, bf16, zeros):
         got = pair(run(unpack_ptx(field, bits, bf16, zeros), halves.view(np.uint32), added), kind)
         codes = torch.from_numpy((halves >> (bits * field)).astype(np.int32) & (top - 1))
         assert torch.equal(got, (codes - points).float()), field
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_field_of_4_bit_floats(bf16):
+    kind = "bf16x2" if bf16 else "f16x2"
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    np.random.default_rng(0).shuffle(halves)
+    for field, (low, sign) in enumerate(E2M1_BITS):
+        got = pair(run(unpack_e2m1_ptx(field, bf16), halves.view(np.uint32), halves.view(np.uint32)), kind)
+        wide = halves.astype(np.int32)
+        codes = torch.from_numpy(wide >> low & 7 | (wide >> sign & 1) << 3)
+        assert torch.equal(got, torch.tensor(E2M1)[codes]), field
+
+
+def test_fields_of_4_bit_floats_fill_a_word():
+    assert sorted(bit for low, sign in E2M1_BITS for bit in (low, low + 1, low + 2, sign)) == list(range(16))

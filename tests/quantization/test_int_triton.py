@@ -102,7 +102,7 @@ def test_what_cannot_be_packed_is_dequantized(caplog, weight, why):
     ("codes", "scales", "zeros", "bits", "wrong"),
     [
         ((16, 64), (16, 3), None, 4, "cannot be divided into 3 groups"),
-        ((16, 64), (16, 4), None, 4, "multiples of 32"),
+        ((16, 64), (16, 8), None, 4, "multiples of 16"),
         ((16, 64), (8, 2), None, 4, "codes .* have scales"),
         ((16, 64), (16, 2), (16, 1), 4, "zero points"),
         ((16, 64), (16, 2), None, 3, "3 bits"),
@@ -119,3 +119,11 @@ def test_a_packed_weight_is_as_small_as_it_can_be():
     packed = pack_int_weight(weight.codes, weight.scales, None, 4, DTYPE)
     assert isinstance(packed, PackedIntWeight)
     assert packed.nbytes == 4096 * 4096 // 2 + 4096 * 32 * 2
+
+
+def test_floats_have_4_bits_and_no_zero_points():
+    codes, scales = torch.zeros(16, 64, dtype=torch.uint8), torch.ones(16, 4)
+    with pytest.raises(ValueError, match="e2m1 have 4 bits and no zero points"):
+        pack_int_weight(codes, scales, torch.zeros(16, 4), 4, DTYPE, "e2m1")
+    with pytest.raises(ValueError, match=r"factors are \[8\]; allowed: \[16\]"):
+        pack_int_weight(codes, scales, None, 4, DTYPE, "e2m1", torch.ones(8))

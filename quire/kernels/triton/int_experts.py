@@ -38,6 +38,7 @@ def _few_gate_up_kernel(
     x,  # [rows, H]
     words,  # [E, 2 * D / 16, chunks, 16, PLANE]
     scales,  # [E, chunks or 1, 2 * D, COUNT]
+    factors,  # [E, 2 * D] float32
     inner,  # [rows * TOP_K, D]
     bias,  # [E, 2 * D]
     gain,  # [H] of an RMSNorm of x
@@ -57,9 +58,11 @@ def _few_gate_up_kernel(
     NORM_BLOCK: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     SCALE_BF16: tl.constexpr,
+    FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -83,10 +86,10 @@ def _few_gate_up_kernel(
     x_rows = x + row.to(tl.int64) * x_stride + m[None, :] * 0
     acc, acc_up = multiply(
         x_rows, (m == 0)[None, :], gain, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
-        scales + expert * scales_stride + inside_n * COUNT, (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT,
-        0, chunks, H, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, True, PLANE, False, STAGES,
-        INTERPRETED,
+        scales + expert * scales_stride + inside_n * COUNT, factors + expert * 2 * D + inside_n if FACTORS else None,
+        (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT, D, 0, chunks, H, scale_stride,
+        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, True, PLANE,
+        False, STAGES, INTERPRETED,
     )  # fmt: skip
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if HAS_NORM:
@@ -106,6 +109,7 @@ def _few_down_kernel(
     inner,  # [rows * TOP_K, D]
     words,  # [E, H / 16, chunks, 16, PLANE]
     scales,  # [E, chunks or 1, H, COUNT]
+    factors,  # [E, H] float32
     y,  # [rows, H]
     bias,  # [E, H]
     residual,  # [rows, H]
@@ -124,9 +128,11 @@ def _few_down_kernel(
     BLOCK_N: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     SCALE_BF16: tl.constexpr,
+    FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -149,10 +155,10 @@ def _few_down_kernel(
     m = tl.arange(0, BLOCK_M)
     x_rows = inner + pair.to(tl.int64) * D + m[None, :] * 0
     acc, _ = multiply(
-        x_rows, (m == 0)[None, :], None, w_rows, scales + expert * scales_stride + inside_n * COUNT, 0, 0,
-        0, chunks, D, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, False, False, PLANE, False, STAGES,
-        INTERPRETED,
+        x_rows, (m == 0)[None, :], None, w_rows, scales + expert * scales_stride + inside_n * COUNT,
+        factors + expert * H + inside_n if FACTORS else None, 0, 0, 0, 0, chunks, D, scale_stride,
+        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, False, PLANE,
+        False, STAGES, INTERPRETED,
     )  # fmt: skip
     total = tl.sum(acc, 1)
     if HAS_BIAS:
@@ -176,6 +182,7 @@ def _grouped_kernel(
     x,  # gate_up: [rows, K]; down: [tiles * BLOCK_M, K]
     words,  # [E, N / 16, chunks, 16, PLANE], gate_up: 2 * N outputs
     scales,
+    factors,
     y,  # gate_up: [tiles * BLOCK_M, N]; down: [pairs, N]
     bias,
     order,  # these three as in moe_grouped.py
@@ -194,9 +201,11 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     SCALE_BF16: tl.constexpr,
+    FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SWIGLUOAI: tl.constexpr,
@@ -223,16 +232,17 @@ def _grouped_kernel(
     pair = tl.load(order + position, mask=m < rows, other=0).to(tl.int64)
     source = pair // TOP_K if GATE_UP else position
     inside_n = tl.minimum(n, N - 1)
+    HALVES: tl.constexpr = 2 if GATE_UP else 1
     acc, acc_up = multiply(
         x + source[None, :] * x_stride, (m < rows)[None, :], None,
         word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
-        scales + expert * scales_stride + inside_n * COUNT, (N // 16).to(tl.int64) * (chunks * 16 * PLANE), N * COUNT,
-        0, chunks, K, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, False, GATE_UP, SUB, PRESCALED, STAGES,
-        INTERPRETED,
+        scales + expert * scales_stride + inside_n * COUNT,
+        factors + expert * (HALVES * N) + inside_n if FACTORS else None,
+        (N // 16).to(tl.int64) * (chunks * 16 * PLANE), N * COUNT, N, 0, chunks, K, scale_stride,
+        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, GATE_UP, SUB,
+        PRESCALED, STAGES, INTERPRETED,
     )  # fmt: skip
     if HAS_BIAS:
-        HALVES: tl.constexpr = 2 if GATE_UP else 1
         added = bias + expert * (HALVES * N) + n
         acc += tl.load(added, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATE_UP:
@@ -265,8 +275,8 @@ def few_experts(
     first, second = config.gate_up, config.down
     stages = stages_for(w.gate_up, first.stages, first.block_n, MIN_BLOCK_M, 2)
     _few_gate_up_kernel[(rows * top_k, triton.cdiv(width, first.block_n))](
-        x, w.gate_up.words, w.gate_up.scales, inner, w.gate_up_bias, gain, experts, rows, hidden, width,
-        *_strides(w.gate_up), x.stride(0), eps, BLOCK_N=first.block_n,
+        x, w.gate_up.words, w.gate_up.scales, w.gate_up.factors, inner, w.gate_up_bias, gain, experts, rows, hidden,
+        width, *_strides(w.gate_up), x.stride(0), eps, BLOCK_N=first.block_n,
         NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(hidden)), HAS_BIAS=w.gate_up_bias is not None,
         HAS_NORM=norm is not None, SWIGLUOAI=w.activation == "swigluoai", STAGES=stages, num_warps=first.warps,
         num_stages=stages, **launch, **layout_flags(w.gate_up),
@@ -277,8 +287,8 @@ def few_experts(
         raise ValueError(f"{rows} rows are too many for the kernel of few rows; there are {WORKSPACE_FLOATS} floats")
     stages = stages_for(w.down, second.stages, second.block_n, MIN_BLOCK_M, 1)
     _few_down_kernel[(rows, tiles, top_k)](
-        inner, w.down.words, w.down.scales, y, w.down_bias, residual, weights, experts, space.partial, space.arrived,
-        hidden, width, *_strides(w.down), BLOCK_N=second.block_n, HAS_BIAS=w.down_bias is not None,
+        inner, w.down.words, w.down.scales, w.down.factors, y, w.down_bias, residual, weights, experts, space.partial,
+        space.arrived, hidden, width, *_strides(w.down), BLOCK_N=second.block_n, HAS_BIAS=w.down_bias is not None,
         HAS_RESIDUAL=residual is not None, STAGES=stages, PREFETCHED=min(PREFETCHED, w.down.num_chunks) if pdl else 0,
         num_warps=second.warps, num_stages=stages, **launch, **layout_flags(w.down),
     )  # fmt: skip
@@ -301,10 +311,9 @@ def multiply_sorted(
     sub = min(weight.plane, 64 if flags["BLOCK_M"] == 32 else 32) if is_high else weight.plane
     stages = stages_for(weight, config.stages, config.block_n, flags["BLOCK_M"], halves, sub)
     _grouped_kernel[(len(sorted_by[1]) * triton.cdiv(n, config.block_n),)](
-        x, weight.words, weight.scales, y, bias, *sorted_by, n, weight.inputs, *_strides(weight), x.stride(0),
-        BLOCK_N=config.block_n, HAS_BIAS=bias is not None, SUB=sub, PRESCALED=is_high, STAGES=stages,
-        num_warps=config.warps, num_stages=stages,
-        **flags, **layout_flags(weight),
+        x, weight.words, weight.scales, weight.factors, y, bias, *sorted_by, n, weight.inputs, *_strides(weight),
+        x.stride(0), BLOCK_N=config.block_n, HAS_BIAS=bias is not None, SUB=sub, PRESCALED=is_high, STAGES=stages,
+        num_warps=config.warps, num_stages=stages, **flags, **layout_flags(weight),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Words go through shared memory into the registers of the left operand of a matrix instruction and become numbers there:
 for 4 bits a shift, a mask and a sum for two weights, so that reading W is the limit. Each field of the words is a
 product of its own with the inputs it holds, whose sum is scaled once per output: the scales never touch the weights.
+Codes of 4-bit floats become numbers in the same place; the flag CODES says which kind they are.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import INTERPRETED
-from quire.kernels.int_linear import PANEL, PackedIntWeight
+from quire.kernels.int_linear import E2M1_BITS, PANEL, PackedIntWeight
 from quire.kernels.int_table import MAX_BLOCK_M, MIN_BLOCK_M, IntConfig
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
@@ -51,6 +52,28 @@ def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
     return "{ .reg .b32 a, b, m; " + made + last + " }"
 
 
+def unpack_e2m1_ptx(field: int, bf16: bool) -> str:
+    """Two words of 16 bits, $1, to one field of each: two numbers, $0.
+
+    Exponent and mantissa go where the type has the lowest bits of its exponent and the highest of its fraction; its own
+    bias of the exponent is multiplied away, subnormal numbers among them.
+    """
+    low, sign = E2M1_BITS[field]
+    place, mask, kind, by = (6, 0x01C0, "bf16x2", "0x7e807e80") if bf16 else (9, 0x0E00, "f16x2", "0x74007400")
+    to_low, to_sign = place - low, 15 - sign
+    made = _shift("a", to_low)
+    if to_low == to_sign:
+        made += f"and.b32 a, a, 0x{(mask | 0x8000) * 0x10001:08x}; "
+    else:
+        made += f"and.b32 a, a, 0x{mask * 0x10001:08x}; {_shift('b', to_sign)}lop3.b32 a, b, 0x80008000, a, 0xea; "
+    multiplied = f"mov.b32 b, {by}; mov.b32 z, 0x80008000; fma.rn.{kind} $0, a, b, z;"
+    return "{ .reg .b32 a, b, z; " + made + multiplied + " }"
+
+
+def _shift(to: str, left: int) -> str:
+    return f"mov.b32 {to}, $1; " if left == 0 else f"{'shl' if left > 0 else 'shr'}.b32 {to}, $1, {abs(left)}; "
+
+
 _PTX = tl.constexpr(
     tuple(
         unpack_ptx(field % (16 // bits), bits, bf16, zeros)
@@ -60,14 +83,35 @@ _PTX = tl.constexpr(
         for field in range(4)
     )
 )
+_E2M1_PTX = tl.constexpr(tuple(unpack_e2m1_ptx(field, bf16) for bf16 in (False, True) for field in range(4)))
+_E2M1_LOW = tl.constexpr(tuple(low for low, _ in E2M1_BITS))
+_E2M1_SIGN = tl.constexpr(tuple(sign for _, sign in E2M1_BITS))
 
 
 @triton.jit
-def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ZEROS: tl.constexpr,
-           INTERPRETED: tl.constexpr):  # fmt: skip
+def unpack_e2m1(words, FIELD: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Words [rows, plane] to 4-bit floats."""
+    if INTERPRETED:
+        wide = words.to(tl.int32)
+        code = (wide >> _E2M1_LOW[FIELD]) & 7
+        exponent, mantissa = code >> 1, code & 1
+        halves = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+        negative = (wide >> _E2M1_SIGN[FIELD]) & 1
+        return (halves.to(tl.float32) * (0.5 - negative.to(tl.float32))).to(DTYPE)
+    else:
+        PLACE: tl.constexpr = (4 if tl.bfloat16 == DTYPE else 0) + FIELD
+        made = tl.inline_asm_elementwise(_E2M1_PTX[PLACE], "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+        return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr,
+           ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Words [rows, plane] to codes less their zero points; neg_zero [rows, 1]: minus (zero point + offset)."""
     BF16: tl.constexpr = tl.bfloat16 == DTYPE
-    if INTERPRETED:
+    if CODES == "e2m1":
+        return unpack_e2m1(words, FIELD, DTYPE, INTERPRETED)
+    elif INTERPRETED:
         code = ((words.to(tl.int32) >> (BITS * FIELD)) & ((1 << BITS) - 1)).to(tl.float32)
         if ZEROS:
             added: tl.constexpr = (128 if BITS == 4 else 0) if BF16 else 1024
@@ -141,14 +185,14 @@ def high_half(word, BF16: tl.constexpr):
 
 @triton.jit
 def _scaled_dot(
-    acc, tile, right, word, channel, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
-    ZEROS: tl.constexpr, PER_CHANNEL: tl.constexpr, SCALE_BF16: tl.constexpr, PRESCALED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    acc, tile, right, word, channel, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr,
+    DTYPE: tl.constexpr, ZEROS: tl.constexpr, PER_CHANNEL: tl.constexpr, SCALE_BF16: tl.constexpr,
+    PRESCALED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """acc plus the product with one field; `word` [rows] has its scale, `channel` [rows] the output's."""
     of = channel if PER_CHANNEL else word
     upper = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
-    left = unpack(tile, upper, FIELD, BITS, DTYPE, ZEROS == POINTS, INTERPRETED)
+    left = unpack(tile, upper, FIELD, BITS, CODES, DTYPE, ZEROS == POINTS, INTERPRETED)
     if ZEROS == CENTRES:
         made = scale_and_add_pairs(left, low_half(word, SCALE_BF16), upper, DTYPE, INTERPRETED)
         return tl.dot(made, right, acc)
@@ -190,8 +234,10 @@ def multiply(
     gain,  # [K] of an RMSNorm of x, without its factor
     words,  # [BLOCK_N, 1] pointers to the outputs' first words
     scales,  # [BLOCK_N] pointers to the outputs' first scales
+    factors,  # [BLOCK_N] pointers to the outputs' factors, with FACTORS
     up_words,  # with UP: from a word of the first half to that of the second,
-    up_scales,  # and from a scale
+    up_scales,  # from a scale,
+    up_factors,  # and from a factor
     begin,  # chunks
     end,
     K,
@@ -200,9 +246,11 @@ def multiply(
     BLOCK_N: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     SCALE_BF16: tl.constexpr,
+    FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     UP: tl.constexpr,
@@ -246,18 +294,22 @@ def multiply(
                 word = scale_word(some_scales, field, COUNT, ZEROS)
                 word_up = scale_word(some_scales_up, field, COUNT, ZEROS) if UP else word
             acc = _scaled_dot(
-                acc, tile, right, word, channel, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16, PRESCALED,
+                acc, tile, right, word, channel, field, BITS, CODES, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16, PRESCALED,
                 INTERPRETED,
             )  # fmt: skip
             if UP:
                 acc_up = _scaled_dot(
-                    acc_up, tile_up, right, word_up, channel_up, field, BITS, DTYPE, ZEROS, PER_CHANNEL, SCALE_BF16,
-                    PRESCALED, INTERPRETED,
+                    acc_up, tile_up, right, word_up, channel_up, field, BITS, CODES, DTYPE, ZEROS, PER_CHANNEL,
+                    SCALE_BF16, PRESCALED, INTERPRETED,
                 )  # fmt: skip
     if PER_CHANNEL:
         acc *= low_half(channel, SCALE_BF16)[:, None]
         if UP:
             acc_up *= low_half(channel_up, SCALE_BF16)[:, None]
+    if FACTORS:
+        acc *= tl.load(factors)[:, None]
+        if UP:
+            acc_up *= tl.load(factors + up_factors)[:, None]
     return acc, acc_up
 
 
@@ -325,6 +377,7 @@ def _linear_kernel(
     x,  # [rows, K]
     words,  # [N / 16, chunks, 16, PLANE], with SILU 2 * N outputs
     scales,  # [chunks or 1, N, COUNT]
+    factors,  # [N] float32
     y,  # [rows, N]
     bias,
     residual,
@@ -346,9 +399,11 @@ def _linear_kernel(
     NORM_BLOCK: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     SCALE_BF16: tl.constexpr,
+    FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -381,10 +436,10 @@ def _linear_kernel(
         gdc_wait()
     x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * x_stride
     acc, acc_up = multiply(
-        x_rows, (m < rows)[None, :], gain, w_rows, scales + inside_n * COUNT, up_words, N * COUNT,
-        begin, end, K, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, ZEROS, PER_CHANNEL, SCALE_BF16, EVEN_K, HAS_NORM, SILU, SUB, PRESCALED, STAGES,
-        INTERPRETED,
+        x_rows, (m < rows)[None, :], gain, w_rows, scales + inside_n * COUNT, factors + inside_n if FACTORS else None,
+        up_words, N * COUNT, N, begin, end, K, scale_stride,
+        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, SILU, SUB,
+        PRESCALED, STAGES, INTERPRETED,
     )  # fmt: skip
     if SPLIT:
         tile = n_tile * tl.num_programs(0) + m_tile
@@ -406,6 +461,7 @@ def _linear_kernel(
 def _dequantize_kernel(
     words,
     scales,
+    factors,
     y,  # [.., N, K]
     K,
     N,
@@ -413,9 +469,11 @@ def _dequantize_kernel(
     chunks,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     SCALE_BF16: tl.constexpr,
+    FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     DTYPE: tl.constexpr,
     PANELS: tl.constexpr,
@@ -443,10 +501,13 @@ def _dequantize_kernel(
             scale = low_half(word, SCALE_BF16)
         else:
             scale = low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16)
-        codes = unpack(tile, upper, field, BITS, DTYPE, ZEROS == POINTS, INTERPRETED)
+        codes = unpack(tile, upper, field, BITS, CODES, DTYPE, ZEROS == POINTS, INTERPRETED)
         values = codes.to(tl.float32) * scale[:, None]
         if ZEROS == CENTRES:
             values += upper.to(tl.float32)
+        if FACTORS:
+            factor = tl.load(factors + expert * N + n, mask=n < N, other=0.0)
+            values *= factor[:, None]
         k = plane * PLANE + j
         inside = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (k < K)[None, :]
         tl.store(y_rows + k[None, :], values.to(DTYPE), mask=inside)
@@ -457,9 +518,11 @@ def layout_flags(w: PackedIntWeight) -> dict[str, Any]:
     return {
         "PLANE": w.plane,
         "BITS": w.bits,
+        "CODES": w.kind,
         "ZEROS": CENTRES.value if w.has_centres else POINTS.value if w.has_zeros else 0,
         "PER_CHANNEL": w.per_channel,
         "SCALE_BF16": w.scale_dtype is torch.bfloat16,
+        "FACTORS": w.factors is not None,
         "EVEN_K": w.inputs == w.num_chunks * w.fields * w.plane,
         "INTERPRETED": INTERPRETED,
     }
@@ -502,7 +565,7 @@ def int_linear(
     gain, eps = norm if norm is not None else (None, 0.0)
     chunks = weight.num_chunks
     _linear_kernel[grid](
-        x, weight.words, weight.scales, y, bias, residual, gain, space.partial, space.arrived,
+        x, weight.words, weight.scales, weight.factors, y, bias, residual, gain, space.partial, space.arrived,
         rows, config.splits, k, n, chunks, weight.scales.stride(-3), x.stride(0), eps,
         BLOCK_M=block_m, BLOCK_N=config.block_n, ROWS=triton.next_power_of_2(rows) if norm is not None else 1,
         SPLIT=config.splits > 1, NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(k)),
@@ -521,7 +584,7 @@ def dequantize(weight: PackedIntWeight) -> torch.Tensor:
     panels = w.words.shape[-4]
     some = min(4, triton.next_power_of_2(panels))
     _dequantize_kernel[(w.num_chunks, triton.cdiv(panels, some), lead.numel())](
-        w.words, w.scales, y, w.inputs, w.outputs, panels, w.num_chunks,
+        w.words, w.scales, w.factors, y, w.inputs, w.outputs, panels, w.num_chunks,
         DTYPE=tl.bfloat16 if w.dtype is torch.bfloat16 else tl.float16, PANELS=some, num_warps=4, **layout_flags(w),
     )  # fmt: skip
     return y
