@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 import torch
 
+from tests.quantization.blocks import random_blocks
+
 Change = Callable[[str, torch.Tensor, Any], torch.Tensor]
 
 
@@ -44,6 +46,38 @@ def write_gguf_of(
             writer.add_tensor(gguf_name, gguf.quantize(data, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(gguf_name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_random_llama(path: Path, type_of: Callable[[str], str], layers: int = 2) -> Path:
+    """A Llama with random blocks of any type: `type_of` gets a tensor's name in GGUF."""
+    hidden, heads, kv_heads, width, vocab = 256, 8, 4, 512, 320
+    writer = gguf.GGUFWriter(path, "llama")
+    numbers = {"context_length": 512, "embedding_length": hidden, "block_count": layers, "feed_forward_length": width}
+    numbers |= {"attention.head_count": heads, "attention.head_count_kv": kv_heads}
+    numbers |= {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0}
+    for key, value in numbers.items():
+        _add(writer, f"llama.{key}", value)
+    shapes = {"token_embd": (vocab, hidden), "output": (vocab, hidden)}
+    linears = {"attn_q": (hidden, hidden), "attn_k": (hidden // 2, hidden), "attn_v": (hidden // 2, hidden)}
+    linears |= {"attn_output": (hidden, hidden), "ffn_gate": (width, hidden), "ffn_up": (width, hidden)}
+    linears |= {"ffn_down": (hidden, width)}
+    norms = ["output_norm"]
+    for i in range(layers):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in linears.items()}
+        norms += [f"blk.{i}.attn_norm", f"blk.{i}.ffn_norm"]
+    for seed, (name, (rows, columns)) in enumerate(shapes.items()):
+        type_name = type_of(name)
+        _, numbers_of = random_blocks(type_name, rows, columns, seed)
+        size = 0.06 / float(numbers_of.std())
+        blocks, _ = random_blocks(type_name, rows, columns, seed, size)
+        writer.add_tensor(f"{name}.weight", blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType[type_name])
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,14 +7,16 @@ import torch
 HALVES_AT = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # else one at 0
 
 
-def random_blocks(type_name: str, rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [rows, bytes per row], and the numbers as float32 [rows, columns]."""
+def random_blocks(
+    type_name: str, rows: int, columns: int, seed: int = 0, size: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [rows, bytes per row], and the numbers as float32 [rows, columns]; `size` multiplies them."""
     rng = np.random.default_rng(seed)
     kind = gguf.GGMLQuantizationType[type_name]
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (rows, columns // elements, nbytes), dtype=np.uint8)
     for at in HALVES_AT.get(type_name, (0,)):
-        halves = rng.standard_normal((rows, columns // elements)) * (0.001 if type_name == "Q6_K" else 0.05)
+        halves = rng.standard_normal((rows, columns // elements)) * (0.001 if type_name == "Q6_K" else 0.05) * size
         blocks[:, :, at : at + 2] = halves.astype(np.float16)[..., None].view(np.uint8)
     blocks = blocks.reshape(rows, -1)
     numbers = gguf.quants.dequantize(blocks, kind).reshape(rows, columns)

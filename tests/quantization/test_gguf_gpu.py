@@ -17,7 +17,7 @@ from quire.quantization.gguf_blocks import FORMATS, decode
 from quire.quantization.gguf_gpu import GGUFLinearMethod, GGUFPackedQuantization, pack_blocks
 from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import Unquantized
-from tests.gguf_models import write_gguf_of
+from tests.gguf_models import write_gguf_of, write_random_llama
 from tests.models.helpers import CPU, TinyRunner
 from tests.models.test_gguf_families import RMS_NORM, interleave
 from tests.quantization.blocks import Stored, random_blocks
@@ -219,3 +219,19 @@ def test_logits_of_a_model(kind, tmp_path, packed_on_cpu):
     _, plain = logits(path, torch.float32, "dequantized")
     assert off(kept, plain) < 0.03
     assert hasattr(model.layers[0].self_attn.qkv_proj, "int_parts") and hasattr(model.lm_head, "int_parts")
+
+
+def k_m(name: str) -> str:
+    """As in files called Q4_K_M."""
+    return "Q6_K" if name.endswith(("attn_v", "ffn_down", "output")) else "Q4_K"
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q4_K_M"])
+def test_logits_of_types_of_256(kind, tmp_path, packed_on_cpu):
+    path = write_random_llama(tmp_path / "model.gguf", k_m if kind == "Q4_K_M" else lambda name: kind)
+    model, kept = logits(path, torch.bfloat16)
+    _, plain = logits(path, torch.float32, "dequantized")
+    _, narrow = logits(path, torch.bfloat16, "dequantized")
+    assert off(kept, plain) < 2 * off(narrow, plain)
+    products = 2 if kind == "Q4_K_M" else 1
+    assert all(len(layer.self_attn.qkv_proj.int_parts) == products for layer in model.layers)

@@ -196,7 +196,7 @@ def test_rotary_pairs_move_half_a_head_apart():
 @pytest.mark.parametrize(
     ("requested", "dtype", "device", "message"),
     [
-        ("gguf", torch.bfloat16, "cuda", "the device is a GPU; allowed here: dequantized"),
+        ("gguf", torch.float32, "cuda", "dtype is float32, .* only; allowed here: dequantized"),
         ("gguf", torch.float16, "cpu", "dtype is float16"),
         ("int4", torch.bfloat16, "cpu", "the checkpoint is a GGUF; allowed: gguf"),
     ],
