@@ -26,7 +26,8 @@ def write_gguf_of(
     in GGUF, the tensor and the model's config. `quantized`: the type of all matrices."""
     config = model.config
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    # The latter for dense layers of mixtures.
+    names = [gguf.get_tensor_name_map(each, config.num_hidden_layers) for each in (arch, gguf.MODEL_ARCH.LLAMA)]
     writer = gguf.GGUFWriter(path, architecture)
     common = {
         "context_length": config.max_position_embeddings,
@@ -39,18 +40,38 @@ def write_gguf_of(
     for name, tensor in model.state_dict().items():
         if config.tie_word_embeddings and name.startswith(("lm_head", "embed_out")):
             continue
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert gguf_name is not None, name
-        data = np.ascontiguousarray((change(gguf_name, tensor, config) if change else tensor).numpy())
-        if quantized is not None and data.ndim == 2 and "norm" not in gguf_name:
-            writer.add_tensor(gguf_name, gguf.quantize(data, quantized), raw_dtype=quantized)
-        else:
-            writer.add_tensor(gguf_name, data)
+        for part_name, part in _parts(name, tensor, architecture == "gpt-oss"):
+            known = (table.get_name(part_name, try_suffixes=(".weight", ".bias")) for table in names)
+            gguf_name = next(filter(None, known), None)
+            assert gguf_name is not None, part_name
+            data = np.ascontiguousarray((change(gguf_name, part, config) if change else part).numpy())
+            if quantized is not None and gguf_name.endswith("weight") and "norm" not in gguf_name and data.ndim > 1:
+                kind = gguf.GGMLQuantizationType.F32 if "ffn_gate_inp" in gguf_name else quantized
+                writer.add_tensor(gguf_name, gguf.quantize(data, kind), raw_dtype=kind)
+            else:
+                writer.add_tensor(gguf_name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _parts(name: str, tensor: torch.Tensor, alternating: bool) -> list[tuple[str, torch.Tensor]]:
+    """Experts as llama.cpp has them, [experts, outputs, inputs], gate and up apart. `alternating`: as gpt-oss has them,
+    gate and up in turns and inputs first."""
+    module, _, last = name.replace("block_sparse_moe.experts", "mlp.experts").rpartition(".")
+    if not module.endswith("experts"):
+        # As in checkpoints, whose names the table has, rather than in transformers.
+        name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
+        return [(f"{name}.weight" if last == "sinks" else name, tensor)]
+    suffix = ".bias" if last.endswith("_bias") else ".weight"
+    if alternating and suffix == ".weight":
+        tensor = tensor.transpose(1, 2)
+    if last.startswith("down"):
+        return [(f"{module}.down_proj{suffix}", tensor)]
+    halves = (tensor[:, 0::2], tensor[:, 1::2]) if alternating else tensor.chunk(2, 1)
+    return [(f"{module}.{kind}_proj{suffix}", half) for kind, half in zip(("gate", "up"), halves, strict=True)]
 
 
 def write_random_llama(path: Path, type_of: Callable[[str], str], layers: int = 2) -> Path:

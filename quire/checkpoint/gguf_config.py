@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quire.checkpoint.gguf_families import FAMILY_KEYS
+from quire.checkpoint.gguf_families import FAMILY_KEYS, MIXTURES
 from quire.checkpoint.gguf_header import GGUFHeader
 from quire.checkpoint.gguf_names import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
 from quire.config.values import whole_number
 
-# GGUF architecture -> (Hugging Face class, model_type). Mistral is "llama" in GGUF: the computation is the same.
+# GGUF architecture -> (Hugging Face class, model_type). Mistral is "llama" in GGUF: the computation is the same. So is
+# Mixtral, whose class and experts gguf_families.py adds.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -32,6 +33,11 @@ ARCHITECTURES = {
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
     "chatglm": ("GlmForCausalLM", "glm"),
     "glm4": ("Glm4ForCausalLM", "glm4"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
+    "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 
 # Names of end-of-turn tokens in chat models.
@@ -50,8 +56,11 @@ def require_supported(header: GGUFHeader) -> None:
             f"{header.path} has the GGUF architecture {header.architecture!r}, which is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}. The model's safetensors folder may work."
         )
-    if header.values.get(f"{header.architecture}.expert_count"):
-        raise ValueError(f"{header.path} is a mixture of experts, which is not supported as GGUF yet; use safetensors")
+    if header.of_model("expert_count") and header.architecture not in MIXTURES:
+        raise ValueError(
+            f"{header.path} is a mixture of experts of architecture {header.architecture!r}, which is not supported; "
+            f"supported: {', '.join(MIXTURES)}. The model's safetensors folder may work."
+        )
 
 
 def gguf_to_hf_config(header: GGUFHeader) -> dict[str, Any]:

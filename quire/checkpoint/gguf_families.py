@@ -109,6 +109,64 @@ def _granite(header: GGUFHeader, config: Config) -> Config:
     return {name: float(f"{value:.7g}") for name, value in given.items() if value is not None}
 
 
+def _experts(header: GGUFHeader) -> Config:
+    """Sizes from the tensors: not every converter has written them."""
+    down = _first(header, "ffn_down_exps.weight")
+    if down is None or len(down) != 3:
+        raise ValueError(f"it has no experts (ffn_down_exps) of three dimensions, but {header.architecture} needs them")
+    return {
+        "num_experts": down[0],
+        "num_experts_per_tok": header.of_model("expert_used_count"),
+        "moe_intermediate_size": down[2],
+    }
+
+
+def _first(header: GGUFHeader, kind: str) -> tuple[int, ...] | None:
+    """The shape of the first layer's tensor that has one of that kind."""
+    return next((info.shape for name, info in header.tensors.items() if name.endswith(f".{kind}")), None)
+
+
+def _llama(header: GGUFHeader, config: Config) -> Config:
+    """Mixtral, if there are experts."""
+    if not header.of_model("expert_count"):
+        return {}
+    experts = _experts(header)
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return mixtral | experts | {"intermediate_size": experts["moe_intermediate_size"]}
+
+
+def _qwen_moe(header: GGUFHeader, config: Config) -> Config:
+    dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors]
+    shared = _first(header, "ffn_down_shexp.weight")
+    normed = header.of_model("expert_weights_norm")
+    return _experts(header) | {
+        "mlp_only_layers": dense,
+        "shared_expert_intermediate_size": shared[-1] if shared else 0,
+        # llama.cpp has these in its code.
+        "norm_topk_prob": header.architecture == "qwen3moe" if normed is None else bool(normed),
+    }
+
+
+def _olmoe(header: GGUFHeader, config: Config) -> Config:
+    experts, clip = _experts(header), header.of_model("attention.clamp_kqv")
+    return experts | {"intermediate_size": experts["moe_intermediate_size"], "clip_qkv": clip, "norm_topk_prob": False}
+
+
+def _granite_moe(header: GGUFHeader, config: Config) -> Config:
+    experts = _experts(header)
+    stored = {"intermediate_size": experts["moe_intermediate_size"], "experts_checkpoint": "per_expert"}
+    return _granite(header, config) | experts | stored
+
+
+def _gpt_oss(header: GGUFHeader, config: Config) -> Config:
+    experts = _experts(header)
+    keys = {"intermediate_size": experts["moe_intermediate_size"], "experts_checkpoint": "stacked"}
+    if config["rope_scaling"]:
+        keys["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    return experts | keys
+
+
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss")
 FAMILY_KEYS: dict[str, Callable[[GGUFHeader, Config], Config]] = {
     "chatglm": _rotary_part,
     "cohere2": _cohere2,
@@ -119,8 +177,14 @@ FAMILY_KEYS: dict[str, Callable[[GGUFHeader, Config], Config]] = {
     "gemma3": _gemma3,
     "glm4": _rotary_part,
     "gptneox": _gpt_neox,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
+    "granitemoe": _granite_moe,
+    "llama": _llama,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
     "phi3": _phi3,
+    "qwen2moe": _qwen_moe,
+    "qwen3moe": _qwen_moe,
     "starcoder2": _starcoder2,
 }

@@ -1,6 +1,7 @@
 """Tensors of a GGUF file, dequantized slice by slice into the model's parameters."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from quire.checkpoint.mapped import check_shape, map_bytes
 SLICE_ELEMENTS = 512 * 1024
 
 # Families whose rotary pairs are interleaved in the file, though not in their HF checkpoints.
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
 
@@ -55,8 +56,15 @@ class GGUFTensor:
         if self._rope_heads:
             self._read_heads_into(out)
             return
-        rows, columns = self.raw(), self.shape[-1]
-        out = out.unsqueeze(0) if out.dim() == 1 else out.view(-1, columns)
+        rows = self.raw()
+        if out.dim() < 3 or out.is_contiguous():
+            self._read_rows_into(out.unsqueeze(0) if out.dim() == 1 else out.view(-1, self.shape[-1]), rows)
+            return
+        for part, own in zip(out, rows.split(out.shape[1]), strict=True):  # of stacked experts, one projection's half
+            self._read_rows_into(part, own)
+
+    def _read_rows_into(self, out: torch.Tensor, rows: torch.Tensor) -> None:
+        columns = self.shape[-1]
         step = max(1, SLICE_ELEMENTS // columns)
         for start in range(0, len(rows), step):
             part = self._values(rows[start : start + step])
@@ -87,13 +95,34 @@ def open_gguf(path: Path) -> Iterator[GGUFTensor]:
     data = map_bytes(path)
     for info in header.tensors.values():
         if info.name not in NO_WEIGHTS:
-            yield _open_tensor(header, info, data)
+            for name, part in _named(header, info):
+                yield _open_tensor(header, name, part, data)
 
 
-def _open_tensor(header: GGUFHeader, info: TensorInfo, data: torch.Tensor) -> GGUFTensor:
+def count_gguf(path: Path) -> int:
+    header = read_header(path)
+    return sum(len(_named(header, info)) for info in header.tensors.values() if info.name not in NO_WEIGHTS)
+
+
+def _named(header: GGUFHeader, info: TensorInfo) -> list[tuple[str, TensorInfo]]:
+    """The Hugging Face tensors that a tensor holds: of experts, one after the other, each is one."""
     name = hf_name(info.name, header.architecture)
     if name is None:
         raise ValueError(f"{header.path}: tensor {info.name} is not known for architecture {header.architecture!r}")
+    if name.endswith("shared_expert_gate.weight") and len(info.shape) == 1:
+        info = replace(info, shape=(1, *info.shape))
+    if "{e}" not in name:
+        return [(name, info)]
+    if len(info.shape) != 3:
+        raise ValueError(
+            f"{header.path}: tensor {info.name} has the shape {list(info.shape)}; experts are [experts, rows, columns]"
+        )
+    count, nbytes = info.shape[0], info.nbytes // info.shape[0]
+    parts = (replace(info, shape=info.shape[1:], offset=info.offset + e * nbytes, nbytes=nbytes) for e in range(count))
+    return [(name.format(e=e), part) for e, part in enumerate(parts)]
+
+
+def _open_tensor(header: GGUFHeader, name: str, info: TensorInfo, data: torch.Tensor) -> GGUFTensor:
     dequantize = dequantizer(info.type.name, info.type_id)
     if dequantize is None:
         raise ValueError(

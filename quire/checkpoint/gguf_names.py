@@ -1,8 +1,9 @@
 """GGUF tensor names to Hugging Face names.
 
 llama.cpp has one set of names for all families, and stores fused tensors in the order q, k, v. So all map to Llama's
-names, which every decoder here accepts (models/decoder.py), whatever the names in the family's own checkpoints. Names
-that differ are in `_DIFFERENT`.
+names, which every decoder here accepts (models/decoder.py), whatever the names in the family's own checkpoints, and
+those of mixtures to Qwen's. Names that differ are in `_DIFFERENT`. Tensors of all experts have `{e}` in their names
+where each expert is to be a tensor of its own.
 """
 
 import re
@@ -31,6 +32,14 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _GLM = {"ffn_up": "mlp.gate_up_proj"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -42,6 +51,15 @@ _DIFFERENT: dict[str, dict[str, str]] = {
     "gemma2": _SANDWICHED,
     "gemma3": _SANDWICHED,
     "glm4": _GLM | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+    # Experts have biases, which are read with all of them in one tensor.
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+        "ffn_gate_exps": "mlp.experts.gate_proj",
+        "ffn_up_exps": "mlp.experts.up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    },
     "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }

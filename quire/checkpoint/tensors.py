@@ -40,10 +40,9 @@ def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:
 def count_tensors(checkpoint: Checkpoint) -> int:
     """Number of tensors that `open_tensors` yields, from the headers alone."""
     if checkpoint.format == "gguf":
-        from quire.checkpoint.gguf_header import read_header
-        from quire.checkpoint.gguf_names import NO_WEIGHTS
+        from quire.checkpoint.gguf_file import count_gguf
 
-        return sum(name not in NO_WEIGHTS for name in read_header(checkpoint.path).tensors)
+        return count_gguf(checkpoint.path)
     if checkpoint.format == "pt":
         from quire.checkpoint.pt_file import count_pt
 

@@ -27,6 +27,9 @@ from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import SINGLE, TensorParallel
 
+# How weights are stored: a tensor for each expert and projection; all experts in one, gate and up in the same, or each
+# in its own.
+ExpertCheckpoint = Literal["per_expert", "fused", "stacked"]
 Slots = dict[tuple[str, ShardId], LoadSlot]
 
 
@@ -41,8 +44,7 @@ class HalvesSlot(LoadSlot):
 class FusedMoE(nn.Module):
     """Every expert is down(activation(gate(x)) * up(x)); a row's result is the weighted sum of its top_k experts'.
 
-    `checkpoint` says how weights are stored: one tensor for each expert and projection, or all experts in one. Workers
-    each have a part of every expert's intermediate size.
+    Workers each have a part of every expert's intermediate size.
     """
 
     gate_up: nn.Parameter  # [E, 2 * I, H], gate before up
@@ -62,7 +64,7 @@ class FusedMoE(nn.Module):
         scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
         bias: bool = False,
-        checkpoint: Literal["per_expert", "fused"] = "per_expert",
+        checkpoint: ExpertCheckpoint = "per_expert",
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -137,10 +139,18 @@ class FusedMoE(nn.Module):
                 slots[f"down.{e}.weight", None] = LoadSlot(self.down.data[e], whole, 1, start)
             return slots
         experts, hidden = self.num_experts, self.hidden_size
-        slots["gate_up", None] = HalvesSlot(self.gate_up.data, (experts, 2 * full, hidden), 1, start)
+        if self.checkpoint == "stacked":
+            for shard, view in enumerate(self.gate_up.data.split(self.width, 1)):
+                slots["gate_up", shard] = LoadSlot(view, (experts, full, hidden), 1, start)
+        else:
+            slots["gate_up", None] = HalvesSlot(self.gate_up.data, (experts, 2 * full, hidden), 1, start)
         slots["down", None] = LoadSlot(self.down.data, (experts, hidden, full), 2, start)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            slots["gate_up_bias", None] = HalvesSlot(self.gate_up_bias.data, (experts, 2 * full), 1, start, "zeros")
+            if self.checkpoint == "stacked":
+                for shard, view in enumerate(self.gate_up_bias.data.split(self.width, 1)):
+                    slots["gate_up_bias", shard] = LoadSlot(view, (experts, full), 1, start, "zeros")
+            else:
+                slots["gate_up_bias", None] = HalvesSlot(self.gate_up_bias.data, (experts, 2 * full), 1, start, "zeros")
             slots["down_bias", None] = LoadSlot(self.down_bias.data, (experts, hidden), dummy="zeros")
         return slots
 

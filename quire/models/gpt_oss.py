@@ -53,6 +53,14 @@ class GptOssForCausalLM(MoEModel):
         Rule(f"{EXPERTS}.down_proj", "layers.{i}.mlp.experts.down", transform=outputs_first),
         Rule(f"{EXPERTS}.down_proj_mxfp4", "layers.{i}.mlp.experts.down"),
         Rule(f"{EXPERTS}.down_proj_bias", "layers.{i}.mlp.experts.down_bias"),
+        # GGUF's
+        Rule("model.layers.{i}.self_attn.sinks.weight", "layers.{i}.self_attn.sinks"),
+        Rule(f"{EXPERTS}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up", 0),
+        Rule(f"{EXPERTS}.gate_proj.bias", "layers.{i}.mlp.experts.gate_up_bias", 0),
+        Rule(f"{EXPERTS}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", 1),
+        Rule(f"{EXPERTS}.up_proj.bias", "layers.{i}.mlp.experts.gate_up_bias", 1),
+        Rule(f"{EXPERTS}.down_proj.weight", "layers.{i}.mlp.experts.down"),
+        Rule(f"{EXPERTS}.down_proj.bias", "layers.{i}.mlp.experts.down_bias"),
     )
 
     @classmethod
@@ -74,7 +82,8 @@ class GptOssForCausalLM(MoEModel):
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
         if (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0)) != (1.702, 7.0):
             raise ValueError("swiglu_alpha and swiglu_limit are supported as 1.702 and 7.0 only")
-        return Experts.from_hf(hf, scoring="topk_softmax", activation="swigluoai", bias=True, checkpoint="fused")
+        checkpoint = hf.get("experts_checkpoint", "fused")
+        return Experts.from_hf(hf, scoring="topk_softmax", activation="swigluoai", bias=True, checkpoint=checkpoint)
 
     def regroup_tensors(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         return pair_mxfp4(tensors)

@@ -6,7 +6,7 @@ from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig
 from quire.models.granite import GraniteForCausalLM
 from quire.models.loading.weight_map import Rule, WeightMap
-from quire.models.moe import Experts, MoEModel
+from quire.models.moe import EXPERTS, Experts, MoEModel
 
 BLOCK = "model.layers.{i}.block_sparse_moe"
 
@@ -16,6 +16,7 @@ class GraniteMoeForCausalLM(MoEModel):
         Rule(f"{BLOCK}.router.layer.weight", "layers.{i}.mlp.router.weight"),
         Rule(f"{BLOCK}.input_linear.weight", "layers.{i}.mlp.experts.gate_up"),
         Rule(f"{BLOCK}.output_linear.weight", "layers.{i}.mlp.experts.down"),
+        *EXPERTS,
     )
 
     @classmethod
@@ -24,4 +25,5 @@ class GraniteMoeForCausalLM(MoEModel):
 
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
-        return Experts.from_hf(hf, scoring="topk_softmax", checkpoint="fused", module="block_sparse_moe")
+        checkpoint = hf.get("experts_checkpoint", "fused")
+        return Experts.from_hf(hf, scoring="topk_softmax", checkpoint=checkpoint, module="block_sparse_moe")

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig
 from quire.models.loading.weight_map import Rule, WeightMap
-from quire.models.moe import Experts, MoEModel
+from quire.models.moe import EXPERTS, Experts, MoEModel
 
 BLOCK = "model.layers.{i}.block_sparse_moe"
 
@@ -16,6 +16,7 @@ class MixtralForCausalLM(MoEModel):
         Rule(f"{BLOCK}.experts.{{e}}.w1.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 0),
         Rule(f"{BLOCK}.experts.{{e}}.w3.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 1),
         Rule(f"{BLOCK}.experts.{{e}}.w2.{{p}}", "layers.{i}.mlp.experts.down.{e}.{p}"),
+        *EXPERTS,
     )
 
     @classmethod

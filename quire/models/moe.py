@@ -1,5 +1,7 @@
 """Decoders with mixture-of-experts layers."""
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ from torch import nn
 from quire.config.values import whole_number
 from quire.kernels.moe_table import BUCKETS
 from quire.kernels.rms_norm import RMSNormParams
-from quire.layers.fused_moe import FusedMoE
+from quire.layers.fused_moe import ExpertCheckpoint, FusedMoE
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.linear_experts import ExpertMethods, LinearExperts
 from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
@@ -17,6 +19,8 @@ from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
 from quire.models.decoder_layers import MLP, BuildContext, FeedForward
 from quire.models.loading.weight_map import Rule
+
+logger = logging.getLogger("quire")
 
 EXPERTS = (
     Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
@@ -35,7 +39,7 @@ class Experts:
     scoring: Literal["softmax", "topk_softmax"] = "softmax"
     activation: Literal["silu", "swigluoai"] = "silu"
     bias: bool = False  # on the router and the experts
-    checkpoint: Literal["per_expert", "fused"] = "per_expert"
+    checkpoint: ExpertCheckpoint = "per_expert"
     shared_size: int = 0  # intermediate size of the gated shared expert; 0: none
     module: str = "mlp"  # the checkpoint's name for the block
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # its names in an expert
@@ -110,12 +114,21 @@ def _expert_methods(build: BuildContext, layer: int, experts: Experts) -> list[E
     methods = [(build.method(layer, m, tuple(gate_up)), build.method(layer, m, (down,))) for m in modules]
     if all(method is None for pair in methods for method in pair):
         return None
+    if experts.checkpoint == "stacked":
+        _log_dequantized()
+        return None
     if experts.checkpoint == "fused":
         raise ValueError(
             "experts that the checkpoint stores in one tensor cannot be quantized yet; leave quantization out, or use "
             "an unquantized checkpoint"
         )
     return methods
+
+
+@functools.cache
+def _log_dequantized() -> None:
+    """Once for all layers."""
+    logger.warning("experts are dequantized while loading: those with biases are not multiplied in quantized form")
 
 
 class MoEModel(DecoderModel):

@@ -46,14 +46,21 @@ BUILT_IN = (
     BuiltIn("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
     BuiltIn("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
     BuiltIn("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
-    BuiltIn("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE"),
+    BuiltIn("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE", "llama"),
     BuiltIn(
-        "Qwen2MoeForCausalLM", "qwen_moe:Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-MoE", "MoE", "", "shared expert"
+        "Qwen2MoeForCausalLM",
+        "qwen_moe:Qwen2MoeForCausalLM",
+        "Qwen1.5-MoE, Qwen2-MoE",
+        "MoE",
+        "qwen2moe",
+        "shared expert",
     ),
-    BuiltIn("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE"),
-    BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE"),
-    BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE"),
-    BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "", "mixed windows; mxfp4 made bf16"),
+    BuiltIn("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE", "qwen3moe"),
+    BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE", "olmoe"),
+    BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE", "granitemoe"),
+    BuiltIn(
+        "GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4 made bf16"
+    ),
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})
 
