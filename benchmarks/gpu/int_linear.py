@@ -1,6 +1,6 @@
 """Times every candidate kernel for weights of 4 and 8 bits, and prints the lines of quire/kernels/int_table.py.
 
-    python -m benchmarks.gpu.int_linear [--part linear|experts|all] [--models 8B,0.6B] [--bits 4,8] [--out DIR]
+    python -m benchmarks.gpu.int_linear [--part linear|experts|all] [--models 8B,0.6B,gpt-oss] [--bits 4,8] [--out DIR]
 
 Every figure is one launch's share of a CUDA graph of launches over enough copies of the weight to defeat the L2 cache.
 `bf16` is cuBLAS with the weight in bfloat16, `apart` the weight dequantized and then cuBLAS. A run stops after
@@ -29,6 +29,7 @@ from quire.kernels.int_linear import (
     int_linear_torch,
     pack_int_weight,
     prepare_int_linear,
+    stack_experts,
 )
 from quire.kernels.int_table import BUCKETS, IntConfig, candidates, few_candidates, grouped_candidates
 from quire.kernels.moe import IntExpertWeights, fused_layer, moe_triton, prepare_moe
@@ -47,7 +48,8 @@ SHAPES = {
     "30B qkv": (2048, 5120),
     "30B o": (4096, 2048),
 }
-QWEN3_30B = (128, 8, 2048, 768)
+EXPERTS = {"30B": (128, 8, 2048, 768), "gpt-oss": (32, 4, 2880, 2880)}
+MXFP4 = ("gpt-oss",)  # models whose experts are 4-bit floats in groups of 32
 LAYERS = {"8B": 32, "0.6B": 28, "30B": 48}
 EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 GROUP = 128
@@ -55,6 +57,19 @@ ROTATED_BYTES = 200 << 20
 KEEP_LIBRARY_WITHIN = 0.97  # a kernel of ours must be this much faster
 DEVICE = torch.device("cuda", 0)
 DTYPE = torch.bfloat16
+
+
+def random_floats(num_experts: int, outputs: int, inputs: int) -> PackedIntWeight:
+    """Experts in mxfp4."""
+
+    def one() -> PackedIntWeight:
+        codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+        scales = torch.full((outputs, inputs // 32), 2.0**-8, dtype=torch.bfloat16, device=DEVICE)
+        return pack_int_weight(codes, scales, None, 4, DTYPE, "e2m1")
+
+    stacked = stack_experts([one() for _ in range(num_experts)])
+    assert stacked is not None
+    return stacked
 
 
 def random_weight(bits: int, *shape: int, zeros: bool = False) -> PackedIntWeight:
@@ -240,11 +255,16 @@ def measure_fused(problem: Problem, name: str, rows: int) -> dict[str, Any]:
 
 
 class Experts:
-    def __init__(self, bits: int) -> None:
-        num_experts, self.top_k, hidden, width = self.shape = QWEN3_30B
-        self.weights = IntExpertWeights(
-            random_weight(bits, num_experts, 2 * width, hidden), random_weight(bits, num_experts, hidden, width)
-        )
+    def __init__(self, model: str, bits: int) -> None:
+        num_experts, self.top_k, hidden, width = self.shape = EXPERTS[model]
+        if model in MXFP4:
+            made = random_floats(num_experts, 2 * width, hidden), random_floats(num_experts, hidden, width)
+            biases = (torch.zeros(num_experts, n, device=DEVICE, dtype=DTYPE) for n in (2 * width, hidden))
+            self.weights = IntExpertWeights(*made, *biases, activation="swigluoai")
+        else:
+            self.weights = IntExpertWeights(
+                random_weight(bits, num_experts, 2 * width, hidden), random_weight(bits, num_experts, hidden, width)
+            )
         self.wide = self.weights.dequantized()
         self.expert_bytes = (self.weights.gate_up.nbytes + self.weights.down.nbytes) / num_experts
         self.router = torch.randn(num_experts, hidden, device=DEVICE).to(DTYPE) * hidden**-0.5
@@ -268,9 +288,9 @@ class Experts:
         )
 
 
-def compile_experts(jobs: list[tuple[int, int, MoeConfig]]) -> int:
-    layer = Experts(jobs[0][0]) if jobs else None
-    for _, rows, config in jobs:
+def compile_experts(jobs: list[tuple[str, int, int, MoeConfig]]) -> int:
+    layer = Experts(*jobs[0][:2]) if jobs else None
+    for _, _, rows, config in jobs:
         assert layer is not None
         attempt(lambda rows=rows, config=config: layer.run(layer.weights, config)(layer.inputs(rows, 1)[0]))
     torch.cuda.synchronize()
@@ -346,7 +366,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--part", choices=["linear", "experts", "all"], default="all")
-    parser.add_argument("--models", default="8B,0.6B,30B")
+    parser.add_argument("--models", default="8B,0.6B,30B,gpt-oss")
     parser.add_argument("--bits", default="4,8")
     parser.add_argument("--rows", default=",".join(map(str, BUCKETS)))
     parser.add_argument("--seconds", type=float, default=460)
@@ -383,17 +403,20 @@ def main() -> None:
             print(f"{r['shape']:13}{r['bits']} bits x{r['rows']} fused {figures} {config_line(r['best'])}", flush=True)
         print(*summary(results["fused"]), sep="\n", flush=True)
     if options.part in ("experts", "all"):
-        for bits in every_bits:
+        chosen = [model for model in EXPERTS if model in options.models.split(",")]
+        for model, bits in [(model, bits) for model in chosen for bits in every_bits]:
             if not in_time():
                 break
-            jobs = {c: (bits, 1, c) for c in few_candidates()}
-            jobs |= {c: (bits, 16, c) for r in EXPERT_ROWS for c in grouped_candidates(r, QWEN3_30B)}
+            if model in MXFP4 and bits != 4:
+                continue
+            jobs = {c: (model, bits, 1, c) for c in few_candidates()}
+            jobs |= {c: (model, bits, 16, c) for r in EXPERT_ROWS for c in grouped_candidates(r, EXPERTS[model])}
             start = time.time()
             print(
                 f"{in_processes(compile_experts, list(jobs.values()))} compiled in {time.time() - start:.0f} s",
                 flush=True,
             )
-            layer = Experts(bits)
+            layer = Experts(model, bits)
             for r in EXPERT_ROWS:
                 if not in_time():
                     break
@@ -401,8 +424,9 @@ def main() -> None:
                 results["experts"].append(found)
                 fused = f"; whole layer {found['fused_us']:.1f} | {found['bf16_fused_us']:.1f}" if r <= 4 else ""
                 print(
-                    f"experts {bits} bits x{r}: {found['us']:.1f}({found['gb_per_s']:.0f})|{found['apart_us']:.0f}|"
-                    f"{found['bf16_us']:.1f}{fused} error {found['worst_error']:.4f} {found['best']}",
+                    f"{model} experts {bits} bits x{r}: {found['us']:.1f}({found['gb_per_s']:.0f})|"
+                    f"{found['apart_us']:.0f}|{found['bf16_us']:.1f}{fused} "
+                    f"error {found['worst_error']:.4f} {found['best']}",
                     flush=True,
                 )
     in_time()

@@ -8,8 +8,8 @@ from torch import nn
 from quire.config.lora import LoRAConfig
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ParallelLinear
-from quire.layers.linear_experts import LinearExperts
 from quire.layers.load_slot import ShardId
+from quire.layers.packed_experts import PackedExperts
 from quire.lora.layers import Factors, Target, adapt_experts, adapt_linear
 from quire.lora.state import LoRAState
 
@@ -34,7 +34,7 @@ class Adapters:
         self._targets: dict[tuple[str, ShardId], Target] = {}
         rank, inside_experts = config.max_lora_rank, set[nn.Module]()
         for path, module in list(model.named_modules()):
-            if isinstance(module, FusedMoE | LinearExperts):
+            if isinstance(module, FusedMoE | PackedExperts):
                 inside_experts.update(module.modules())
                 if config.adapt_experts:
                     for name, shard, target in adapt_experts(module, self.state, rank, dtype):

@@ -10,8 +10,8 @@ from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ParallelLinear
-from quire.layers.linear_experts import LinearExperts
 from quire.layers.load_slot import LoadSlot, ShardId
+from quire.layers.packed_experts import PackedExperts
 from quire.lora.state import LoRAState
 from quire.quantization.base import LinearMethod, Partition, keep
 
@@ -129,7 +129,7 @@ def adapt_linear(layer: ParallelLinear, state: LoRAState, rank: int, dtype: torc
 class ExpertTerms:
     """Of all experts of a layer; see layers/expert_terms.py."""
 
-    def __init__(self, experts: FusedMoE | LinearExperts, state: LoRAState, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, experts: FusedMoE | PackedExperts, state: LoRAState, rank: int, dtype: torch.dtype) -> None:
         self.state = state
         hidden, width, count = experts.hidden_size, experts.width, (experts.num_experts,)
         self.gate_up = new_weights(state, hidden, [width, width], rank, dtype, count)
@@ -158,7 +158,7 @@ def expert_of(w: LowRank, expert: int) -> LowRank:
 
 
 def adapt_experts(
-    experts: FusedMoE | LinearExperts, state: LoRAState, rank: int, dtype: torch.dtype
+    experts: FusedMoE | PackedExperts, state: LoRAState, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, ShardId, Target]]:
     """Targets are named as the parameters of single experts are."""
     terms = experts.terms = ExpertTerms(experts, state, rank, dtype)

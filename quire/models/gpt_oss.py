@@ -7,6 +7,7 @@ import torch
 
 from quire.checkpoint.mxfp4 import pair_mxfp4
 from quire.checkpoint.tensors import CheckpointTensor
+from quire.layers.mxfp4_experts import Mxfp4Experts
 from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig, layer_types, windows_of_types
 from quire.models.loading.weight_map import Rule, WeightMap
@@ -37,8 +38,8 @@ EXPERTS = f"{BLOCK}.experts"
 
 
 class GptOssForCausalLM(MoEModel):
-    """Attention with a sink in every head, windows on every second layer, and experts stored in mxfp4 (dequantized
-    while loading) or unquantized."""
+    """Attention with a sink in every head, windows on every second layer, and experts stored in mxfp4 (kept at 4 bits,
+    or dequantized while loading) or unquantized."""
 
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
         Rule("model.layers.{i}.self_attn.sinks", "layers.{i}.self_attn.sinks"),
@@ -49,9 +50,13 @@ class GptOssForCausalLM(MoEModel):
             transform=lambda weight: gate_before_up(outputs_first(weight)),
         ),
         Rule(f"{EXPERTS}.gate_up_proj_mxfp4", "layers.{i}.mlp.experts.gate_up", transform=gate_before_up),
+        Rule(f"{EXPERTS}.gate_up_proj_blocks", "layers.{i}.mlp.experts.gate_up_blocks", transform=gate_before_up),
+        Rule(f"{EXPERTS}.gate_up_proj_scales", "layers.{i}.mlp.experts.gate_up_scales", transform=gate_before_up),
         Rule(f"{EXPERTS}.gate_up_proj_bias", "layers.{i}.mlp.experts.gate_up_bias", transform=gate_before_up),
         Rule(f"{EXPERTS}.down_proj", "layers.{i}.mlp.experts.down", transform=outputs_first),
         Rule(f"{EXPERTS}.down_proj_mxfp4", "layers.{i}.mlp.experts.down"),
+        Rule(f"{EXPERTS}.down_proj_blocks", "layers.{i}.mlp.experts.down_blocks"),
+        Rule(f"{EXPERTS}.down_proj_scales", "layers.{i}.mlp.experts.down_scales"),
         Rule(f"{EXPERTS}.down_proj_bias", "layers.{i}.mlp.experts.down_bias"),
         # GGUF's
         Rule("model.layers.{i}.self_attn.sinks.weight", "layers.{i}.self_attn.sinks"),
@@ -86,4 +91,5 @@ class GptOssForCausalLM(MoEModel):
         return Experts.from_hf(hf, scoring="topk_softmax", activation="swigluoai", bias=True, checkpoint=checkpoint)
 
     def regroup_tensors(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        return pair_mxfp4(tensors)
+        as_stored = any(isinstance(module, Mxfp4Experts) for module in self.modules())
+        return tensors if as_stored else pair_mxfp4(tensors)

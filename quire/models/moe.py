@@ -14,11 +14,13 @@ from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.fused_moe import ExpertCheckpoint, FusedMoE
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.linear_experts import ExpertMethods, LinearExperts
+from quire.layers.packed_experts import PackedExperts
 from quire.models.config_checks import MAX_EXPERTS, MAX_WIDTH
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import require
 from quire.models.decoder_layers import MLP, BuildContext, FeedForward
 from quire.models.loading.weight_map import Rule
+from quire.quantization.base import StoresFusedExperts
 
 logger = logging.getLogger("quire")
 
@@ -73,15 +75,19 @@ class SparseMLP(nn.Module):
         sizes = (experts.count, experts.top_k, hidden, experts.intermediate_size)
         routing: Any = {"renormalize": experts.renormalize, "scoring": experts.scoring}
         methods = _expert_methods(build, layer, experts)
-        self.experts: FusedMoE | LinearExperts
+        routing["activation"] = experts.activation
+        self.experts: FusedMoE | PackedExperts
         if methods is not None:
-            self.experts = LinearExperts(*sizes, *placed, methods, options.tp, activation=experts.activation, **routing)
+            self.experts = LinearExperts(*sizes, *placed, methods, options.tp, **routing)
+        elif experts.checkpoint == "fused" and isinstance(options.quantization, StoresFusedExperts):
+            self.experts = options.quantization.fused_experts()(
+                *sizes, *placed, options.tp, bias=experts.bias, **routing
+            )
         else:
             self.experts = FusedMoE(
                 *sizes,
                 *placed,
                 options.tp,
-                activation=experts.activation,
                 bias=experts.bias,
                 checkpoint=experts.checkpoint,
                 backend=options.moe_backend,

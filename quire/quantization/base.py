@@ -1,5 +1,6 @@
 """The interface between a linear layer and its quantization method."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,4 +127,13 @@ class QuantizesHead(Protocol):
 
     def head_method(self) -> LinearMethod | None:
         """None: not quantized."""
+        ...
+
+
+@runtime_checkable
+class StoresFusedExperts(Protocol):
+    """A Quantization with a layer of its own for experts that the checkpoint has in one tensor."""
+
+    def fused_experts(self) -> Callable[..., Any]:
+        """Constructed as FusedMoE is, whose methods it has."""
         ...

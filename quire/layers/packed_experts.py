@@ -1,0 +1,121 @@
+"""Experts in 4 or 8 bits: the kernels of mixtures where all are packed alike, else one expert at a time."""
+
+import torch
+from torch import nn
+
+from quire.kernels.dispatch import supports_triton
+from quire.kernels.int_linear import PANEL, PackedIntWeight
+from quire.kernels.int_table import max_fused_rows
+from quire.kernels.moe import (
+    Activation,
+    IntExpertWeights,
+    RouterScoring,
+    activate_torch,
+    fused_layer,
+    moe_triton,
+    prepare_moe,
+    route_torch,
+    sum_experts,
+)
+from quire.kernels.moe_table import MAX_EXPERTS
+from quire.kernels.rms_norm import RMSNormParams
+from quire.layers.expert_terms import ExpertTerms
+from quire.layers.parallel import SINGLE, TensorParallel
+from quire.quantization.base import keep
+
+
+class PackedExperts(nn.Module):
+    """What FusedMoE is for unquantized experts; a subclass stores and loads them and multiplies by a single one."""
+
+    packed: IntExpertWeights | None = None
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        *,
+        renormalize: bool = True,
+        scoring: RouterScoring = "softmax",
+        activation: Activation = "silu",
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.tp, self.device = num_experts, top_k, tp, device
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.width = tp.share(intermediate_size, "the experts' intermediate size")
+        self.terms: ExpertTerms | None = None  # of adapters
+        self.renormalize, self.scoring, self.activation = renormalize, scoring, activation
+
+    def multiply_gate_up(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        """By one expert, with its bias: [N, hidden] -> [N, 2 * width], gate before up."""
+        raise NotImplementedError
+
+    def multiply_down(self, inner: torch.Tensor, e: int) -> torch.Tensor:
+        """[N, width] -> [N, hidden]: this worker's summand."""
+        raise NotImplementedError
+
+    def keep_packed(
+        self,
+        gate_up: PackedIntWeight,
+        down: PackedIntWeight,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> bool:
+        """For the kernels of mixtures; whether these can multiply by them."""
+        can_sort = self.num_experts <= MAX_EXPERTS and self.width % PANEL == 0
+        if not can_sort or not supports_triton(self.device):
+            return False
+        prepare_moe(self.device)
+        keep(self, "packed", IntExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation))
+        return True
+
+    @property
+    def max_fused_rows(self) -> int:
+        if self.packed is None or self.tp.size > 1:
+            return 0
+        return max_fused_rows(self.packed.gate_up.bits, self.packed.shape(self.top_k))
+
+    def forward_fused(
+        self,
+        stream: torch.Tensor,
+        norm: RMSNormParams,
+        router_weight: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        router_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
+        assert self.packed is not None
+        kind = {"renormalize": self.renormalize, "scoring": self.scoring}
+        return fused_layer(
+            stream,
+            norm,
+            router_weight,
+            router_bias,
+            self.packed,
+            self.top_k,
+            residual=residual,
+            **kind,  # type: ignore[arg-type]
+        )
+
+    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden], router_logits [N, experts] -> [N, hidden]."""
+        if self.packed is not None and not (self.terms is not None and self.terms.active):
+            kind = {"renormalize": self.renormalize, "scoring": self.scoring}
+            return self.tp.all_reduce(moe_triton(x, router_logits, self.packed, self.top_k, **kind))  # type: ignore[arg-type]
+        weights, experts = route_torch(router_logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
+        return self.tp.all_reduce(sum_experts(x, weights, experts, self.num_experts, self._expert))
+
+    def _expert(self, x: torch.Tensor, e: int, rows: torch.Tensor | None) -> torch.Tensor:
+        """This worker's summand of one expert, [n, hidden] in float32."""
+        terms = self.terms if self.terms is not None and self.terms.active else None
+        gate_up = self.multiply_gate_up(x, e)
+        if terms is not None:
+            gate_up = terms.add_gate_up(gate_up, x, e, rows)
+        inner = activate_torch(gate_up.float(), self.activation).to(x.dtype)
+        output = self.multiply_down(inner, e)
+        if terms is not None:
+            output = terms.add_down(output, inner, e, rows)
+        return output.float()

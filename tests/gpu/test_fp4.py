@@ -1,0 +1,147 @@
+"""Kernels of 4-bit floats (MXFP4, NVFP4) on a GPU: against float32, in graphs, linears and experts."""
+
+import pytest
+import torch
+
+from quire.kernels.int_linear import (
+    dequantize,
+    dequantize_torch,
+    int_linear,
+    int_linear_torch,
+    linear,
+    prepare_int_linear,
+)
+from quire.kernels.int_table import candidates, few_candidates, grouped_candidates
+from quire.kernels.moe import IntExpertWeights, experts_torch, fused_layer, fused_layer_torch, moe_triton, route_torch
+from quire.kernels.moe import prepare_moe as prepare_experts
+from tests.gpu.test_int_linear import off, replayed_equals, tensor
+from tests.kernels.int_cases import Layout, make_weight
+from tests.models.test_mxfp4 import save_mxfp4
+from tests.quantization.test_methods import generated
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MXFP4, NVFP4 = Layout(4, 2880, 32, kind="e2m1"), Layout(4, 4096, 16, kind="e2m1", factors=True)
+KIND = {"renormalize": True, "scoring": "topk_softmax"}
+EXPERTS = (16, 4, 1440, 736)  # experts, chosen, hidden size, intermediate size
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    prepare_int_linear(torch.device("cuda", 0))
+    prepare_experts(torch.device("cuda", 0))
+
+
+def test_every_code_is_exact():
+    """All numbers with scales of one, through an identity matrix, in every kernel."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for group in (16, 32, 128):
+            weight, wanted = make_weight(Layout(4, 512, group, kind="e2m1"), 512, dtype, "cuda")
+            assert torch.equal(dequantize(weight), wanted)
+            identity = torch.eye(512, device="cuda", dtype=dtype)
+            for config in candidates(64, 512, 512, weight.fields * weight.plane):
+                got = torch.cat([int_linear(rows, weight, config=config) for rows in identity.split(64)])
+                assert torch.equal(got, wanted.T), (dtype, group, config)
+
+
+@pytest.mark.parametrize("layout", [MXFP4, NVFP4], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 17, 64, 256])
+def test_every_candidate(rows, layout):
+    n = 2880
+    weight, _ = make_weight(layout, n, torch.bfloat16, "cuda")
+    x, bias = tensor(rows, layout.inputs), tensor(n)
+    wanted = int_linear_torch(x, weight, bias)
+    for config in candidates(rows, layout.inputs, n, weight.fields * weight.plane):
+        got = int_linear(x, weight, bias, config=config)
+        assert off(got, wanted) < 5e-3, config
+        assert torch.equal(got, int_linear(x, weight, bias, config=config)), config
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("layout", [MXFP4, NVFP4], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_fused(rows, layout, pdl):
+    k, n = layout.inputs, 1440
+    weight, _ = make_weight(layout, 2 * n, torch.bfloat16, "cuda")
+    x, fused = tensor(rows, k), {"norm": (tensor(k).float(), 1e-6), "residual": tensor(rows, n), "silu": True}
+    wanted = int_linear_torch(x, weight, **fused)
+    for config in candidates(rows, k, n, weight.fields * weight.plane):
+        assert off(int_linear(x, weight, config=config, pdl=pdl, **fused), wanted) < 8e-3, config
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("rows", [1, 64, 256, 1000])
+def test_a_chain_in_a_graph(rows, group):
+    k = 2048
+    layout = Layout(4, k, group, kind="e2m1", factors=group == 16)
+    weights = [make_weight(layout, k, torch.bfloat16, "cuda")[0] for _ in range(6)]
+    x = tensor(rows, k)
+    options = [None, *candidates(rows, k, k, weights[0].fields * weights[0].plane)] if rows < 1000 else [None]
+    for config in options:
+
+        def chain(config=config) -> torch.Tensor:
+            y = x
+            for weight in weights:
+                y = linear(y, weight, None) if config is None else int_linear(y, weight, config=config)
+            return y
+
+        replayed_equals(chain, config)
+
+
+def make_experts(group: int) -> IntExpertWeights:
+    num_experts, _, hidden, width = EXPERTS
+    layouts = [Layout(4, k, group, kind="e2m1", factors=group == 16) for k in (hidden, width)]
+    gate_up, _ = make_weight(layouts[0], 2 * width, torch.bfloat16, "cuda", num_experts)
+    down, _ = make_weight(layouts[1], hidden, torch.bfloat16, "cuda", num_experts)
+    biases = tensor(num_experts, 2 * width), tensor(num_experts, hidden)
+    return IntExpertWeights(gate_up, down, *biases, activation="swigluoai")
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("rows", [1, 3, 64, 256, 2000])
+def test_experts(rows, group):
+    num_experts, top_k, hidden, _ = EXPERTS
+    w = make_experts(group)
+    x, logits, residual = tensor(rows, hidden), tensor(rows, num_experts), tensor(rows, hidden)
+    wanted = experts_torch(x, *route_torch(logits, top_k, **KIND), w.dequantized(), residual)
+    few = few_candidates() if rows <= 3 else []
+    for config in (None, *few, *grouped_candidates(rows, EXPERTS)):
+
+        def run(config=config) -> torch.Tensor:
+            return moe_triton(x, logits, w, top_k, residual=residual, config=config, **KIND)
+
+        assert off(run(), wanted) < 1e-2, config
+        if rows in (1, 64, 256):
+            replayed_equals(run, config)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_whole_layer_of_experts(rows, group):
+    num_experts, top_k, hidden, _ = EXPERTS
+    w, x, gain = make_experts(group), tensor(rows, hidden), torch.rand(hidden, device="cuda") + 0.5
+    layer = (x, (gain, 1e-6), tensor(num_experts, hidden, scale=0.1), tensor(num_experts))
+    wanted = fused_layer_torch(*layer, w, top_k, residual=x, **KIND)
+    for config in (None, *few_candidates()):
+        assert off(fused_layer(*layer, w, top_k, residual=x, config=config, **KIND), wanted) < 1e-2, config
+
+
+def test_experts_of_gpt_oss_take_little_more_than_4_bits():
+    hidden = width = 2880
+    weight, _ = make_weight(Layout(4, hidden, 32, kind="e2m1"), 2 * width, torch.bfloat16, "cuda", 2)
+    assert weight.nbytes * 8 / (2 * 2 * width * hidden) < 4.7
+    assert torch.equal(dequantize_torch(weight), dequantize(weight))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gpt_oss_at_4_bits_says_what_it_says_dequantized(tmp_path, dtype):
+    save_mxfp4(tmp_path)
+    wanted = generated(tmp_path, device="cuda", dtype=dtype, quantization="dequantized", enforce_eager=True)
+    for eager in (True, False):
+        ids = generated(tmp_path, device="cuda", dtype=dtype, enforce_eager=eager)
+        same = sum(a == b for ours, theirs in zip(ids, wanted, strict=True) for a, b in zip(ours, theirs, strict=True))
+        assert same >= 0.5 * sum(map(len, wanted)), "tiny random models have near ties"
