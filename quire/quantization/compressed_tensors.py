@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints: groups of modules, each with a scheme of its own, integers or fp8."""
+"""compressed-tensors checkpoints: groups of modules, each with a scheme of its own, integers, fp8 or 4-bit floats."""
 
 import re
 from collections.abc import Callable
@@ -10,6 +10,9 @@ import torch
 from quire.quantization.base import LinearMethod
 from quire.quantization.checkpoint_config import names_in, unsupported, well_formed
 from quire.quantization.compressed_int import CompressedScheme, int_scheme
+from quire.quantization.fp4 import Fp4Scheme
+from quire.quantization.fp4_config import fp4_scheme
+from quire.quantization.fp4_linear import fp4_linear_method
 from quire.quantization.fp8 import UNUSED_SCALES, describe_fp8, fp8_linear_method
 from quire.quantization.fp8_config import Fp8Scheme
 from quire.quantization.int_kernels import choose_int_kernel
@@ -18,7 +21,7 @@ from quire.quantization.int_linear import IntLinearMethod
 LINEAR = "Linear"  # the class of all layers that can be quantized
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 
-Scheme = CompressedScheme | Fp8Scheme
+Scheme = CompressedScheme | Fp8Scheme | Fp4Scheme
 # From a group's weights, its input_activations and its format.
 SchemeParser = Callable[[dict[str, Any], dict[str, Any] | None, str | None], Scheme]
 
@@ -58,6 +61,7 @@ PARSERS: dict[tuple[str, int], SchemeParser] = {
     ("int", 4): int_scheme,
     ("int", 8): int_scheme,
     ("float", 8): fp8_scheme,
+    ("float", 4): fp4_scheme,
 }
 
 
@@ -133,6 +137,8 @@ class CompressedTensors:
             return None
         if isinstance(scheme, Fp8Scheme):
             return fp8_linear_method(scheme, *self.place, name)
+        if isinstance(scheme, Fp4Scheme):
+            return fp4_linear_method(scheme, self.kernel, name)
         # Experts become one weight (layers/linear_experts.py), for kernels that do not quantize rows.
         is_w8a8 = scheme.int8_inputs and ".experts." not in name
         return IntLinearMethod(scheme, self.w8a8_kernel if is_w8a8 else self.kernel, name)
@@ -144,9 +150,10 @@ class CompressedTensors:
         return None
 
     def describe(self) -> str:
-        integers = [s for _, s in self.config.targets if isinstance(s, CompressedScheme)]
+        integers = [s for _, s in self.config.targets if not isinstance(s, Fp8Scheme)]
         fp8 = dict.fromkeys(describe_fp8(s, *self.place) for _, s in self.config.targets if isinstance(s, Fp8Scheme))
-        kernels = [self.w8a8_kernel if s.int8_inputs else self.kernel for s in integers]
+        int8 = [isinstance(s, CompressedScheme) and s.int8_inputs for s in integers]
+        kernels = [self.w8a8_kernel if is_w8a8 else self.kernel for is_w8a8 in int8]
         parts = dict.fromkeys([*(s.describe() for s in integers), *(kernel.describe() for kernel in kernels), *fp8])
         return f"compressed-tensors: {'; '.join(parts)}"
 

@@ -97,7 +97,7 @@ class PanelKernel:
 
     def describe(self) -> str:
         return (
-            f"weights stay integers; activations rounded to int8 in groups of {quantized.GROUP} for products, else "
+            f"weights are integers; activations rounded to int8 in groups of {quantized.GROUP} for products, else "
             f"{self.compute}"
         )
 

@@ -75,6 +75,7 @@ class StoredPart:
     ) -> None:
         self.scheme, self.partition, self.module = scheme, partition, module
         self.local_size = partition.size if partition.dim == 0 else local_inputs
+        self.local_inputs = local_inputs
         outputs, inputs = partition.full_shape
         self.group_size = scheme.group_size if scheme.group_size > 0 else inputs
         if inputs % self.group_size:

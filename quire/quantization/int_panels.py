@@ -1,4 +1,4 @@
-"""Integer weights into the panels of a CPU, by way of GGUF's blocks, whose formats hold them exactly."""
+"""Integer weights, and 4-bit floats as such, into a CPU's panels by way of GGUF's blocks, which hold them exactly."""
 
 import torch
 
@@ -19,7 +19,7 @@ def pack_int_weight(weight: IntWeight, exact: bool) -> PackedInt | str:
     A group of 128 becomes four of 32 with the same scale. exact: scales must not be rounded at all; else to float16, by
     less than dequantized weights would be in bfloat16.
     """
-    weight, order = weight.in_group_order()
+    weight, order = weight.as_integers().in_group_order()
     outputs, inputs = weight.codes.shape
     if inputs % GROUP:
         return f"its {inputs} inputs are no multiple of {GROUP}"

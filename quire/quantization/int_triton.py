@@ -12,6 +12,7 @@ from torch import nn
 
 from quire.kernels.int_linear import (
     HALF,
+    Kind,
     PackedIntWeight,
     can_fuse,
     check_groups,
@@ -28,7 +29,8 @@ logger = logging.getLogger("quire")
 
 
 class IntegerWeight(Protocol):
-    """A decoded weight: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]); g is group_of[k], or k // group_size."""
+    """A decoded weight: w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]); g is group_of[k], or k // group_size. Or
+    4-bit floats, and factors of outputs: see IntWeight."""
 
     @property
     def bits(self) -> int: ...
@@ -42,6 +44,10 @@ class IntegerWeight(Protocol):
     def group_size(self) -> int: ...
     @property
     def group_of(self) -> torch.Tensor | None: ...  # [inputs]
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def factors(self) -> torch.Tensor | None: ...  # [outputs]
 
     def in_group_order(self) -> tuple["IntegerWeight", torch.Tensor | None]:
         """With the inputs of a group next to each other, and the order that makes them so."""
@@ -90,7 +96,8 @@ class TritonIntKernel:
         elif weight.group_of is not None:
             obstacle = "its groups have different numbers of inputs"
         if obstacle is None:
-            return pack_int_weight(weight.codes, weight.scales, weight.zeros, weight.bits, self.dtype)
+            w = weight
+            return pack_int_weight(w.codes, w.scales, w.zeros, w.bits, self.dtype, w.kind, w.factors)
         _log_dequantized(str(self.dtype).removeprefix("torch."), obstacle, module)
         whole = torch.empty(weight.codes.shape, dtype=self.dtype, device=weight.codes.device)
         weight.dequantize_into(whole)
@@ -122,7 +129,7 @@ class TritonIntKernel:
 
     def describe(self) -> str:
         compute = str(self.dtype).removeprefix("torch.")
-        return f"weights stay integers; activations and products in {compute}"
+        return f"weights stay as stored; activations and products in {compute}"
 
 
 def keep_parts(layer: nn.Module, parts: list[IntPart]) -> None:
@@ -135,6 +142,8 @@ def packed_of(layer: nn.Module) -> PackedIntWeight | None:
     parts: list[IntPart] = getattr(layer, "int_parts", [])
     if len(parts) != 1 or parts[0].order is not None or isinstance(parts[0].weight, torch.Tensor):
         return None
+    if hasattr(layer, "input_scales"):
+        return None  # the kernels that use it do not round inputs
     return parts[0].weight
 
 
@@ -148,6 +157,8 @@ class _Joined:
     zeros: torch.Tensor | None
     group_size: int
     group_of: torch.Tensor | None
+    kind: Kind
+    factors: torch.Tensor | None
     members: list[IntegerWeight]
 
     @classmethod
@@ -155,6 +166,7 @@ class _Joined:
         if len(members) == 1:
             return members[0]
         first, zeros = members[0], [m.zeros for m in members if m.zeros is not None]
+        factors = [m.factors for m in members if m.factors is not None]
         return cls(
             first.bits,
             torch.cat([m.codes for m in members]),
@@ -162,6 +174,8 @@ class _Joined:
             torch.cat(zeros) if zeros else None,
             first.group_size,
             first.group_of,
+            first.kind,
+            torch.cat(factors) if factors else None,
             members,
         )
 
@@ -178,8 +192,12 @@ Ordered = tuple[IntegerWeight, torch.Tensor | None]
 
 def _fuses(one: Ordered, other: Ordered) -> bool:
     (a, order_a), (b, order_b) = one, other
-    same = (a.bits, a.group_size, a.zeros is None) == (b.bits, b.group_size, b.zeros is None)
+    same = _form(a) == _form(b)
     return same and _equal(order_a, order_b) and _equal(a.group_of, b.group_of)
+
+
+def _form(w: IntegerWeight) -> tuple[object, ...]:
+    return w.bits, w.group_size, w.kind, w.zeros is None, w.factors is None
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -1,15 +1,19 @@
-"""Integer weights of any checkpoint format in one form: codes, and a scale and a zero point per group of inputs."""
+"""Integer weights of any checkpoint format in one form: codes, and a scale and a zero point per group of inputs. Codes
+may be those of 4-bit floats, which have no zero points."""
 
 from dataclasses import dataclass, replace
 
 import torch
+
+from quire.kernels.int_linear import E2M1, Kind
 
 ROWS_AT_A_TIME = 1024  # limits the float32 copy
 
 
 @dataclass(frozen=True)
 class IntWeight:
-    """w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]); g is group_of[k], or k // group_size where that is None."""
+    """w[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]); g is group_of[k], or k // group_size where that is None.
+    With codes of floats it is scales[n, g] * float(codes[n, k])."""
 
     bits: int  # 4 or 8
     codes: torch.Tensor  # uint8 [outputs, inputs]
@@ -18,6 +22,8 @@ class IntWeight:
     group_size: int
     group_of: torch.Tensor | None = None  # int64 [inputs]
     input_scale: torch.Tensor | None = None  # float32 [1]: a fixed one of activations in int8
+    kind: Kind = "int"  # of codes
+    factors: torch.Tensor | None = None  # float32 [outputs]: of w, beside the scales
 
     @property
     def zero(self) -> int:
@@ -53,7 +59,21 @@ class IntWeight:
         for first in range(0, len(out), ROWS_AT_A_TIME):
             rows = slice(first, first + ROWS_AT_A_TIME)
             zeros = self.zero if self.zeros is None else self.zeros[rows][:, groups].float()
-            out[rows].copy_((self.codes[rows].float() - zeros) * self.scales[rows][:, groups])
+            if self.kind == "e2m1":
+                numbers = torch.tensor(E2M1, device=self.codes.device)[self.codes[rows].int()]
+            else:
+                numbers = self.codes[rows].float() - zeros
+            made = numbers * self.scales[rows][:, groups]
+            out[rows].copy_(made if self.factors is None else made * self.factors[rows, None])
+
+    def as_integers(self) -> "IntWeight":
+        """4-bit floats as integers of 8 bits, exactly: twice e2m1 is whole."""
+        if self.kind == "int":
+            return self
+        doubled = torch.tensor([int(2 * value) for value in E2M1], dtype=torch.int16, device=self.codes.device)
+        codes = (doubled[self.codes.int()] + 128).to(torch.uint8)
+        scales = self.scales / 2 if self.factors is None else self.scales / 2 * self.factors[:, None]
+        return replace(self, bits=8, codes=codes, scales=scales, kind="int", factors=None)
 
     def part_of_inputs(self, start: int) -> "IntWeight":
         """Of a weight whose codes are the inputs from `start` on, while scales and zeros are of all groups."""

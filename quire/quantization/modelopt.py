@@ -1,4 +1,4 @@
-"""ModelOpt checkpoints in fp8: a scale per tensor for weights and activations, or per output and token."""
+"""ModelOpt checkpoints: fp8 with a scale per tensor for weights and activations, or per output and token; NVFP4."""
 
 import fnmatch
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import torch
 
 from quire.quantization.base import Quantization
 from quire.quantization.checkpoint_config import names_in, unsupported, well_formed
+from quire.quantization.fp4_config import ModelOptFp4
 from quire.quantization.fp8 import Fp8Checkpoint
 from quire.quantization.fp8_config import Fp8Config, Fp8Scheme
 
@@ -25,6 +26,7 @@ def _fp8(scheme: Fp8Scheme) -> Factory:
 ALGORITHMS: dict[str, Factory] = {
     "FP8": _fp8(Fp8Scheme(activations="static")),
     "FP8_PER_CHANNEL_PER_TOKEN": _fp8(Fp8Scheme(per_channel=True)),
+    "NVFP4": ModelOptFp4,
 }
 
 

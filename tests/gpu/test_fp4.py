@@ -14,9 +14,12 @@ from quire.kernels.int_linear import (
 from quire.kernels.int_table import candidates, few_candidates, grouped_candidates
 from quire.kernels.moe import IntExpertWeights, experts_torch, fused_layer, fused_layer_torch, moe_triton, route_torch
 from quire.kernels.moe import prepare_moe as prepare_experts
+from quire.kernels.round_fp4 import round_mxfp4, round_mxfp4_torch, round_nvfp4, round_nvfp4_torch
 from tests.gpu.test_int_linear import off, replayed_equals, tensor
 from tests.kernels.int_cases import Layout, make_weight
 from tests.models.test_mxfp4 import save_mxfp4
+from tests.quantization.fp4_checkpoints import modelopt, mxfp4, nvfp4
+from tests.quantization.test_int_checkpoints import WIDE, checkpoints
 from tests.quantization.test_methods import generated
 
 pytestmark = [
@@ -145,3 +148,25 @@ def test_gpt_oss_at_4_bits_says_what_it_says_dequantized(tmp_path, dtype):
         ids = generated(tmp_path, device="cuda", dtype=dtype, enforce_eager=eager)
         same = sum(a == b for ours, theirs in zip(ids, wanted, strict=True) for a, b in zip(ours, theirs, strict=True))
         assert same >= 0.5 * sum(map(len, wanted)), "tiny random models have near ties"
+
+
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_rounded_activations_in_a_graph(rows):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = tensor(rows, 2 * 2880, scale=3.0, dtype=dtype)[:, :2880]
+        for times in (224.0, 0.01):
+            assert torch.equal(round_nvfp4(x, times), round_nvfp4_torch(x, times))
+        assert torch.equal(round_mxfp4(x), round_mxfp4_torch(x))
+    replayed_equals(lambda: round_nvfp4(x, 224.0), rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 W4A4", "mxfp4", "mxfp4 W4A4", "modelopt"])
+def test_checkpoints(tmp_path, name, family):
+    made = {"nvfp4": nvfp4(), "nvfp4 W4A4": nvfp4(True), "mxfp4": mxfp4(), "mxfp4 W4A4": mxfp4(True)}
+    ours, _ = checkpoints(tmp_path, family, made.get(name) or modelopt(), **WIDE)
+    wanted = generated(ours, device="cuda", dtype="bfloat16", quantization="dequantized", enforce_eager=True)
+    for eager in (True, False):
+        ids = generated(ours, device="cuda", dtype="bfloat16", enforce_eager=eager)
+        first = [(a[0], b[0]) for a, b in zip(ids, wanted, strict=True)]
+        assert sum(a == b for a, b in first) >= 0.6 * len(first), "tiny random models have near ties"

@@ -21,6 +21,8 @@ class Decoded:
     group_size: int
     group_of: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    kind: str = "int"
+    factors: torch.Tensor | None = None
 
     def in_group_order(self):
         return self, self.order

@@ -1,0 +1,52 @@
+"""Activations rounded to 4-bit floats, as checkpoints of W4A4 have it: groups of a row share a scale that is computed
+from them, an e4m3 number (NVFP4) or a power of two (MXFP4)."""
+
+import torch
+
+from quire.kernels.dispatch import use_triton
+
+LARGEST = 6.0  # of e2m1
+FP8_MAX = 448.0
+
+
+def round_nvfp4_torch(x: torch.Tensor, global_scale: float, group: int = 16) -> torch.Tensor:
+    """x [M, K] -> the rounded x times `global_scale`, which 16-bit types hold exactly: e2m1 times e4m3."""
+    wide = x.float().unflatten(-1, (-1, group))
+    scales = (wide.abs().amax(-1, keepdim=True) / LARGEST * global_scale).clamp(max=FP8_MAX)
+    scales = scales.to(torch.float8_e4m3fn).float()
+    # A group whose scale is rounded to zero is zero.
+    rounded = round_e2m1(torch.where(scales > 0, wide / (scales / global_scale), 0.0))
+    return (rounded * scales).flatten(-2).to(x.dtype)
+
+
+def round_mxfp4_torch(x: torch.Tensor, group: int = 32) -> torch.Tensor:
+    """x [M, K] -> the rounded x."""
+    wide = x.float().unflatten(-1, (-1, group))
+    largest = wide.abs().amax(-1, keepdim=True)
+    # The largest, rounded to one bit of fraction, has this power of two; 4 is that of the largest e2m1.
+    bits = (largest.view(torch.int32) + (1 << 21)) & 0x7F800000
+    scales = (bits - (2 << 23)).clamp(min=1 << 23).view(torch.float32)
+    return (round_e2m1(wide / scales) * scales).flatten(-2).to(x.dtype)
+
+
+def round_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, of two the one with an even mantissa."""
+    size = x.abs().clamp(max=LARGEST)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.copysign((size / step).round() * step, x)
+
+
+def round_nvfp4(x: torch.Tensor, global_scale: float, group: int = 16) -> torch.Tensor:
+    if not use_triton(x):
+        return round_nvfp4_torch(x, global_scale, group)
+    from quire.kernels.triton import round_fp4 as kernel
+
+    return kernel.round_fp4(x, global_scale, group)
+
+
+def round_mxfp4(x: torch.Tensor, group: int = 32) -> torch.Tensor:
+    if not use_triton(x):
+        return round_mxfp4_torch(x, group)
+    from quire.kernels.triton import round_fp4 as kernel
+
+    return kernel.round_fp4(x, None, group)

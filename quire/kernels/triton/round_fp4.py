@@ -1,0 +1,63 @@
+"""Rows rounded to 4-bit floats by group: see quire/kernels/round_fp4.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.round_fp4 import FP8_MAX, LARGEST
+
+GROUPS = 32  # of a program
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest whole number, of two the even one: numbers of 2^23 and more have no fraction."""
+    return (x + 8388608.0) - 8388608.0
+
+
+@triton.jit
+def _kernel(
+    x,  # [M, K]
+    y,  # [M, K]
+    K,
+    x_stride,
+    global_scale,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    wide = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    if MX:
+        bits = (largest.to(tl.int32, bitcast=True) + (1 << 21)) & 0x7F800000
+        scale = tl.maximum(bits - (2 << 23), 1 << 23).to(tl.float32, bitcast=True)
+        by = scale
+    else:
+        scale = tl.minimum(tl.math.div_rn(largest, LARGEST) * global_scale, FP8_MAX)
+        # To e4m3, on devices without it too: three bits of fraction, and none of its exponents is below -6.
+        exponent = tl.maximum(scale.to(tl.int32, bitcast=True) >> 23, 127 - 6)
+        unit = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+        scale = _nearest(scale / unit) * unit
+        by = tl.math.div_rn(tl.where(scale > 0, scale, 1.0), global_scale)
+    size = tl.minimum(tl.math.div_rn(tl.abs(wide), by[:, None]), LARGEST)
+    step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
+    made = _nearest(size / step) * step * scale[:, None]
+    tl.store(y + row * K + k, tl.where(wide < 0, -made, made).to(y.dtype.element_ty), mask=k < K)
+
+
+def round_fp4(x: torch.Tensor, global_scale: float | None, group: int) -> torch.Tensor:
+    """`global_scale`: of NVFP4; None: MXFP4."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    rows, k = x.shape
+    y = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    if rows:
+        _kernel[(rows, triton.cdiv(k, GROUPS * group))](
+            x, y, k, x.stride(0), global_scale or 1.0, GROUP=group, GROUPS=GROUPS, MX=global_scale is None,
+            LARGEST=LARGEST, FP8_MAX=FP8_MAX, num_warps=4,
+        )  # fmt: skip
+    return y
