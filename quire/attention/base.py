@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from quire.kernels.kv_scales import KVScales
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import QKNormParams
@@ -126,6 +127,7 @@ class AttentionBackend(CacheBackend):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: Any,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:  # q [N, heads, head_size]
         """Apply norm and rotary embedding to queries and keys, where given, and write keys and values to the cache."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ import torch
 from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepInputs
 from quire.attention.simple_pages import needs_simple_pages
 from quire.kernels import native
+from quire.kernels.kv_scales import KVScales
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
 from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -39,7 +40,7 @@ class NativeBackend(AttentionBackend):
             return "a C compiler"
         if not all(native.attention_fits(s.num_heads, s.num_kv_heads, s.head_size) for s in features.shapes):
             return "heads of at most 256, and at most 192 of them to a KV head"
-        return needs_simple_pages(dtype, spec, features)
+        return needs_simple_pages(dtype, spec, features, quantized=("int8",))
 
     @classmethod
     def declines(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> str | None:
@@ -72,9 +73,10 @@ class NativeBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: NativeMetadata,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         table, positions = (angles.table, angles.positions) if angles is not None else (None, metadata.no_positions)
-        return native.rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping)
+        return native.rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping, scales)
 
     def attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: NativeMetadata, features: AttentionFeatures

@@ -18,14 +18,6 @@ MAX_TRITON_HEAD_SIZE, MAX_TRITON_GROUP = 256, 128  # more would not fit the regi
 MAX_TRITON_ROWS = 65_535  # of a dimension of the launch grid
 
 
-def cache_dtype(platform: Platform, dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
-    """The dtype in which keys and values are stored."""
-    if kv_cache_dtype == "auto":
-        return dtype
-    platform.check_fp8_cache(kv_cache_dtype)
-    return torch.float8_e4m3fn
-
-
 class TritonEntry(CacheBackend):
     """Stands for TritonBackend in the registry: that module imports Triton, which is there only with a GPU."""
 
@@ -45,7 +37,7 @@ class TritonEntry(CacheBackend):
         if features.max_rows > MAX_TRITON_ROWS:
             return f"fewer rows: max_num_seqs is {features.max_rows}; on a GPU at most {MAX_TRITON_ROWS} are allowed " \
                 "(--max-num-seqs)"  # fmt: skip
-        return needs_simple_pages(dtype, spec, features, fp8=True)
+        return needs_simple_pages(dtype, spec, features, quantized=("float8_e4m3fn", "int8"))
 
     @classmethod
     def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> CacheBackend:

@@ -13,7 +13,8 @@ import torch
 from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepInputs
 from quire.attention.pages import DecodeBatch, PromptRow, plan_decode, plan_prompts
 from quire.attention.simple_pages import needs_simple_pages
-from quire.kernels.kv_write import cache_rows, kv_write, kv_write_padded
+from quire.kernels.kv_scales import KVScales, dequantized
+from quire.kernels.kv_write import cache_rows, kv_write, kv_write_padded, kv_write_scaled
 from quire.kernels.paged_attention import AttentionFeatures
 from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
 from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -66,7 +67,9 @@ class TorchBackend(AttentionBackend):
     def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
         if not features.causal and isinstance(spec, SlidingWindowSpec):
             return "causal attention where there is a window"
-        return needs_simple_pages(dtype, spec, replace(features, padded=False, causal=True))
+        assert isinstance(spec, FullAttentionSpec)
+        quantized = (spec.dtype,) if spec.scale_dtype is not None else ()
+        return needs_simple_pages(dtype, spec, replace(features, padded=False, causal=True), quantized)
 
     @classmethod
     def declines(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> str | None:
@@ -86,11 +89,14 @@ class TorchBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: TorchMetadata,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         num_kv_heads = kv_cache.shape[2]
         cos_sin = angles.cos_sin if angles is not None else None
         q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, qk_norm, cos_sin)
-        if kv_cache.is_contiguous():
+        if scales is not None:
+            kv_write_scaled(k, v, kv_cache, slot_mapping, scales)
+        elif kv_cache.is_contiguous():
             kv_write(k, v, kv_cache, metadata.write_rows(num_kv_heads, slot_mapping))
         else:
             kv_write_padded(k, v, kv_cache, slot_mapping)
@@ -103,7 +109,8 @@ class TorchBackend(AttentionBackend):
         num_kv_heads = kv_cache.shape[2]
         plan = metadata.plan(kv_cache, features.window, features.causal)
 
-        pages = kv_cache.view(-1, metadata.block_size * head_size) if kv_cache.is_contiguous() else kv_cache
+        plain = features.kv_scales is None and kv_cache.is_contiguous()
+        pages = kv_cache.view(-1, metadata.block_size * head_size) if plain else kv_cache
         grouped = (q * features.scale).view(num_tokens, num_kv_heads, -1, head_size)
         out = torch.zeros_like(grouped)  # padding tokens belong to no row; zeros keep them finite
         for batch in plan.decode:
@@ -114,13 +121,15 @@ class TorchBackend(AttentionBackend):
 
 
 def _gather(
-    pages: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor, num_kv_heads: int, head_size: int
+    pages: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor, q: torch.Tensor, scales: KVScales | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages by index, keys before values, heads before rows before pages -> k, v [KV, tokens, D]. `pages`: [pages,
-    block_size * D], or a padded cache as it is."""
+    block_size * D], or a cache that is padded or has scales as it is. q: [..., KV, G, D]."""
+    num_kv_heads, head_size = q.shape[1], q.shape[-1]
     if pages.dim() > 2:
         blocks = index[: len(index) // (2 * num_kv_heads)] // (2 * num_kv_heads)  # those of the first head's keys
-        k, v = pages[blocks].permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_size)
+        found = dequantized(pages, blocks, scales, q.dtype)
+        k, v = found.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_size)
         return k, v
     torch.index_select(pages, 0, index, out=scratch[: len(index)])
     kv = scratch[: len(index)].view(2, num_kv_heads, -1, head_size)
@@ -132,7 +141,7 @@ def _attend_decode(
 ) -> torch.Tensor:
     """q [B, KV, G, D] -> the same shape."""
     rows, kv_heads, group, head_size = q.shape
-    k, v = _gather(pages, batch.pages, scratch, kv_heads, head_size)
+    k, v = _gather(pages, batch.pages, scratch, q, features.kv_scales)
     flat_q = q.transpose(0, 1).reshape(kv_heads * rows, group, head_size)
     raw = torch.bmm(flat_q, k.view(kv_heads * rows, -1, head_size).transpose(1, 2))
     scores = _cap_scores(raw.view(kv_heads, rows, group, -1), features)
@@ -155,7 +164,7 @@ def _attend_prompt(
 ) -> None:
     """q, out [N, KV, G, D]: fills out for the row's tokens."""
     _, kv_heads, group, head_size = q.shape
-    k, v = _gather(pages, row.pages, scratch, kv_heads, head_size)
+    k, v = _gather(pages, row.pages, scratch, q, features.kv_scales)
     for block in row.blocks:
         queries = slice(block.first_token, block.first_token + block.num_tokens)
         keys = slice(block.first_key, block.last_key)

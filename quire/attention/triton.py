@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from quire.attention.base import Angles, AttentionBackend, GroupFeatures, StepInputs
+from quire.kernels.kv_scales import KVScales
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams, rope_and_write
 from quire.kernels.triton.paged_decode import DecodeWorkspace, paged_decode
@@ -67,9 +68,10 @@ class TritonBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: TritonMetadata,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         table, positions = (angles.table, angles.positions) if angles is not None else (None, None)
-        return rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping)
+        return rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slot_mapping, scales)
 
     def attend(
         self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: TritonMetadata, features: AttentionFeatures

@@ -19,8 +19,9 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "precision of keys and values in the cache; auto: that of the model; fp8 holds twice as many (GPU)",
-        choices=("auto", "fp8", "fp8_e4m3"),
+        "precision of keys and values in the cache; auto: that of the model, or fp8 if the checkpoint was made for it; "
+        "fp8 (GPU) and int8 hold twice as many, per_token_head with a scale for each token and head",
+        choices=("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head"),
     )
     gpu_memory_utilization: float = option(
         0.9, "part of the device's memory the engine may use", minimum=0.01, maximum=1.0

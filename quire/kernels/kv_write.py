@@ -6,6 +6,8 @@ is contiguous, to gather and to multiply by.
 
 import torch
 
+from quire.kernels.kv_scales import KVScales, quantize_vectors, stored
+
 
 def cache_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """slots [N] (block * block_size + offset) -> rows of keys and of values, each [N * KV], of the cache as [-1, D].
@@ -19,11 +21,24 @@ def cache_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> tuple
 
 
 def kv_write_padded(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """k, v [N, KV, D] -> slots [N] of a cache with gaps between its pages."""
+    """k, v [N, KV, ...] -> slots [N] of a cache [blocks, 2, KV, block_size, ...] with gaps between its pages."""
     block_size = kv_cache.shape[3]
     at = (slots // block_size, slots % block_size)
     for part, vectors in enumerate((k, v)):
         kv_cache[:, part].transpose(1, 2)[at] = vectors
+
+
+def kv_write_scaled(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, scales: KVScales
+) -> None:
+    """k, v [N, KV, D] -> slots [N], divided by their scales; those of each token and head are computed and written."""
+    if scales.by_token is None:
+        pair = (stored(k.float() / scales.k, kv_cache.dtype), stored(v.float() / scales.v, kv_cache.dtype))
+        kv_write_padded(*pair, kv_cache, slots)
+        return
+    (k, k_scale), (v, v_scale) = quantize_vectors(k, kv_cache.dtype), quantize_vectors(v, kv_cache.dtype)
+    kv_write_padded(k, v, kv_cache, slots)
+    kv_write_padded(k_scale, v_scale, scales.by_token, slots)
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:

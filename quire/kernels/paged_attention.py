@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.kv_scales import KVScales, dequantized
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -29,6 +31,7 @@ class AttentionFeatures:
     slopes: torch.Tensor | None = None  # [H] float32: ALiBi's
     sinks: torch.Tensor | None = None  # [H] float32: the score of an additional key, whose value is zero
     causal: bool = True  # False: a query sees all keys of its row, later ones of the step too
+    kv_scales: KVScales | None = None  # of keys and values in the cache
 
 
 def paged_attention(
@@ -47,7 +50,8 @@ def paged_attention(
         length, first, last = int(seq_lens[i]), int(query_start[i]), int(query_start[i + 1])
         if row < 0 or length == 0:
             continue
-        pages = kv_cache[block_table[row, : -(-length // block_size)].long()].to(q.dtype)
+        blocks = block_table[row, : -(-length // block_size)].long()
+        pages = dequantized(kv_cache, blocks, features.kv_scales, q.dtype)
         k, v = (pages[:, part].transpose(0, 1).reshape(kv_heads, -1, head_size)[:, :length] for part in (0, 1))
         k, v = (x.repeat_interleave(num_heads // kv_heads, 0) for x in (k, v))
         scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k.float()) * features.scale

@@ -3,7 +3,8 @@
 import torch
 
 from quire.kernels.dispatch import use_triton
-from quire.kernels.kv_write import cache_rows, kv_write
+from quire.kernels.kv_scales import KVScales
+from quire.kernels.kv_write import cache_rows, kv_write, kv_write_scaled
 from quire.kernels.rms_norm import rms_norm_torch
 from quire.kernels.rope import apply_rope, gather_cos_sin
 
@@ -39,10 +40,14 @@ def rope_and_write_torch(
     positions: torch.Tensor | None,  # [N]
     kv_cache: torch.Tensor,  # [blocks, 2, KV, block_size, D]
     slots: torch.Tensor,  # [N]
+    scales: KVScales | None = None,
 ) -> torch.Tensor:  # q [N, H, D]
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     cos_sin = gather_cos_sin(table, positions) if table is not None and positions is not None else None
     q, k, v = norm_and_rope(qkv, num_heads, num_kv_heads, qk_norm, cos_sin)
+    if scales is not None:
+        kv_write_scaled(k, v, kv_cache, slots.long(), scales)
+        return q
     kv_write(k.to(kv_cache.dtype), v.to(kv_cache.dtype), kv_cache, cache_rows(slots.long(), num_kv_heads, block_size))
     return q
 
@@ -55,9 +60,10 @@ def rope_and_write(
     positions: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     if use_triton(qkv):
         from quire.kernels.triton import rope_and_write as kernel
 
-        return kernel.rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slots)
-    return rope_and_write_torch(qkv, num_heads, qk_norm, table, positions, kv_cache, slots)
+        return kernel.rope_and_write(qkv, num_heads, qk_norm, table, positions, kv_cache, slots, scales)
+    return rope_and_write_torch(qkv, num_heads, qk_norm, table, positions, kv_cache, slots, scales)

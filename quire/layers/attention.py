@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, AttentionBackend, ForwardContext
+from quire.kernels.kv_scales import KVScales
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
 from quire.layers.cache_layer import CacheLayer
@@ -22,6 +23,7 @@ class Attention(CacheLayer):
     kv_cache: torch.Tensor
     backend: AttentionBackend
     slopes: torch.Tensor | None
+    kv_scales: KVScales | None = None  # of what is in the cache
 
     def __init__(
         self,
@@ -54,22 +56,32 @@ class Attention(CacheLayer):
         self.register_buffer("slopes", slopes, persistent=False)
         self.sinks = sinks
         self.causal = causal
+        self.checkpoint_scales: dict[str, float] = {}  # "k" and "v", for a cache in fp8
 
     @property
-    def kind(self) -> tuple[int | None, bool, bool, bool, bool, int, int, int]:
+    def kind(self) -> tuple[int | bool | None, ...]:
         """What its kernels are compiled for: layers of one kind differ only in values."""
-        features = (self.softcap is not None, self.slopes is not None, self.sinks is not None, self.causal)
+        optional = (self.softcap, self.slopes, self.sinks, self.kv_scales)
+        features = (*(each is not None for each in optional), self.causal)
         return self.sliding_window, *features, self.head_size, self.num_heads, self.num_kv_heads
 
     @cached_property
     def features(self) -> AttentionFeatures:
         # Holds the parameter itself, so that it sees whatever is loaded into it.
         softcap = float(self.softcap) if self.softcap is not None else None
-        return AttentionFeatures(float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks, self.causal)
+        return AttentionFeatures(
+            float(self.scale), self.sliding_window, softcap, self.slopes, self.sinks, self.causal, self.kv_scales
+        )
 
     def bind(self, views: Sequence[torch.Tensor], group: int, backend: AttentionBackend) -> None:
         super().bind(views, group, backend)
-        (self.kv_cache,) = views
+        self.kv_cache, *by_token = views
+        if by_token:
+            self.set_kv_scales(KVScales(by_token=by_token[0]))
+
+    def set_kv_scales(self, scales: KVScales) -> None:
+        self.kv_scales = scales
+        self.__dict__.pop("features", None)  # which has the scales of before
 
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> FullAttentionSpec:
         heads = (block_size, self.num_kv_heads, self.head_size, str(dtype).removeprefix("torch."))
@@ -84,7 +96,7 @@ class Attention(CacheLayer):
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        q = self.backend.write(qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata)
+        q = self.backend.write(qkv, self.num_heads, qk_norm, angles, self.kv_cache, slots, metadata, self.kv_scales)
         out = self.backend.attend(q, self.kv_cache, metadata, self.features)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)

@@ -43,7 +43,7 @@ class KVCacheSpec:
 
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         """The tensors of a page of `num_tokens`, by default of a block, one after the other. The first is the one that
-        connectors and kernels without scales know."""
+        kernels without scales know."""
         raise NotImplementedError
 
     @property
@@ -65,6 +65,10 @@ class KVCacheSpec:
         """Without padding."""
         return self.offsets()[-1]
 
+    def with_scales(self: Spec, dtype: str) -> Spec:
+        """With a scale for each vector, if it holds vectors."""
+        return self
+
     def times(self: Spec, count: int) -> Spec:
         """With as many times its tokens, if it holds tokens."""
         return replace(self, block_size=self.block_size * count) if self.scales else self
@@ -84,6 +88,9 @@ class FullAttentionSpec(KVCacheSpec):
         by_token = (2, self.num_kv_heads, num_tokens or self.block_size)
         vectors = PagePart((*by_token, self.head_size), self.dtype)
         return (vectors,) if self.scale_dtype is None else (vectors, PagePart(by_token, self.scale_dtype))
+
+    def with_scales(self, dtype: str) -> "FullAttentionSpec":
+        return replace(self, scale_dtype=dtype)
 
     @property
     def chunkable(self) -> bool:

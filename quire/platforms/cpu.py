@@ -56,7 +56,10 @@ class CpuPlatform:
             raise ValueError(f"dtype {dtype} is not supported on a CPU; allowed: {', '.join(DTYPES)}")
 
     def check_fp8_cache(self, kv_cache_dtype: str) -> None:
-        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto (--kv-cache-dtype)")
+        raise ValueError(
+            f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto, int8_per_token_head "
+            "(--kv-cache-dtype)"
+        )
 
     def available_memory(self) -> int:
         return cpu_facts.available_memory()

@@ -40,7 +40,9 @@ class CudaPlatform:
     def check_fp8_cache(self, kv_cache_dtype: str) -> None:
         if torch.cuda.get_device_capability(self.device) < (8, 9):
             name = torch.cuda.get_device_name(self.device)
-            raise ValueError(f"{name} has no fp8; allowed there: kv_cache_dtype auto (--kv-cache-dtype)")
+            raise ValueError(
+                f"{name} has no fp8; allowed there: kv_cache_dtype auto, int8_per_token_head (--kv-cache-dtype)"
+            )
 
     def _has_bf16(self) -> bool:
         return torch.cuda.get_device_capability(self.device)[0] >= 8

@@ -11,12 +11,13 @@ from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_linear import CheckpointFp8LinearMethod, OnlineFp8LinearMethod
 from quire.quantization.platform import has_fp8
 
-# Scales of a quantized KV cache and of outputs, which are not used.
+# Scales of queries, of weights of attention and of outputs, which are not used.
 UNUSED_SCALES = (
-    "model.layers.{i}.self_attn.{p}_scale",
-    "model.layers.{i}.self_attn.attn.{p}_scale",
-    "model.layers.{i}.self_attn.k_proj.k_scale",
-    "model.layers.{i}.self_attn.v_proj.v_scale",
+    "model.layers.{i}.self_attn.q_scale",
+    "model.layers.{i}.self_attn.prob_scale",
+    "model.layers.{i}.self_attn.attn.q_scale",
+    "model.layers.{i}.self_attn.attn.prob_scale",
+    "model.layers.{i}.self_attn.q_proj.q_scale",
     "model.layers.{i}.self_attn.{p}.output_scale",
     "model.layers.{i}.mlp.{p}.output_scale",
 )

@@ -32,3 +32,9 @@ def page_views(pages: torch.Tensor, spec: KVCacheSpec, count: int = 1) -> list[t
         items = raw[:, begin : begin + part.nbytes].view(getattr(torch, part.dtype))
         views.append(items.unflatten(1, part.shape))
     return views
+
+
+def block_view(pages: torch.Tensor, spec: KVCacheSpec) -> torch.Tensor:
+    """[blocks, ...]: all that a block holds, for connectors; its bytes if that is more than one tensor."""
+    views = page_views(pages, spec)
+    return views[0] if len(views) == 1 else pages.view(torch.uint8)[:, : spec.page_bytes]

@@ -23,6 +23,7 @@ class WorkerTransfers:
         return self if self._layered else None
 
     def bind(self, kv_caches: Mapping[int, torch.Tensor], notify: Callable[[], None]) -> None:
+        self._kv_caches = kv_caches
         for connector in self.connectors:
             connector.bind(kv_caches, notify)
 
@@ -38,7 +39,7 @@ class WorkerTransfers:
 
     def save_kv_layer(self, layer: int, kv_cache: torch.Tensor) -> None:
         for i, connector in self._layered:
-            self._call(i, functools.partial(connector.save_kv_layer, layer, kv_cache))
+            self._call(i, functools.partial(connector.save_kv_layer, layer, self._kv_caches[layer]))
 
     def get_finished(self) -> tuple[FinishedTransfers, ...]:
         """By connector."""

@@ -25,7 +25,7 @@ from quire.pooling.pooler import Pooler
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
 from quire.spec_decode.proposer import Proposer
-from quire.worker.cache_pages import new_pages, page_views
+from quire.worker.cache_pages import block_view, new_pages, page_views
 from quire.worker.features import FeatureStore
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs, graph_sizes
 from quire.worker.kv_transfers import WorkerTransfers
@@ -115,7 +115,7 @@ class ModelRunner:
             for tensor, layer in zip(self.kv_tensors, group.layers, strict=False):
                 views = page_views(tensor, group.spec, count)
                 layers[layer].bind(views, index, self.backends.by_group[index])
-                self._block_views[layer] = page_views(tensor, group.spec)[0]
+                self._block_views[layer] = block_view(tensor, group.spec)
         if self.backends.supports_replay:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora)

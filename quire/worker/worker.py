@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 
 from quire.attention.base import GroupFeatures
+from quire.attention.cache_format import cache_format
 from quire.attention.group_backends import GroupBackends
-from quire.attention.selector import cache_dtype, choose_backends
+from quire.attention.selector import choose_backends
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
@@ -20,6 +21,7 @@ from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, sha
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
+from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
 from quire.models.registry import ModelRegistry
 from quire.platforms import current_platform
@@ -88,7 +90,10 @@ class Worker:
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.adapters = self._make_adapters()
-        self.cache_dtype = cache_dtype(self.platform, self.dtype, config.cache.kv_cache_dtype)
+        kept = (config.cache.kv_cache_dtype, config.model.hf_config)
+        self.cache_format = cache_format(self.platform, self.dtype, *kept)
+        if self.cache_format.has_layer_scales:
+            use_checkpoint_scales(self.model.cache_layers())
         backends = self._choose_backends()
         self.runner = ModelRunner(
             self.model,
@@ -168,8 +173,9 @@ class Worker:
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size
-        layers = self.model.cache_layers()
-        return {layer.layer_index: layer.kv_cache_spec(size, self.cache_dtype) for layer in layers}
+        layers, kept = self.model.cache_layers(), self.cache_format
+        specs = {layer.layer_index: layer.kv_cache_spec(size, kept.dtype) for layer in layers}
+        return {i: spec.with_scales("float32") for i, spec in specs.items()} if kept.by_token else specs
 
     def kv_cache_memory(self) -> int:
         """Measured after the weights are loaded."""
@@ -243,5 +249,5 @@ class Worker:
             place = f"{self.platform.name}: {native.describe()}, {threads}"
         else:
             place = torch.cuda.get_device_name(self.platform.device)
-        cache = "" if self.cache_dtype is self.dtype else ", fp8 KV cache"
+        cache = f", {self.cache_format.name} KV cache" if self.cache_format.name else ""
         return f"{size} parameters · {self.config.model.dtype} · {place}, {self.runner.backends.name} attention{cache}"

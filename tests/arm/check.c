@@ -23,7 +23,7 @@ int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
 int quire_argmax(const void *, int64_t *, int64_t, int64_t, int);
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                      const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                     float, float, const float *, const float *, float *, int64_t, int, int);
+                     float, float, const float *, const float *, float *, int64_t, const float *, int64_t, int, int);
 
 static int failures;
 
@@ -97,7 +97,7 @@ static void check_attention(int type, int second) {
     for (int64_t i = 0; i < cells; i++) cache[i] = widen(cache16[i] = narrow(random_number()));
     quire_attention(type ? (void *)q16 : q, type ? (void *)out16 : out, type ? (void *)cache16 : cache, rows, starts,
                     lengths, table, TOKENS, PAGES, 2, HEADS, KV, D, BLOCK, 0, 0, 0.125f, 0, NULL, NULL, slots,
-                    SLOTS, type, 0);
+                    SLOTS, NULL, 0, type, 0);
     int right = 1;
     for (int64_t token = 0; token < TOKENS; token++)
         for (int64_t h = 0; h < HEADS; h++) {

@@ -2,7 +2,10 @@
 
 import torch
 
+from quire.kernels.kv_scales import KVScales, quantize_vectors
 from quire.kernels.paged_attention import AttentionFeatures
+from quire.messages.kv_cache import FullAttentionSpec
+from quire.worker.cache_pages import page_views
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -47,3 +50,21 @@ def make_features(features, heads, scale, window=None, device="cpu"):
         "sinks": torch.linspace(-9, 6, heads, device=device),
     }
     return AttentionFeatures(scale, window, **{name: made[name] for name in FEATURES.get(features, ())})
+
+
+def scaled_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, KVScales]:
+    """An empty cache with a scale for each token and head, in pages as the engine lays them out."""
+    blocks, _, kv_heads, block_size, head_size = shape
+    name = str(dtype).removeprefix("torch.")
+    spec = FullAttentionSpec(block_size, kv_heads, head_size, name, scale_dtype="float32")
+    cache, by_token = page_views(torch.zeros(blocks, spec.page_bytes, dtype=torch.uint8, device=device), spec)
+    return cache, KVScales(by_token=by_token)
+
+
+def filled_cache(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, KVScales]:
+    """Of vectors [blocks, 2, KV, block_size, D]."""
+    cache, scales = scaled_cache(tuple(vectors.shape), dtype, vectors.device)
+    numbers, by_token = quantize_vectors(vectors, dtype)
+    cache.copy_(numbers)
+    scales.by_token.copy_(by_token)
+    return cache, scales

@@ -6,7 +6,8 @@ import torch
 
 from quire.attention import selector
 from quire.attention.base import CacheBackend, GroupFeatures
-from quire.attention.selector import cache_dtype, choose_backends, register_backend
+from quire.attention.cache_format import cache_format, checkpoint_scheme
+from quire.attention.selector import choose_backends, register_backend
 from quire.kernels import native
 from quire.kernels.paged_attention import AttentionShape
 from quire.messages.kv_cache import FullAttentionSpec, LatentSpec, SlidingWindowSpec
@@ -54,7 +55,7 @@ def test_selector_says_why_and_lists_what_is_allowed():
         with pytest.raises(ValueError, match=message):
             choose(CPU, dtype, asked)
     with pytest.raises(ValueError, match="kv_cache_dtype 'fp8' needs a GPU; allowed on a CPU: auto"):
-        cache_dtype(CPU, torch.bfloat16, "fp8")
+        cache_format(CPU, torch.bfloat16, "fp8")
     with pytest.raises(ValueError, match="'torch' needs a cache of bfloat16, not float8_e4m3fn"):
         choose(GPU, torch.bfloat16, "torch", full(torch.float8_e4m3fn))
 
@@ -96,12 +97,39 @@ def test_what_only_torch_serves(platform, features, missing):
     assert name == "torch" and (native.library() is None or missing in reason)
 
 
-def test_bidirectional_windows_and_scales_are_served_by_none():
+def test_a_checkpoint_chooses_fp8_where_the_device_has_it(caplog):
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+    configs = [
+        {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}},
+        {"quantization_config": {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}},
+        {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
+    ]
+    gpu = SimpleNamespace(check_fp8_cache=lambda name: None)
+    for config in configs:
+        assert cache_format(gpu, torch.bfloat16, "auto", config).dtype is torch.float8_e4m3fn
+        assert cache_format(gpu, torch.bfloat16, "bfloat16", config).dtype is torch.bfloat16
+        assert cache_format(CPU, torch.bfloat16, "auto", config).dtype is torch.bfloat16
+    for config in ({}, {"quantization_config": {"quant_method": "fp8"}}):
+        assert cache_format(gpu, torch.bfloat16, "auto", config).dtype is torch.bfloat16
+    per_head = {"quantization_config": {"kv_cache_scheme": scheme | {"strategy": "attn_head"}}}
+    assert "attn_head" in checkpoint_scheme(per_head)
+    assert cache_format(gpu, torch.bfloat16, "auto", per_head).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"'float16', but the model is in bfloat16; allowed: auto, bfloat16, fp8"):
+        cache_format(gpu, torch.bfloat16, "float16")
+
+
+def test_who_serves_a_cache_with_a_scale_per_token_and_head():
+    int8, fp8 = (full(dtype, scale_dtype="float32") for dtype in (torch.int8, torch.float8_e4m3fn))
+    for spec in (int8, fp8):
+        assert selector.TritonEntry.supports(GPU, torch.bfloat16, spec, FEATURES) is None
+    assert choose(CPU, torch.float16, spec=int8)[0] == "torch"
+    assert choose(CPU, torch.bfloat16, spec=int8)[0] == ("torch" if native.library() is None else "native")
+
+
+def test_bidirectional_windows_are_served_by_none():
     window = SlidingWindowSpec(16, 2, 64, "bfloat16", sliding_window=8)
     with pytest.raises(ValueError, match="torch needs causal attention where there is a window"):
         choose(CPU, torch.bfloat16, spec=window, causal=False)
-    with pytest.raises(ValueError, match=r"no attention backend serves .*torch needs a cache without scales"):
-        choose(CPU, torch.bfloat16, spec=full(torch.int8, scale_dtype="float32"))
 
 
 def test_a_registered_backend_serves_its_kind_and_groups_share_backends(monkeypatch):

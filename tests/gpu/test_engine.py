@@ -118,6 +118,35 @@ def test_an_fp8_cache_holds_twice_the_blocks_and_speaks_sense(model):
     assert same >= 16  # of 32: random weights decide by a hair
 
 
+@pytest.mark.parametrize("kept", ["fp8_per_token_head", "int8_per_token_head"])
+def test_a_cache_with_a_scale_per_token_and_head(model, kept):
+    """Graphs, prompts in chunks and cached prefixes give the same tokens; most are those of a full cache."""
+    found = {}
+    for dtype, arguments in (("auto", {}), (kept, {}), (kept, {"enforce_eager": True}), (kept, {"block_size": 32})):
+        with engine(model, device="cuda", dtype="bfloat16", kv_cache_dtype=dtype, **arguments) as llm:
+            first, second = (tokens(llm.generate(prompts(4, 30, 60), greedy(8), use_tqdm=False)) for _ in range(2))
+            found[dtype, *arguments] = first
+            same = sum(a == b for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+            assert same >= 24  # of 32: random weights decide by a hair
+    for ours in found.values():
+        same = sum(a == b for x, y in zip(found["auto",], ours, strict=True) for a, b in zip(x, y, strict=True))
+        assert same >= 16
+
+
+def test_an_fp8_cache_with_the_checkpoints_scales(model, tmp_path):
+    """Scales of a power of two move no number to another, except those that are cut or too small for fp8."""
+    from tests.models.test_kv_scales import with_scales
+
+    found = []
+    for scale in (1.0, 0.25, 0.0625):
+        path = str(with_scales(model, tmp_path / str(scale), scale))
+        with engine(path, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8") as llm:
+            found.append(tokens(llm.generate(prompts(4, 30, 60), greedy(8), use_tqdm=False)))
+    for ours in found[1:]:
+        same = sum(a == b for x, y in zip(found[0], ours, strict=True) for a, b in zip(x, y, strict=True))
+        assert same >= 16
+
+
 def test_ten_thousand_steps_allocate_nothing_more(model):
     with engine(model, device="cuda", dtype="bfloat16", max_model_len=512) as llm:
 

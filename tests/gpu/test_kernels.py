@@ -80,6 +80,32 @@ def test_attention_over_an_fp8_cache(mix):
     cases.check_attention(mix, "cuda", torch.bfloat16, 16, 8, 128, cache_dtype=torch.float8_e4m3fn)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(32, 8, 128), (9, 3, 64), (8, 1, 256)])
+@pytest.mark.parametrize("mix", cases.MIXES)
+def test_a_cache_with_a_scale_per_token_and_head(mix, heads, kv_heads, head_size, cache_dtype):
+    shape = (torch.bfloat16, heads, kv_heads, head_size)
+    for features in ("", "all"):
+        cases.check_attention(mix, "cuda", *shape, cache_dtype=cache_dtype, scales="token", features=features)
+    cases.check_attention(mix, "cuda", *shape, cache_dtype=cache_dtype, scales="token", window=20)
+    cases.check_attention("decode", "cuda", *shape, cache_dtype=cache_dtype, scales="token", prefix=256, padding=2)
+
+
+@pytest.mark.parametrize("mix", cases.MIXES)
+def test_a_cache_with_a_scale_per_layer(mix):
+    fp8 = {"cache_dtype": torch.float8_e4m3fn, "scales": "layer"}
+    cases.check_attention(mix, "cuda", torch.bfloat16, 32, 8, 128, **fp8)
+    cases.check_attention("decode", "cuda", torch.bfloat16, 32, 8, 128, prefix=256, padding=2, **fp8)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary"), [(128, 128), (96, 48), (64, 0)])
+def test_writing_a_quantized_cache(head_dim, rotary):
+    for dtype in (torch.float32, torch.bfloat16):
+        for cache_dtype in (torch.int8, torch.float8_e4m3fn):
+            cases.check_scaled_write("cuda", dtype, cache_dtype, head_dim, rotary, "token")
+        cases.check_scaled_write("cuda", dtype, torch.float8_e4m3fn, head_dim, rotary, "layer")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_elementwise(dtype):
     for rows, width in ((1, 1024), (300, 4096)):

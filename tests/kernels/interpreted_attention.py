@@ -14,6 +14,7 @@ from tests.kernels.kernel_cases import (
     check_norms,
     check_prepare_inputs,
     check_rope_and_write,
+    check_scaled_write,
     check_silu_mul,
     check_split_decode,
 )
@@ -114,3 +115,23 @@ def test_rope_and_write(normed, head_dim, rotary):
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_prepare_inputs(decode_only):
     check_prepare_inputs("cpu", decode_only)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("mix", ["mixed", "long"])
+def test_a_cache_with_a_scale_per_token_and_head(mix, cache_dtype):
+    check_attention(mix, "cpu", cache_dtype=cache_dtype, scales="token", features="all")
+    check_attention(mix, "cpu", head_size=24, block_size=8, cache_dtype=cache_dtype, scales="token", window=20)
+    check_attention("decode", "cpu", cache_dtype=cache_dtype, scales="token", prefix=64, padding=2)
+
+
+def test_a_cache_with_a_scale_per_layer():
+    for mix in ("mixed", "long"):
+        check_attention(mix, "cpu", cache_dtype=torch.float8_e4m3fn, scales="layer", features="all")
+    check_attention("decode", "cpu", cache_dtype=torch.float8_e4m3fn, scales="layer", prefix=64, padding=2)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (24, 8), (16, 0)])
+def test_writing_a_quantized_cache(head_dim, rotary):
+    """In fp8 only on a GPU: the interpreter does not carry when it rounds."""
+    check_scaled_write("cpu", torch.float32, torch.int8, head_dim, rotary, "token")

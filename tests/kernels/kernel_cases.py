@@ -1,6 +1,6 @@
 """Kernels against their torch references, on whichever device: in Triton's interpreter here, on a GPU in tests/gpu."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ import torch
 from quire.attention.base import StepInputs
 from quire.attention.triton import TritonBackend
 from quire.kernels.activation import activate, activate_mul, activate_mul_torch, activate_torch
+from quire.kernels.kv_scales import KVScales, dequantized
 from quire.kernels.layer_norm import layer_norm_torch
 from quire.kernels.paged_attention import AttentionShape, paged_attention
 from quire.kernels.prepare_inputs import prepare_inputs_torch
@@ -20,7 +21,7 @@ from quire.kernels.triton import rms_norm as norm_kernel
 from quire.kernels.triton import rope_and_write as rope_kernel
 from quire.kernels.triton import silu_mul as silu_kernel
 from quire.kernels.triton.paged_decode import DecodeWorkspace, Tuning, paged_decode
-from tests.attention.mixes import make_features
+from tests.attention.mixes import filled_cache, make_features, scaled_cache
 
 MIXES = {
     "decode": [(0, 1), (5, 1), (40, 1), (16, 1), (15, 1), (130, 1)],
@@ -60,8 +61,10 @@ def check_attention(
     features: str = "",
     other_layers: tuple[AttentionShape, ...] = (),
     idle_blocks: int = 0,
+    scales: str = "",
 ) -> None:
-    """`features`: a name of tests.attention.mixes.FEATURES. `prefix`: tokens in blocks that all rows share. `padding`:
+    """`scales`: of the cache, by "token" or "layer".
+    `features`: a name of tests.attention.mixes.FEATURES. `prefix`: tokens in blocks that all rows share. `padding`:
     rows of nobody after the others. `other_layers`: of the same model, which share the backend. `idle_blocks`: of
     queries, before the others."""
     torch.manual_seed(0)
@@ -73,6 +76,9 @@ def check_attention(
     # Stale but finite data everywhere, and entries past a row's end that must never be read.
     shape = (sum(per_row) + shared + 1, 2, kv_heads, block_size, head_size)
     cache = torch.randn(shape, device=device).to(cache_dtype or dtype)
+    kv_scales = KVScales(0.5, 1.75) if scales == "layer" else None
+    if scales == "token":
+        cache, kv_scales = filled_cache(torch.randn(shape, device=device), cache_dtype)
     table = torch.full((len(rows) + 3, max(per_row) + 1), -1, dtype=torch.int32)
     places = torch.randperm(len(rows) + 3)[: len(rows)]
     for place, blocks in zip(places.tolist(), own, strict=True):
@@ -91,6 +97,7 @@ def check_attention(
     length = torch.tensor([prefix], dtype=torch.int32, device=device) if prefix else None
     step = StepInputs(in_step, len(q), starts, seq_lens, bool((counts == 1).all()), blocks, length)
     layer_features = make_features(features, heads, head_size**-0.5, window, device)
+    layer_features = replace(layer_features, kv_scales=kv_scales)
     wanted = paged_attention(q, cache, in_step, starts, seq_lens, table, layer_features)
     real = len(q) - padding
     for _ in range(2):  # the second time finds the counters that the first left
@@ -155,6 +162,34 @@ def check_rope_and_write(
     ours = rope_kernel.rope_and_write(qkv, heads, norms, table, positions, caches[1], slots)
     check_close(ours, wanted, dtype)
     check_close(caches[1], caches[0], dtype)
+
+
+def check_scaled_write(
+    device: str, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, rotary: int, scales: str
+) -> None:
+    """What is written, times its scale, is what an unquantized cache would hold; and so are its queries."""
+    tokens, heads, kv_heads, block_size, blocks = 37, 6, 2, 16, 5
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    angles = torch.rand(64, rotary // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(device, dtype) if rotary else None
+    positions = torch.randint(0, 64, (tokens,), dtype=torch.int32).to(device) if rotary else None
+    slots = torch.randperm(blocks * block_size)[:tokens].to(device)
+    shape = (blocks, 2, kv_heads, block_size, head_dim)
+    plain = torch.zeros(shape, dtype=torch.float32, device=device)
+    full = table.float() if table is not None else None
+    wanted_q = rope_and_write_torch(qkv.float(), heads, None, full, positions, plain, slots)
+    for write in (rope_and_write_torch, rope_kernel.rope_and_write):
+        if scales == "token":
+            cache, kv_scales = scaled_cache(shape, cache_dtype, device)
+        else:
+            cache, kv_scales = torch.zeros(shape, dtype=cache_dtype, device=device), KVScales(0.02, 0.01)
+        q = write(qkv, heads, None, table, positions, cache, slots, kv_scales)
+        check_close(q, wanted_q, dtype)
+        found = dequantized(cache, torch.arange(blocks, device=device), kv_scales, torch.float32)
+        most = plain.abs().amax(-1, keepdim=True)
+        error = (found - plain).abs() / most.clamp(min=1e-6)
+        step = 1 / 127 if cache_dtype is torch.int8 else 1 / 8
+        assert 0 < float(error.max()) < 0.51 * step + (dtype is not torch.float32) / 128
 
 
 def check_prepare_inputs(device: str, decode_only: bool) -> None:

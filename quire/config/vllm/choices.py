@@ -2,10 +2,8 @@
 
 CHOICES: dict[str, dict[str, str]] = {
     "kv_cache_dtype": {
-        "a KV cache in another precision than the model's, except fp8": "bfloat16 float16",
-        "further formats of the KV cache": "fp8_e5m2 fp8_inc fp8_ds_mla fp8_per_token_head int8_per_token_head "
-        "int4_per_token_head nvfp4 nvfp4_4over6 nvfp4_ds_mla turboquant_3bit_nc turboquant_4bit_nc turboquant_k3v4_nc "
-        "turboquant_k8v4 ultraquant_4bit",
+        "further formats of the KV cache": "fp8_e5m2 fp8_inc fp8_ds_mla int4_per_token_head nvfp4 nvfp4_4over6 "
+        "nvfp4_ds_mla turboquant_3bit_nc turboquant_4bit_nc turboquant_k3v4_nc turboquant_k8v4 ultraquant_4bit",
     },
     "moe_backend": {
         "further kernels of mixtures of experts": "aiter aiter_mega_moe aiter_triton_mxfp4_bf16 b12x batched_triton "

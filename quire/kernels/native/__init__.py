@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.kv_scales import KVScales
 from quire.kernels.native.build import library
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
 from quire.platforms.cpu_facts import cpu_flags
@@ -48,7 +49,7 @@ _SIGNATURES = {
     "quire_add": "pppp ll i",
     "quire_activate": "pp ll iii",
     "quire_argmax": "pp ll i",
-    "quire_rope_and_write": "ppppp f ppp llllll i",
+    "quire_rope_and_write": "ppppp f ppp llllll pl i",
     "quire_linear_kind": "",
     "quire_pack_linear": "pp ll",
     "quire_linear": "pppp lll",
@@ -62,7 +63,7 @@ _SIGNATURES = {
     "quire_quantized_lookup": "i ppp lll i",
     "quire_quantized_linear": "pp l pp lll ii",
     "quire_attention_fits": "lll",
-    "quire_attention": "ppppppp lllllllll ff ppp l ii",
+    "quire_attention": "ppppppp lllllllll ff ppp l pl ii",
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "pppppp lllllll i",
@@ -157,8 +158,10 @@ def rope_and_write(
     positions: torch.Tensor,  # int64
     kv_cache: torch.Tensor,
     slots: torch.Tensor,  # int64
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Without a table nothing is rotated. The norms' weights are float32."""
+    """Without a table nothing is rotated. The norms' weights are float32. `scales`: those of tokens, of a cache in
+    int8."""
     _require_float32(*norms[:2] if norms else ())
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     qkv = qkv.contiguous()
@@ -169,9 +172,18 @@ def rope_and_write(
     native_function("quire_rope_and_write")(
         qkv.data_ptr(), q.data_ptr(), kv_cache.data_ptr(), q_weight, k_weight, eps,
         angles, positions.data_ptr(), slots.data_ptr(),
-        tokens, num_heads, kv_heads, head_dim, rotary, block_size, TYPES[qkv.dtype],
+        tokens, num_heads, kv_heads, head_dim, rotary, block_size, *_scales_of(kv_cache, scales), TYPES[qkv.dtype],
     )  # fmt: skip
     return q
+
+
+def _scales_of(kv_cache: torch.Tensor, scales: KVScales | None) -> tuple[int | None, int]:
+    """Where the scales of tokens are, and the bytes of a page that holds them too."""
+    if scales is None:
+        return None, 0
+    if scales.by_token is None or kv_cache.dtype is not torch.int8:
+        raise ValueError(f"a cache of {kv_cache.dtype} with scales of whole layers; allowed: int8, a scale per token")
+    return scales.by_token.data_ptr(), kv_cache.stride(0)
 
 
 def linear_kind() -> str | None:
@@ -261,7 +273,7 @@ def attention(
         seq_lens.data_ptr(), block_table.data_ptr(),
         q.shape[0], block_table.stride(0), len(rows), num_heads, kv_heads, head_size, block_size, window, shared,
         float(features.scale), softcap, slopes, sinks, slots.data_ptr(), slots.numel() // (num_heads * (head_size + 2)),
-        TYPES[q.dtype], has_amx(),
+        *_scales_of(kv_cache, features.kv_scales), TYPES[q.dtype], has_amx(),
     )  # fmt: skip
     return out
 

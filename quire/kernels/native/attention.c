@@ -152,21 +152,22 @@ static int attend_rows(const Task *common, const Batch *b, int64_t first, int64_
 
 /* q, out [tokens, heads, d]; rows [n] of table; query_start [n + 1]; seq_lens [n]; window 0: none; shared: leading keys
  * in pages that all rows have, if they are worth a pass of their own: every row has one query then, there is no window,
- * and each has keys beyond them; softcap 0: none; slopes (ALiBi) and sinks [heads] or NULL; slots: memory for
+ * and each has keys beyond them; softcap 0: none; slopes (ALiBi) and sinks [heads] or NULL; scales: of a cache in int8,
+ * [blocks, 2, kv_heads, block_size] inside its pages of `page` bytes, or NULL; slots: memory for
  * num_slots * heads * (d + 2) numbers, more than MAX_PARTS, nobody else's meanwhile; tiles: whether quire_amx_start found
  * that AMX works. */
 int quire_attention(const void *q, void *out, const void *cache, const int64_t *rows, const int32_t *query_start,
                     const int32_t *seq_lens, const int32_t *table, int64_t tokens, int64_t table_stride, int64_t n,
                     int64_t heads, int64_t kv_heads, int64_t d, int64_t block_size, int64_t window, int64_t shared,
                     float scale, float softcap, const float *slopes, const float *sinks, float *slots,
-                    int64_t num_slots, int type, int tiles) {
-    if (n < 0 || block_size < 1 || shared < 0 || num_slots <= MAX_PARTS) return BAD_SIZE;
+                    int64_t num_slots, const float *scales, int64_t page, int type, int tiles) {
+    if (n < 0 || block_size < 1 || shared < 0 || (scales && page < 2 * kv_heads * block_size * (d + 4)) || num_slots <= MAX_PARTS) return BAD_SIZE;
     if (!quire_attention_fits(heads, kv_heads, d)) return BAD_SIZE;
     int64_t rest = (tokens - query_start[n]) * heads * d; /* of nobody's tokens */
     if (rest > 0) memset((char *)out + query_start[n] * heads * d * width_of(type), 0, rest * width_of(type));
     Task common = {.q = q, .cache = cache, .out = out, .heads = heads, .kv_heads = kv_heads, .d = d,
                    .block_size = block_size, .window = window, .scale = scale, .softcap = softcap, .slopes = slopes,
-                   .sinks = sinks, .lengths = seq_lens, .type = type, .tiles = tiles};
+                   .sinks = sinks, .scales = scales, .page = page, .lengths = seq_lens, .type = type, .tiles = tiles};
     Batch batch = {rows, query_start, seq_lens, table, table_stride, shared, slots};
     int status = DONE;
     for (int64_t first = 0, last; first < n && status == DONE; first = last) { /* as many as there are slots for */

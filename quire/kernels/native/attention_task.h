@@ -26,12 +26,34 @@ typedef struct Task {
     float scale, softcap;        /* softcap 0: none */
     const float *slopes, *sinks; /* of each head, or NULL */
     const int32_t *lengths;      /* of each row */
+    const float *scales;         /* of a cache in int8, inside its pages of `page` bytes, for each token and head; or NULL */
+    int64_t page;
     int type, tiles;             /* tiles: whether there are AMX's */
 } Task;
 
 static inline int64_t key_place(const Task *t, int64_t head, int64_t key, int kind) {
     int64_t page = ((int64_t)t->pages[key / t->block_size] * 2 + kind) * t->kv_heads + head;
     return (page * t->block_size + key % t->block_size) * t->d;
+}
+
+/* Of a cache in int8, where a key or value is (kind 1), and its scale. */
+static inline const int8_t *find_int8(const Task *t, int64_t head, int64_t key, int kind, float *scale) {
+    int64_t block = t->pages[key / t->block_size];
+    int64_t place = (kind * t->kv_heads + head) * t->block_size + key % t->block_size;
+    *scale = *(const float *)((const char *)t->scales + block * t->page + place * 4);
+    return (const int8_t *)t->cache + block * t->page + place * t->d;
+}
+
+/* A key or value in float32. */
+static inline void load_vector(const Task *t, int64_t head, int64_t key, int kind, float *x) {
+    if (t->scales) {
+        float scale;
+        const int8_t *from = find_int8(t, head, key, kind, &scale);
+        for (int64_t e = 0; e < t->d; e++) x[e] = from[e] * scale;
+        return;
+    }
+    int64_t at = key_place(t, head, key, kind);
+    for (int64_t e = 0; e < t->d; e++) x[e] = load(t->cache, at + e, t->type);
 }
 
 static inline int64_t first_key(int64_t position, int64_t window) {
@@ -117,8 +139,7 @@ static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, 
     for (int64_t tile = t->begin; tile < t->end; tile += TILE) {
         int64_t count = t->end - tile < TILE ? t->end - tile : TILE;
         for (int64_t j = 0; j < count; j++) {
-            int64_t at = key_place(t, head, tile + j, 0);
-            for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
+            load_vector(t, head, tile + j, 0, k);
             for (int64_t i = 0; i < m; i++) {
                 int64_t from = query_place(t, head, group, i);
                 float sum = 0;
@@ -129,8 +150,7 @@ static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, 
         }
         soften(t, scores, head, tile, count, group, m, most, total, acc);
         for (int64_t j = 0; j < count; j++) {
-            int64_t at = key_place(t, head, tile + j, 1);
-            for (int64_t e = 0; e < t->d; e++) k[e] = load(t->cache, at + e, t->type);
+            load_vector(t, head, tile + j, 1, k);
             for (int64_t i = 0; i < m; i++) {
                 float w = scores[i * TILE + j];
                 for (int64_t e = 0; e < t->d; e++) acc[i * t->d + e] += w * k[e];
@@ -181,22 +201,45 @@ static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, 
     for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
 }
 
+/* Keys [TILE][d] of a tile of a cache in int8, then its values, to `to`; past the last, the last again. rows: where the
+ * keys are then. */
+static __attribute__((noinline)) void unpack_tile(const Task *t, int64_t head, int64_t tile, int64_t count, bf16 *to,
+                                                  const bf16 **rows) {
+    for (int64_t j = 0; j < TILE; j++) rows[j] = to + (j < count ? j : count - 1) * t->d;
+    for (int kind = 0; kind < 2; kind++, to += TILE * t->d)
+        for (int64_t j = 0; j < count; j++) {
+            float scale;
+            const int8_t *from = find_int8(t, head, tile + j, kind, &scale);
+            __m512 by = _mm512_set1_ps(scale);
+            for (int64_t e = 0; e < t->d; e += 32) {
+                __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + e)));
+                __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + e + 16)));
+                __m512 a = _mm512_mul_ps(_mm512_cvtepi32_ps(low), by), b = _mm512_mul_ps(_mm512_cvtepi32_ps(high), by);
+                _mm512_store_si512(to + j * t->d + e, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+            }
+        }
+}
+
 /* after: the task that follows, whose first keys are prefetched with the last of this one; or NULL. */
 static inline __attribute__((always_inline)) void attend_few(const Task *t, const Task *after, int64_t m, int64_t d,
                                                              float *acc, float *most, float *total) {
     int64_t begin = t->begin, end = t->end;
-    int64_t to_values = t->kv_heads * t->block_size * d;
+    int64_t to_values = t->scales ? TILE * d : t->kv_heads * t->block_size * d;
+    bf16 unpacked[2 * TILE * MAX_D] __attribute__((aligned(64)));
     bf16 q[FEW * MAX_D] __attribute__((aligned(64))), weights[FEW * TILE] __attribute__((aligned(64)));
     float scores[FEW * TILE] __attribute__((aligned(64)));
     const bf16 *tiles[2][TILE];
     int64_t count = end - begin < TILE ? end - begin : TILE, turn = 0;
-    if (begin < end) find_rows(t, t->first_head, begin, count, tiles[0]);
+    if (begin < end && !t->scales) find_rows(t, t->first_head, begin, count, tiles[0]);
     for (int64_t tile = begin; tile < end; tile += TILE)
         for (int64_t h = 0; h < t->num_heads; h++, turn ^= 1) {
             const bf16 **rows = tiles[turn], **next = tiles[turn ^ 1];
             count = end - tile < TILE ? end - tile : TILE;
             int64_t head = t->first_head + h, last = h + 1 == t->num_heads, later = last ? tile + TILE : tile;
-            if (later < end) {
+            if (t->scales) {
+                unpack_tile(t, head, tile, count, unpacked, rows);
+                next = rows;
+            } else if (later < end) {
                 int64_t some = end - later < TILE ? end - later : TILE;
                 find_rows(t, last ? t->first_head : head + 1, later, some, next);
             } else if (after && after->begin < after->end) {
@@ -216,8 +259,9 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, cons
 static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, int64_t m, int64_t all, float *acc,
                                                   float *most, float *total) {
     int64_t begin = t->begin, end = t->end;
-    int64_t d = t->d, to_values = t->kv_heads * t->block_size * d; /* from a key to its value */
+    int64_t d = t->d, to_values = t->scales ? TILE * d : t->kv_heads * t->block_size * d; /* from a key to its value */
     static const bf16 zeros[MAX_D];
+    bf16 unpacked[2 * TILE * MAX_D] __attribute__((aligned(64)));
     bf16 q[MAX_M * MAX_D] __attribute__((aligned(64)));
     int32_t keys[MAX_D / 2 * TILE] __attribute__((aligned(64)));
     bf16 values[TILE * MAX_D] __attribute__((aligned(64)));
@@ -235,7 +279,8 @@ static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, 
         for (int64_t h = 0; h < t->num_heads; h++) {
             int64_t count = end - tile < TILE ? end - tile : TILE, head = t->first_head + h;
             int64_t blocks = (count + 31) / 32 * 2, pairs = blocks * 8;
-            find_rows(t, head, tile, count, rows);
+            if (t->scales) unpack_tile(t, head, tile, count, unpacked, rows);
+            else find_rows(t, head, tile, count, rows);
             for (int64_t b = 0; b < blocks; b++)
                 for (int64_t e = 0; e < d / 2; e += 16) {
                     __m512i r[16];

@@ -142,15 +142,33 @@ int quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, in
     return DONE;
 }
 
+/* A vector x [d] to its slot of a cache in int8, with its scale. head: values' after those of keys. As kv_scales.py rounds. */
+static void write_int8(const float *x, void *cache, float *scales, int64_t page, int64_t slot, int64_t block_size,
+                       int64_t head, int64_t d) {
+    int64_t block = slot / block_size, place = head * block_size + slot % block_size;
+    int8_t *to = (int8_t *)cache + block * page + place * d;
+    float most = 1e-20f;
+    _Pragma("omp simd reduction(max : most)") for (int64_t j = 0; j < d; j++) {
+        float size = fabsf(x[j]);
+        most = size > most ? size : most;
+    }
+    float factor = 127.0f / most;
+    for (int64_t j = 0; j < d; j++) to[j] = (int8_t)floorf(x[j] * factor + 0.5f);
+    *((float *)((char *)scales + block * page) + place) = most * (1.0f / 127.0f);
+}
+
 /* qkv [n, (heads + 2 * kv_heads) * d] -> q [n, heads, d] normed and rotated, keys and values in their pages.
  * norms: weights of queries, then of keys, float32, or NULL; table [positions, r]: cosines of r / 2 angles, then sines, or
+ * NULL. scales: of a cache in int8, [blocks, 2, kv_heads, block_size] inside its pages of `page` bytes, to be written; or
  * NULL. */
 int quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_weight, const float *k_weight, float eps,
                          const void *table, const int64_t *positions, const int64_t *slots, int64_t n, int64_t heads,
-                         int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, int type) {
+                         int64_t kv_heads, int64_t d, int64_t r, int64_t block_size, float *scales, int64_t page,
+                         int type) {
     enum { MAX_D = 1024 };
     if (n < 0 || heads < 1 || kv_heads < 1 || d < 1 || d > MAX_D || block_size < 1) return BAD_SIZE;
     if (table && (r < 2 || r > d || r % 2)) return BAD_SIZE;
+    if (scales && page < 2 * kv_heads * block_size * (d + 4)) return BAD_SIZE;
     int64_t all = heads + 2 * kv_heads;
 #pragma omp parallel for if (n * all * d > WORTH_THREADS)
     for (int64_t i = 0; i < n; i++) {
@@ -161,12 +179,17 @@ int quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_w
 #ifdef HAVE_BF16_VECTORS
             if (type) {
                 int64_t head = is_v ? h - heads - kv_heads : h - heads;
-                int64_t page = (slots[i] / block_size * 2 + is_v) * kv_heads + head;
+                int64_t head_page = (slots[i] / block_size * 2 + is_v) * kv_heads + head;
                 bf16 *to = is_q ? (bf16 *)q + (i * heads + h) * d
-                                : (bf16 *)cache + (page * block_size + slots[i] % block_size) * d;
+                                : (bf16 *)cache + (head_page * block_size + slots[i] % block_size) * d;
                 const float *weight = is_v ? 0 : is_q ? q_weight : k_weight;
                 const bf16 *angles = table && !is_v ? (const bf16 *)table + positions[i] * r : 0;
-                rope_vectors((const bf16 *)qkv + from, to, weight, eps, angles, r, d);
+                bf16 kept[MAX_D];
+                rope_vectors((const bf16 *)qkv + from, scales && !is_q ? kept : to, weight, eps, angles, r, d);
+                if (scales && !is_q) {
+                    for (int64_t j = 0; j < d; j++) x[j] = widen(kept[j]);
+                    write_int8(x, cache, scales, page, slots[i], block_size, h - heads, d);
+                }
                 continue;
             }
 #endif
@@ -190,10 +213,12 @@ int quire_rope_and_write(const void *qkv, void *q, void *cache, const float *q_w
             if (is_q) {
                 int64_t to = (i * heads + h) * d;
                 for (int64_t j = 0; j < d; j++) store(q, to + j, x[j], type);
+            } else if (scales) {
+                write_int8(x, cache, scales, page, slots[i], block_size, h - heads, d);
             } else {
                 int64_t head = is_v ? h - heads - kv_heads : h - heads;
-                int64_t page = (slots[i] / block_size * 2 + is_v) * kv_heads + head;
-                int64_t to = (page * block_size + slots[i] % block_size) * d;
+                int64_t head_page = (slots[i] / block_size * 2 + is_v) * kv_heads + head;
+                int64_t to = (head_page * block_size + slots[i] % block_size) * d;
                 for (int64_t j = 0; j < d; j++) store(cache, to + j, x[j], type);
             }
         }

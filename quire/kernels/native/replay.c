@@ -8,14 +8,14 @@ int quire_layer_norm(const void *, void *, const void *, const void *, void *, i
 int quire_add(const void *, const void *, const int64_t *, void *, int64_t, int64_t, int);
 int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
 int quire_rope_and_write(const void *, void *, void *, const void *, const void *, float, const void *, const int64_t *,
-                         const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
+                         const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float *, int64_t, int);
 int quire_linear(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 int quire_linear_amx(const bf16 *, const bf16 *, const bf16 *, bf16 *, int64_t, int64_t, int64_t);
 int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int,
                            int);
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                    float, float, const float *, const float *, float *, int64_t, int, int);
+                    float, float, const float *, const float *, float *, int64_t, const float *, int64_t, int, int);
 int quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
 int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
@@ -44,7 +44,7 @@ typedef union {
 } Argument;
 typedef struct {
     int64_t kind;
-    Argument a[24];
+    Argument a[26];
 } Call;
 
 /* Calls noted for a step of `size` tokens, made for one of `tokens` tokens in `rows` rows. What counts rows of numbers is a
@@ -70,7 +70,8 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
             break;
         case ROPE_AND_WRITE:
             status = quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p,
-                                          OF_TOKENS(a[9]), a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].i);
+                                          OF_TOKENS(a[9]), a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].p,
+                                          a[16].i, a[17].i);
             break;
         case LINEAR: status = quire_linear(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i); break;
         case LINEAR_AMX:
@@ -83,7 +84,8 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
         case ATTENTION: /* with a window (14) nothing is shared */
             status = quire_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
                                      rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[14].i ? 0 : shared, a[16].f,
-                                     a[17].f, a[18].p, a[19].p, a[20].p, a[21].i, a[22].i, a[23].i);
+                                     a[17].f, a[18].p, a[19].p, a[20].p, a[21].i, a[22].p, a[23].i, a[24].i,
+                                     a[25].i);
             break;
         case ROUTE:
             status = quire_route(a[0].p, a[1].p, a[2].p, OF_TOKENS(a[3]), a[4].i, a[5].i, a[6].i, a[7].i);

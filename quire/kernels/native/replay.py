@@ -28,7 +28,7 @@ KINDS = {
     "add_low_rank": 6,
 }
 ROWS_OF_ATTENTION = 9  # its argument that counts requests
-MAX_ARGUMENTS = 24
+MAX_ARGUMENTS = 26
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 _aten = torch.ops.aten

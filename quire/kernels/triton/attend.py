@@ -1,5 +1,8 @@
 """The loop that all attention kernels share: online softmax over tiles of keys."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
@@ -23,6 +26,7 @@ def attend(
     slope,  # [M]: ALiBi's, or unused
     scale,
     softcap,
+    token_scales,  # [blocks, 2, KV, BLOCK_SIZE] float32; unused without SCALE_PAGE
     KV: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -32,6 +36,8 @@ def attend(
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    PAGE: tl.constexpr,  # elements from a block of the cache to the next; used with SCALE_PAGE
+    SCALE_PAGE: tl.constexpr,  # scales from a block to the next; 0: there are none of tokens
 ):
     # Without soft-cap and ALiBi, scores are scaled in the multiply-add that the exponential needs anyway; scale > 0.
     # Otherwise the scale is applied with those.
@@ -45,14 +51,25 @@ def attend(
         keys = tile + tl.arange(0, TILE)
         inside = keys < end
         block = tl.load(pages + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        place = (block * 2 * KV + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
-        k_at = kv_cache + place[None, :] * D + columns[:, None]
-        v_at = kv_cache + (place + KV * BLOCK_SIZE)[:, None] * D + columns[None, :]
+        if SCALE_PAGE > 0:
+            place = kv_head * BLOCK_SIZE + keys % BLOCK_SIZE
+            first = block * PAGE + place * D
+            k_at = kv_cache + first[None, :] + columns[:, None]
+            v_at = kv_cache + (first + KV * BLOCK_SIZE * D)[:, None] + columns[None, :]
+            scales_at = token_scales + block * SCALE_PAGE + place
+            k_scale = tl.load(scales_at, mask=inside, other=0.0)
+            v_scale = tl.load(scales_at + KV * BLOCK_SIZE, mask=inside, other=0.0)
+        else:
+            place = (block * 2 * KV + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+            k_at = kv_cache + place[None, :] * D + columns[:, None]
+            v_at = kv_cache + (place + KV * BLOCK_SIZE)[:, None] * D + columns[None, :]
         if MASKED or D != DP:
             k = tl.load(k_at, mask=inside[None, :] & in_head[:, None], other=0.0).to(q.dtype)
         else:
             k = tl.load(k_at).to(q.dtype)
         scores = tl.dot(q, k, input_precision="ieee")
+        if SCALE_PAGE > 0:
+            scores *= k_scale[None, :]
         if SOFTCAP:
             scores = cap - 2.0 * cap / (tl.math.exp2(scores * twice) + 1.0)
         elif ALIBI:
@@ -70,6 +87,8 @@ def attend(
         weights = tl.math.exp2(scores * factor - base[:, None])
         shrink = tl.math.exp2(max_score - base)
         total = total * shrink + tl.sum(weights, 1)
+        if SCALE_PAGE > 0:
+            weights *= v_scale[None, :]
         if MASKED or D != DP:
             v = tl.load(v_at, mask=inside[:, None] & in_head[None, :], other=0.0).to(q.dtype)
         else:
@@ -98,3 +117,21 @@ def feature_flags(features: AttentionFeatures) -> dict[str, bool]:
         "ALIBI": features.slopes is not None,
         "SINKS": features.sinks is not None,
     }
+
+
+def scale_arguments(features: AttentionFeatures, kv_cache: torch.Tensor) -> dict[str, Any]:
+    """Of a cache with scales: those of tokens, or what a layer's are folded into, the output's factor."""
+    scales = features.kv_scales
+    by_token = scales.by_token if scales is not None else None
+    return {
+        "token_scales": by_token if by_token is not None else kv_cache,
+        "v_scale": scales.v if scales is not None else 1.0,
+        "PAGE": kv_cache.stride(0) if by_token is not None else 0,
+        "SCALE_PAGE": by_token.stride(0) if by_token is not None else 0,
+        "V_SCALED": scales is not None and scales.v != 1.0,
+    }
+
+
+def score_scale(features: AttentionFeatures) -> float:
+    """By which the product of a query and a key as stored is a score."""
+    return features.scale * features.kv_scales.k if features.kv_scales is not None else features.scale

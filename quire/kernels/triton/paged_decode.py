@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 from quire.kernels.paged_attention import AttentionFeatures, AttentionShape
-from quire.kernels.triton.attend import attend, feature_flags, start
+from quire.kernels.triton.attend import attend, feature_flags, scale_arguments, score_scale, start
 from quire.kernels.workspace import Workspace
 
 
@@ -77,6 +77,8 @@ def _decode_kernel(
     sinks,
     scale,
     softcap,
+    token_scales,
+    v_scale,
     splits,
     H: tl.constexpr,
     KV: tl.constexpr,
@@ -93,6 +95,9 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE_PAGE: tl.constexpr,
+    V_SCALED: tl.constexpr,  # values are those in the cache times v_scale
     TWO_LOOPS: tl.constexpr,  # whole tiles first, without a mask
     PDL: tl.constexpr,
 ):
@@ -138,15 +143,17 @@ def _decode_kernel(
         masked_from = begin + (tl.maximum(end - begin, 0) // TILE) * TILE
         acc, max_score, total = attend(
             vectors, acc, max_score, total, kv_cache, pages, kv_head, begin, masked_from, q_pos, slope, scale, softcap,
-            KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
+            token_scales, KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
         )  # fmt: skip
     acc, max_score, total = attend(
         vectors, acc, max_score, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
-        KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI,
+        token_scales, KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
     )  # fmt: skip
 
     if (PREFIX_SPLITS == 0) & (used_splits == 1):
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        if V_SCALED:
+            acc *= v_scale
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
         return
     unit = (i * KV + kv_head).to(tl.int64)
@@ -157,8 +164,9 @@ def _decode_kernel(
     tl.debug_barrier()  # every thread's part must be written before the split counts as arrived
     if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == used_splits - 1:
         _combine_splits(
-            out, partial_out, partial_sum, unit, token, kv_head, splits, used_splits, H, G, D, DP, GM, PREFIX_SPLITS
-        )
+            out, partial_out, partial_sum, unit, token, kv_head, v_scale, splits, used_splits, H, G, D, DP, GM,
+            PREFIX_SPLITS, V_SCALED,
+        )  # fmt: skip
         tl.store(arrived + unit, 0)
 
 
@@ -170,6 +178,7 @@ def _combine_splits(
     unit,
     token,
     kv_head,
+    v_scale,
     splits,
     used_splits,
     H: tl.constexpr,
@@ -178,6 +187,7 @@ def _combine_splits(
     DP: tl.constexpr,
     GM: tl.constexpr,  # the group, padded to a power of two
     PREFIX_SPLITS: tl.constexpr,
+    V_SCALED: tl.constexpr,
 ):
     """Combine the parts of one row and KV head, several at a time but in order of position: the result must not depend
     on which program came last."""
@@ -209,6 +219,8 @@ def _combine_splits(
         total = total * old + tl.sum(part_total * new, 0)
         max_score = new_max
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if V_SCALED:
+        acc *= v_scale
     at = (token.to(tl.int64) * H + kv_head * G + g)[:, None] * D + columns[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
 
@@ -228,6 +240,8 @@ def _shared_prefix_kernel(
     slopes,
     scale,
     softcap,
+    token_scales,
+    v_scale,
     splits,
     H: tl.constexpr,
     KV: tl.constexpr,
@@ -239,6 +253,9 @@ def _shared_prefix_kernel(
     PREFIX_SPLITS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE_PAGE: tl.constexpr,
+    V_SCALED: tl.constexpr,  # left to the kernel that combines the parts
     PDL: tl.constexpr,
 ):
     """The prefix that all rows share, for many rows at once: its keys are read once instead of once per row."""
@@ -270,11 +287,11 @@ def _shared_prefix_kernel(
     acc, max_score, total = start(q, head, real, BLOCK_M, DP, False)  # the rest of each row counts its sink
     acc, max_score, total = attend(
         vectors, acc, max_score, total, kv_cache, pages, kv_head, begin, whole, q_pos, slope, scale, softcap,
-        KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
+        token_scales, KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
     )  # fmt: skip
     acc, max_score, total = attend(
         vectors, acc, max_score, total, kv_cache, pages, kv_head, whole, end, q_pos, slope, scale, softcap,
-        KV, D, DP, BLOCK_SIZE, TILE, True, 0, SOFTCAP, ALIBI,
+        token_scales, KV, D, DP, BLOCK_SIZE, TILE, True, 0, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
     )  # fmt: skip
     unit = i.to(tl.int64) * KV + kv_head
     place = (unit * (splits + PREFIX_SPLITS) + splits + split) * G + m % G
@@ -343,24 +360,25 @@ def paged_decode(
     has = feature_flags(features)
     slopes = features.slopes if features.slopes is not None else q
     sinks = features.sinks if features.sinks is not None else q
-    scale, softcap = features.scale, features.softcap or 0.0
+    scale, softcap = score_scale(features), features.softcap or 0.0
+    scales = scale_arguments(features, kv_cache)
     if prefix_len is not None:
         assert query_start is None and features.window is None
         block_m = max(32 if full else 128, triton.next_power_of_2(group))
         _shared_prefix_kernel[(triton.cdiv(num_rows, block_m // group), kv_heads, prefix_splits)](
             q, kv_cache, rows, seq_lens, block_table, block_table.stride(0), prefix_len,
-            workspace.partial_out, workspace.partial_sum, num_rows, slopes, scale, softcap, splits,
+            workspace.partial_out, workspace.partial_sum, num_rows, slopes, scale, softcap, splits=splits,
             BLOCK_M=block_m, SOFTCAP=has["SOFTCAP"], ALIBI=has["ALIBI"],
             num_warps=8 if block_m * padded > (4096 if full else 16384) else 4, num_stages=2 if full else 3,
-            **shape, **early_launch(q),
+            **shape, **scales, **early_launch(q),
         )  # fmt: skip
     _decode_kernel[(splits, kv_heads, num_rows)](
         q, out, kv_cache, rows, query_start if query_start is not None else rows, seq_lens,
         block_table, block_table.stride(0), prefix_len if prefix_len is not None else rows,
         workspace.partial_out, workspace.partial_sum, workspace.arrived,
-        slopes, sinks, scale, softcap, splits,
+        slopes, sinks, scale, softcap, splits=splits,
         GP=padded_group(group), GM=triton.next_power_of_2(group),
         MIN_TILES=tuning.min_tiles, TWO_LOOPS=tuning.two_loops, DECODE_ONLY=query_start is None,
         WINDOW=features.window or 0, **has,
-        num_warps=tuning.warps, num_stages=tuning.stages, **shape, **early_launch(q),
+        num_warps=tuning.warps, num_stages=tuning.stages, **shape, **scales, **early_launch(q),
     )  # fmt: skip

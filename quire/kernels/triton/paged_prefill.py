@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 from quire.kernels.paged_attention import AttentionFeatures
-from quire.kernels.triton.attend import attend, feature_flags, start
+from quire.kernels.triton.attend import attend, feature_flags, scale_arguments, score_scale, start
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -25,6 +25,8 @@ def _prefill_kernel(
     sinks,
     scale,
     softcap,
+    token_scales,
+    v_scale,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -37,6 +39,9 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE_PAGE: tl.constexpr,
+    V_SCALED: tl.constexpr,  # values are those in the cache times v_scale
     PDL: tl.constexpr,
 ):
     G: tl.constexpr = H // KV
@@ -78,13 +83,15 @@ def _prefill_kernel(
         masked_from = (context + first + 1) // TILE * TILE
         acc, max_score, total = attend(
             vectors, acc, max_score, total, kv_cache, pages, kv_head, 0, masked_from, q_pos, slope, scale, softcap,
-            KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI,
+            token_scales, KV, D, DP, BLOCK_SIZE, TILE, False, 0, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
         )  # fmt: skip
     acc, max_score, total = attend(
         vectors, acc, max_score, total, kv_cache, pages, kv_head, masked_from, end, q_pos, slope, scale, softcap,
-        KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI,
+        token_scales, KV, D, DP, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, ALIBI, PAGE, SCALE_PAGE,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if V_SCALED:
+        acc *= v_scale
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
 
 
@@ -128,9 +135,9 @@ def paged_prefill(
     _prefill_kernel[(kv_heads * query_blocks.shape[0],)](
         q, out, kv_cache, query_blocks, rows, query_start, seq_lens, block_table, block_table.stride(0),
         features.slopes if features.slopes is not None else q, features.sinks if features.sinks is not None else q,
-        features.scale, features.softcap or 0.0,
+        score_scale(features), features.softcap or 0.0,
         H=num_heads, KV=kv_heads, D=head_size, DP=padded, BLOCK_SIZE=block_size,
         BLOCK_M=size, QUERIES=queries or limit, TILE=tile or (16 if large else 32 if full else 64),
-        WINDOW=features.window or 0, **feature_flags(features),
+        WINDOW=features.window or 0, **feature_flags(features), **scale_arguments(features, kv_cache),
         **options, **early_launch(q),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import nn
 from quire.checkpoint.tensors import CheckpointTensor, reader_pool
 from quire.layers.load_slot import LoadSlot, all_load_slots
 from quire.models.decoder import DecoderModel
+from quire.models.loading.kv_scales import KVScaleLoader
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import Target
 from quire.quantization.block_quantized import StoredBlocks
@@ -30,12 +31,13 @@ def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignor
     tied = model.head_names() if model.lm_head.tied else ()
     heads: list[CheckpointTensor] = []
     reads: deque[Future[None]] = deque()
+    kv_scales = KVScaleLoader(model.cache_layers())
     with reader_pool() as pool:
         try:
             for tensor in model.regroup_tensors(tensors):
                 if tensor.name in tied:
                     heads.append(tensor)
-                if weight_map.is_ignored(tensor.name):
+                if kv_scales.takes(tensor) or weight_map.is_ignored(tensor.name):
                     continue
                 target = weight_map.target(tensor.name)
                 found = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else []
