@@ -46,7 +46,8 @@ def write_gguf_of(
             assert gguf_name is not None, part_name
             data = np.ascontiguousarray((change(gguf_name, part, config) if change else part).numpy())
             if quantized is not None and gguf_name.endswith("weight") and "norm" not in gguf_name and data.ndim > 1:
-                kind = gguf.GGMLQuantizationType.F32 if "ffn_gate_inp" in gguf_name else quantized
+                plain = "ffn_gate_inp" in gguf_name or data.shape[-1] % gguf.GGML_QUANT_SIZES[quantized][0]
+                kind = gguf.GGMLQuantizationType.F32 if plain else quantized
                 writer.add_tensor(gguf_name, gguf.quantize(data, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(gguf_name, data)

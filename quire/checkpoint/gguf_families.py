@@ -113,7 +113,9 @@ def _experts(header: GGUFHeader) -> Config:
     """Sizes from the tensors: not every converter has written them."""
     down = _first(header, "ffn_down_exps.weight")
     if down is None or len(down) != 3:
-        raise ValueError(f"it has no experts (ffn_down_exps) of three dimensions, but {header.architecture} needs them")
+        raise ValueError(
+            "it has no experts (ffn_down_exps) of three dimensions, as its metadata says; convert the model again"
+        )
     return {
         "num_experts": down[0],
         "num_experts_per_tok": header.of_model("expert_used_count"),

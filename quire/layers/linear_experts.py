@@ -2,16 +2,17 @@
 
 import functools
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from quire.kernels.int_linear import stack_experts
 from quire.kernels.moe import Activation, RouterScoring
-from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.packed_experts import PackedExperts
 from quire.layers.parallel import SINGLE, TensorParallel
-from quire.quantization.base import LinearMethod, keep
+from quire.quantization.base import CanDequantize, LinearMethod, keep
 from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
@@ -22,7 +23,8 @@ ExpertMethods = tuple[LinearMethod | None, LinearMethod | None]  # gate and up; 
 class LinearExperts(PackedExperts):
     """As FusedMoE, but each expert is two linear layers, each with its method, multiplied one expert at a time.
 
-    Integers that are packed alike on a GPU become one weight after loading, for the kernels of mixtures.
+    Integers that are packed alike on a GPU become one weight after loading, for the kernels of mixtures. Those that are
+    not are dequantized for these, if their methods can.
     """
 
     def __init__(
@@ -39,12 +41,13 @@ class LinearExperts(PackedExperts):
         renormalize: bool = True,
         scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
+        bias: bool = False,
     ) -> None:
         super().__init__(
             num_experts, top_k, hidden_size, intermediate_size, device, tp,
             renormalize=renormalize, scoring=scoring, activation=activation,
         )  # fmt: skip
-        placed = (False, dtype, device, tp)
+        placed = (bias, dtype, device, tp)
         self.gate_up = nn.ModuleList(
             MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, *placed, method) for method, _ in methods
         )
@@ -55,12 +58,39 @@ class LinearExperts(PackedExperts):
     def process_after_loading(self) -> None:
         """After that of the experts' layers."""
         gate_up, down = (stack_experts([packed_of(e) for e in layers]) for layers in (self.gate_up, self.down))
-        if gate_up is not None and down is not None and self.keep_packed(gate_up, down):
+        biases = self._biases()
+        if gate_up is not None and down is not None and self.keep_packed(gate_up, down, *biases):
             for layers, stacked in ((self.gate_up, gate_up), (self.down, down)):
                 for e, layer in enumerate(layers):
                     keep(layer, "int_parts", [IntPart(stacked.expert(e), None)])  # views: nothing is kept twice
+        elif all(isinstance(e.method, CanDequantize) for e in self._linears()) and self.can_sort:
+            _log_dequantized()
+            self.keep_dense(*self._dequantized(), *biases)
         elif self.device.type != "cpu":
             _warn_slow()
+
+    def _linears(self) -> Iterator[ParallelLinear]:
+        for layer in (*self.gate_up, *self.down):
+            assert isinstance(layer, ParallelLinear)
+            yield layer
+
+    def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """[E, 2 * I] and [E, H]; the latter is added by one worker, or the sum would hold it once per worker."""
+        own = [[layer.bias for layer in layers if layer.bias is not None] for layers in (self.gate_up, self.down)]
+        gate_up, down = (torch.stack(found) if found else None for found in own)  # type: ignore[arg-type]
+        return gate_up, down if self.tp.rank == 0 else None
+
+    def _dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[E, 2 * I, H] and [E, H, I], which the experts' layers then have parts of."""
+        stacked = []
+        for layers in (self.gate_up, self.down):
+            whole = torch.stack([e.method.dequantized(e) for e in layers])  # type: ignore[union-attr, operator]
+            for layer, own in zip(layers, whole, strict=True):
+                keep(layer, "int_parts", [IntPart(own, None)])
+                if hasattr(layer, "weight"):
+                    del layer.weight
+            stacked.append(whole)
+        return stacked[0], stacked[1]
 
     def multiply_gate_up(self, x: torch.Tensor, e: int) -> torch.Tensor:
         product: torch.Tensor = self.gate_up[e](x)
@@ -69,7 +99,13 @@ class LinearExperts(PackedExperts):
     def multiply_down(self, inner: torch.Tensor, e: int) -> torch.Tensor:
         down = self.down[e]
         assert isinstance(down, RowParallelLinear)
-        return down.method.apply(down, inner, None)
+        return down.method.apply(down, inner, down.bias if self.tp.rank == 0 else None)
+
+
+@functools.cache
+def _log_dequantized() -> None:
+    """Once for all layers."""
+    logger.warning("experts of a layer, perhaps of others, are dequantized: they are not all packed alike")
 
 
 @functools.cache

@@ -3,11 +3,14 @@
 import torch
 from torch import nn
 
+from quire.kernels import moe_table
 from quire.kernels.dispatch import supports_triton
 from quire.kernels.int_linear import PANEL, PackedIntWeight
 from quire.kernels.int_table import max_fused_rows
 from quire.kernels.moe import (
     Activation,
+    AnyExpertWeights,
+    ExpertWeights,
     IntExpertWeights,
     RouterScoring,
     activate_torch,
@@ -27,7 +30,7 @@ from quire.quantization.base import keep
 class PackedExperts(nn.Module):
     """What FusedMoE is for unquantized experts; a subclass stores and loads them and multiplies by a single one."""
 
-    packed: IntExpertWeights | None = None
+    packed: AnyExpertWeights | None = None
 
     def __init__(
         self,
@@ -65,18 +68,36 @@ class PackedExperts(nn.Module):
         down_bias: torch.Tensor | None = None,
     ) -> bool:
         """For the kernels of mixtures; whether these can multiply by them."""
-        can_sort = self.num_experts <= MAX_EXPERTS and self.width % PANEL == 0
-        if not can_sort or not supports_triton(self.device):
+        if not self.can_sort or self.width % PANEL:
             return False
         prepare_moe(self.device)
         keep(self, "packed", IntExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation))
         return True
 
+    def keep_dense(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Unquantized ones, for the same kernels."""
+        prepare_moe(self.device)
+        keep(self, "packed", ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation))
+
+    @property
+    def can_sort(self) -> bool:
+        """Whether there are kernels of mixtures for so many experts here."""
+        return self.num_experts <= MAX_EXPERTS and supports_triton(self.device)
+
     @property
     def max_fused_rows(self) -> int:
         if self.packed is None or self.tp.size > 1:
             return 0
-        return max_fused_rows(self.packed.gate_up.bits, self.packed.shape(self.top_k))
+        shape = self.packed.shape(self.top_k)
+        if isinstance(self.packed, ExpertWeights):
+            return moe_table.max_fused_rows(shape)
+        return max_fused_rows(self.packed.gate_up.bits, shape)
 
     def forward_fused(
         self,

@@ -91,6 +91,15 @@ class HasPanels(Protocol):
         ...
 
 
+@runtime_checkable
+class CanDequantize(Protocol):
+    """A LinearMethod whose weights can be had unquantized, for experts that are not all packed alike."""
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """[outputs, inputs] in the compute dtype, once weights are loaded."""
+        ...
+
+
 class VocabMethod(LinearMethod, Protocol):
     """For the embedding too, whose weight the head may share."""
 

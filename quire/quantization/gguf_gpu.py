@@ -15,6 +15,7 @@ from quire.kernels.int_linear import (
     PANEL,
     PackedIntWeight,
     check_groups,
+    dequantize,
     join_outputs,
     lookup,
     pack_int_weight,
@@ -177,6 +178,13 @@ class GGUFLinearMethod:
         weight: GGUFWeight = layer.block_weight  # type: ignore[assignment]
         (part,) = weight.loaded()
         return lookup(part, ids) if isinstance(part, PackedIntWeight) else F.embedding(ids, part)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        parts: list[IntPart] | None = getattr(layer, "int_parts", None)
+        if parts is None:
+            return layer.weight.data  # type: ignore[return-value]
+        weights = [part.weight for part in parts]
+        return torch.cat([w if isinstance(w, torch.Tensor) else dequantize(w) for w in weights])
 
     def can_fuse(self, layer: nn.Module) -> bool:
         parts: list[IntPart] | None = getattr(layer, "int_parts", None)

@@ -116,9 +116,18 @@ def test_unsupported_architecture_lists_the_supported(tmp_path):
         gguf_config(tmp_path, architecture="mamba")
 
 
-def test_mixture_of_experts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="mixture of experts"):
+def test_a_mixture_of_an_unknown_family_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"mixture of experts .*'gemma'.*supported: llama, qwen2moe"):
+        gguf_config(tmp_path, architecture="gemma", metadata={"gemma.expert_count": 8})
+
+
+def test_a_mixture_needs_its_experts(tmp_path):
+    """Files of before 2024 have a tensor for each."""
+    with pytest.raises(ValueError, match=r"no experts \(ffn_down_exps\).*convert the model again"):
         gguf_config(tmp_path, metadata={"llama.expert_count": 8})
+    flat = {"blk.0.ffn_down_exps.weight": (random_floats(8, 256), None)}
+    with pytest.raises(ValueError, match="of three dimensions"):
+        gguf_config(tmp_path, tensors=flat, metadata={"llama.expert_count": 8})
 
 
 def test_yarn(tmp_path):

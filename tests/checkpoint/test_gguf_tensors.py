@@ -121,8 +121,26 @@ def test_names(tmp_path):
 
 
 def test_unknown_tensor_is_named(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_gate_inp.weight": (random_floats(32), None)})
-    with pytest.raises(ValueError, match=r"blk\.0\.ffn_gate_inp\.weight is not known"):
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.ssm_in.weight": (random_floats(32), None)})
+    with pytest.raises(ValueError, match=r"blk\.0\.ssm_in\.weight is not known"):
+        open_one(path)
+
+
+def test_experts_are_tensors_of_their_own(tmp_path):
+    experts = random_floats(3, 8, 32)
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_up_exps.weight": (experts, None)})
+    found = list(gguf_file.open_gguf(path))
+    assert [t.name for t in found] == [f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in range(3)]
+    assert gguf_file.count_gguf(path) == 3
+    for tensor, expert in zip(found, experts, strict=True):
+        out = torch.empty(8, 32)
+        tensor.read_into(out)
+        assert torch.equal(out, torch.from_numpy(expert))
+
+
+def test_experts_of_two_dimensions_are_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.ffn_up_exps.weight": (random_floats(8, 32), None)})
+    with pytest.raises(ValueError, match=r"ffn_up_exps\.weight has the shape \[8, 32\]"):
         open_one(path)
 
 

@@ -10,6 +10,7 @@ import torch
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.native import quantized
+from quire.layers.linear_experts import LinearExperts
 from quire.models.loading.loader import load_model
 from quire.quantization.block_quantized import block_quantized_weights
 from tests.gguf_models import write_gguf_of
@@ -128,7 +129,9 @@ def test_logits_from_gguf(family, tmp_path):
     torch.testing.assert_close(logits(load(path)), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "falcon-40b", "cohere-qk-norm", "glm4", "phi3", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gpt-neox", "falcon-40b", "cohere-qk-norm", "glm4", "phi3", "smollm3", *MIXTURES]
+)
 def test_moved_and_fused_rows_stay_quantized(family, tmp_path):
     reference = save_tiny(family, tmp_path)
     architecture, metadata, change = FILES[family]
@@ -136,6 +139,26 @@ def test_moved_and_fused_rows_stay_quantized(family, tmp_path):
     path = write_gguf_of(reference, tmp_path / "model.gguf", architecture, metadata, change, kind)
     kept, plain = load(path, "gguf"), load(path, "dequantized")
     for weight in block_quantized_weights(kept):
-        assert all(isinstance(part, quantized.Packed) for part in weight.parts)
-    difference = (logits(kept) - logits(plain)).abs().mean()
-    assert difference < 0.05 * logits(plain).abs().mean()
+        assert weight.inputs % 32 or all(isinstance(part, quantized.Packed) for part in weight.parts)
+    # Where a router's choice is close, rounded activations make another.
+    tolerance = 0.2 if family in MIXTURES else 0.05
+    assert (logits(kept) - logits(plain)).abs().mean() < tolerance * logits(plain).abs().mean()
+
+
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "gpt-oss"])
+def test_experts_stay_quantized(family, tmp_path):
+    """gpt-oss's are dequantized: they have biases."""
+    reference = save_tiny(family, tmp_path)
+    architecture, metadata, change = FILES[family]
+    kind = gguf.GGMLQuantizationType.Q5_0
+    path = write_gguf_of(reference, tmp_path / "model.gguf", architecture, metadata, change, kind)
+    kept, plain = load(path, "gguf"), load(path, "dequantized")
+    mixtures = [(name, m) for name, m in kept.named_modules() if isinstance(m, LinearExperts)]
+    assert mixtures
+    for name, experts in mixtures:
+        dense = plain.get_submodule(name)
+        for layers, wanted in ((experts.gate_up, dense.gate_up), (experts.down, dense.down)):
+            for layer, weight in zip(layers, wanted, strict=True):
+                parts = layer.block_weight.parts
+                rows = [quantized.lookup(torch.arange(part.outputs), part, torch.float32) for part in parts]
+                assert torch.equal(torch.cat(rows), weight)

@@ -8,18 +8,20 @@ import torch
 
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
-from quire.kernels.int_linear import PackedIntWeight, dequantize_torch
+from quire.kernels.int_linear import PackedIntWeight, dequantize_torch, stack_experts
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear_experts import LinearExperts
 from quire.layers.parallel import TensorParallel
 from quire.models.loading import loader
 from quire.quantization.gguf_blocks import FORMATS, decode
 from quire.quantization.gguf_gpu import GGUFLinearMethod, GGUFPackedQuantization, pack_blocks
+from quire.quantization.int_triton import packed_of
 from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import Unquantized
 from tests.gguf_models import write_gguf_of, write_random_llama
 from tests.models.helpers import CPU, TinyRunner
-from tests.models.test_gguf_families import RMS_NORM, interleave
+from tests.models.test_gguf_families import FILES, RMS_NORM, interleave
 from tests.quantization.blocks import Stored, random_blocks
 from tests.quantization.test_gguf_linear import take
 from tests.tiny_models import prompts, save_tiny
@@ -219,6 +221,39 @@ def test_logits_of_a_model(kind, tmp_path, packed_on_cpu):
     _, plain = logits(path, torch.float32, "dequantized")
     assert off(kept, plain) < 0.03
     assert hasattr(model.layers[0].self_attn.qkv_proj, "int_parts") and hasattr(model.lm_head, "int_parts")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe"])
+def test_logits_of_experts(family, tmp_path, packed_on_cpu):
+    reference = save_tiny(family, tmp_path)
+    architecture, metadata, change = FILES[family]
+    quantized = gguf.GGMLQuantizationType.Q4_1
+    path = write_gguf_of(reference, tmp_path / "model.gguf", architecture, metadata, change, quantized)
+    model, kept = logits(path, torch.bfloat16)
+    _, plain = logits(path, torch.float32, "dequantized")
+    _, narrow = logits(path, torch.bfloat16, "dequantized")
+    assert off(kept, plain) < 2 * off(narrow, plain) + 0.005
+    experts = next(module for module in model.modules() if isinstance(module, LinearExperts))
+    for layers in (experts.gate_up, experts.down):
+        assert stack_experts([packed_of(layer) for layer in layers]) is not None, "one weight for the GPU's kernels"
+
+
+def test_experts_that_differ_become_alike(tmp_path, packed_on_cpu):
+    """What a layer on a GPU does with experts whose gate and up have different types."""
+    experts = LinearExperts(3, 2, 64, 32, torch.bfloat16, CPU, [(METHOD, METHOD)] * 3)
+    stored = {}
+    for e in range(3):
+        kinds = ("Q8_0", "Q4_0") if e == 1 else ("Q8_0", "Q8_0")
+        stored[e] = [random_blocks(kind, 32, 64, e, size=0.1) for kind in kinds], random_blocks("Q8_0", 64, 32, e)
+        gate_up, down = stored[e]
+        take(experts.gate_up[e], *((i, Stored(kinds[i], gate_up[i][0])) for i in (0, 1)))
+        take(experts.down[e], (None, Stored("Q8_0", down[0])))
+    x, router = torch.randn(5, 64).bfloat16(), torch.randn(5, 3)
+    before = experts(x, router)
+    weights = experts._dequantized()
+    assert torch.equal(weights.down[2], stored[2][1][1].bfloat16()) and weights.gate_up.shape == (3, 64, 64)
+    torch.testing.assert_close(weights.gate_up[1].float(), torch.cat([w for _, w in stored[1][0]]), atol=0, rtol=2**-7)
+    assert off(experts(x, router), before) < 0.02
 
 
 def k_m(name: str) -> str:
