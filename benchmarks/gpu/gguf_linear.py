@@ -28,6 +28,7 @@ from benchmarks.gpu.int_linear import (
     measure,
     measure_fused,
 )
+from quire.kernels.int_linear import Kind as CodeKind
 from quire.kernels.int_linear import PackedIntWeight, dequantize, int_linear, pack_int_weight, prepare_int_linear
 from quire.kernels.int_table import IntConfig, candidates
 
@@ -41,12 +42,14 @@ class Kind:
     bits: int
     group: int
     centres: bool = False
+    codes: CodeKind = "int"
 
     def weight(self, n: int, k: int) -> PackedIntWeight:
-        codes = torch.randint(1 << self.bits, (n, k), dtype=torch.uint8, device=DEVICE)
-        scales = (torch.rand(n, k // self.group, device=DEVICE) + 0.5) * k**-0.5 * 3 / (1 << self.bits)
+        top = 128 if self.codes == "int7" else 1 << self.bits
+        codes = torch.randint(top, (n, k), dtype=torch.uint8, device=DEVICE)
+        scales = (torch.rand(n, k // self.group, device=DEVICE) + 0.5) * k**-0.5 * 3 / top
         centres = (torch.rand_like(scales) - 0.5) * scales * 8 if self.centres else None
-        return pack_int_weight(codes, scales.to(DTYPE), None, self.bits, DTYPE, centres=centres)
+        return pack_int_weight(codes, scales.to(DTYPE), None, self.bits, DTYPE, self.codes, centres=centres)
 
     @property
     def chunk(self) -> int:
@@ -58,9 +61,10 @@ KINDS = {
     W4A16: Kind(4, 128),
     "Q4_K": Kind(4, 32, centres=True),  # and Q4_1
     "Q4_0": Kind(4, 32),
-    "Q6_K": Kind(8, 16),
-    "Q5_K": Kind(8, 32, centres=True),  # and Q5_1
-    "Q8_0": Kind(8, 32),  # and Q5_0
+    "Q6_K": Kind(8, 16, codes="int7"),
+    "Q5_K": Kind(8, 32, centres=True, codes="int7"),  # and Q5_1
+    "Q5_0": Kind(8, 32, codes="int7"),
+    "Q8_0": Kind(8, 32),
 }
 
 

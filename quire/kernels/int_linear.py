@@ -13,10 +13,10 @@ Codes are packed for kernels that unpack without moving values between threads:
   word has the scale and, above it, minus the zero point as the unpacked number has it (`offset`). One scale per output
   is [1, N, 1], in the latter form. Scales are stored once per plane: groups are multiples of it.
 
-Groups of which zero is no code, w = (code - 2 ** (bits - 1)) * scale + centre, have that centre in place of a zero
-point, and both it and the scale in the products' type, in which w is made by one multiplication and sum. In bfloat16
-weights of 4 bits are off by 1/90 of a scale on average and 1/10 at most (the nearest bfloat16s of them by 1/140 and
-1/17), where rounding to 4 bits has cost 1/4 and 1/2.
+Groups of which zero is no code, w = (code - middle) * scale + centre, have that centre in place of a zero point, and
+both it and the scale in the products' type, in which w is made by one multiplication and sum. In bfloat16 weights of
+4 bits are off by 1/90 of a scale on average and 1/10 at most (the nearest bfloat16s of them by 1/140 and 1/17), where
+rounding to 4 bits has cost 1/4 and 1/2.
 
 Outputs are padded to a multiple of 16 and inputs to one of the chunk, with scales of zero. Experts have a dimension
 before these.
@@ -38,7 +38,8 @@ PANEL = 16  # outputs whose words are contiguous
 PLANES = (128, 64, 32)  # inputs of one field of a chunk; the largest that groups and inputs are multiples of
 SHORT_PLANE = 16  # for groups that are no multiples of these; an instruction's depth
 HALF = (torch.bfloat16, torch.float16)
-Kind = Literal["int", "e2m1"]
+# int7: 8 bits of which 7 are used, with a middle of 64; a bfloat16 has them by one mask, of 8 bits not.
+Kind = Literal["int", "int7", "e2m1"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Of each field of a word: where the lowest of three bits for exponent and mantissa is, and where the sign. Fields 0 and
 # 1 have them as far apart as a bfloat16 has.
@@ -118,7 +119,7 @@ def pack_int_weight(
     dtype: torch.dtype,
     kind: Kind = "int",
     factors: torch.Tensor | None = None,  # [(E,) N]
-    centres: torch.Tensor | None = None,  # [(E,) N, groups]: weights of code 2^(bits - 1), instead of zero points
+    centres: torch.Tensor | None = None,  # [(E,) N, groups]: weights of the middle code, instead of zero points
 ) -> PackedIntWeight:
     """On the device of the codes. Scales that fit neither float16 nor bfloat16 are rounded to `dtype`."""
     *lead, outputs, inputs = codes.shape
@@ -127,8 +128,8 @@ def pack_int_weight(
     if tuple(scales.shape[:-1]) != (*lead, outputs) or (zeros is not None and zeros.shape != scales.shape):
         found = f"scales {list(scales.shape)}" + ("" if zeros is None else f", zero points {list(zeros.shape)}")
         raise ValueError(f"codes {list(codes.shape)} have {found}; allowed: {[*lead, outputs, 'groups']} for both")
-    if kind != "int" and (bits != 4 or zeros is not None):
-        raise ValueError(f"codes of {kind} have 4 bits and no zero points, not {bits} bits")
+    if kind != "int" and (bits != (allowed := 8 if kind == "int7" else 4) or zeros is not None):
+        raise ValueError(f"codes of {kind} have {allowed} bits and no zero points, not {bits} bits")
     if factors is not None and tuple(factors.shape) != (*lead, outputs):
         raise ValueError(f"factors are {list(factors.shape)}; allowed: {[*lead, outputs]}")
     if dtype not in HALF:
@@ -240,7 +241,7 @@ def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) 
     w = weight
     codes = torch.stack([_codes(w, i) for i in range(w.fields)], -2)  # [.., chunks, 16, fields, plane]
     codes = codes.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [.., N, K]
-    middle, (scales, others) = 1 << (w.bits - 1), _unpack_scales(w)
+    middle, (scales, others) = 64 if w.kind == "int7" else 1 << (w.bits - 1), _unpack_scales(w)
     if not w.per_channel:
         scales = scales.repeat_interleave(w.plane, -1)
         others = None if others is None else others.repeat_interleave(w.plane, -1)

@@ -118,8 +118,9 @@ def candidates(rows: int, k: int, n: int, chunk: int) -> list[IntConfig]:
     plain: list[tuple[int, int, int, int]] = []
     scaled: list[tuple[int, int, int, int, int, int]] = []
     if rows <= 16 and chunk <= SHORT_CHUNK:
-        plain = [(64, 4, 6, 4), (64, 4, 8, 2), (32, 2, 8, 8), (32, 2, 6, 4), (128, 4, 6, 2), (128, 8, 6, 1)]
-        plain += [(64, 4, 8, 8), (64, 4, 4, 4), (16, 1, 8, 8)]
+        # Few warps for the columns: what a step costs beside its products is the same for any number of these.
+        plain = [(64, 2, 6, 6), (64, 2, 8, 4), (64, 2, 6, 8), (128, 2, 6, 4), (128, 4, 6, 2), (128, 4, 6, 3)]
+        plain += [(64, 4, 6, 4), (64, 4, 8, 2), (32, 2, 8, 8), (32, 2, 6, 4), (32, 1, 8, 8), (256, 4, 4, 2)]
         scaled = [(*shape, 0, 0) for shape in plain[:4]]
     elif rows <= 16:
         plain = [(64, 4, 4, 2), (64, 4, 4, 4), (64, 4, 3, 3), (128, 4, 3, 2), (128, 8, 3, 1), (64, 4, 6, 1)]

@@ -1,7 +1,7 @@
 """GGUF's blocks as integer codes with a scale and perhaps a centre per group of inputs, on any device.
 
-`decode` maps a file's rows, uint8 [rows, bytes per row], to codes of 4 or 8 bits: of 5 and 6 bits become 8, which is
-simpler to unpack and takes 9 bits per weight, scales included, where files have 5.5 and 6.6.
+`decode` maps a file's rows, uint8 [rows, bytes per row], to codes of 4 or 8 bits: those of 5 and 6 bits become 8, which
+is simpler to unpack and takes 9 bits per weight, scales included, where files have 5.5 and 6.6.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.int_linear import Kind
+
 
 @dataclass(frozen=True)
 class Decoded:
-    """w = (code - 2 ** (bits - 1)) * scale + centre."""
+    """w = (code - middle) * scale + centre."""
 
+    kind: Kind
     bits: int
     codes: torch.Tensor  # uint8 [rows, inputs]
     scales: torch.Tensor  # [rows, groups]
     centres: torch.Tensor | None = None  # float32 [rows, groups]; None: zero
+
+    @property
+    def middle(self) -> int:
+        return 64 if self.kind == "int7" else 1 << (self.bits - 1)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded(4, _nibbles(blocks[..., 2:]), _half(blocks, 0))
+    return Decoded("int", 4, _nibbles(blocks[..., 2:]), _half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> Decoded:
@@ -55,7 +62,7 @@ def _q4_1(blocks: torch.Tensor) -> Decoded:
 
 def _q5_0(blocks: torch.Tensor) -> Decoded:
     codes = _nibbles(blocks[..., 6:]).flatten(-2) | _fifth_bits(blocks[..., 2:6])
-    return Decoded(8, codes + (128 - 16), _half(blocks, 0))
+    return Decoded("int7", 8, codes + (64 - 16), _half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> Decoded:
@@ -64,7 +71,7 @@ def _q5_1(blocks: torch.Tensor) -> Decoded:
 
 
 def _q8_0(blocks: torch.Tensor) -> Decoded:
-    return Decoded(8, blocks[..., 2:] ^ 128, _half(blocks, 0))
+    return Decoded("int", 8, blocks[..., 2:] ^ 128, _half(blocks, 0))
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,14 +101,16 @@ def _q6_k(blocks: torch.Tensor) -> Decoded:
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> places & 3
     scales = _half(blocks, 208).float() * blocks[..., 192:208].contiguous().view(torch.int8)
     narrow = scales.half()  # rounds less than bfloat16 would
-    return Decoded(8, (low | high << 4) + (128 - 32), narrow if bool(narrow.isfinite().all()) else scales)
+    return Decoded("int7", 8, (low | high << 4) + (64 - 32), narrow if bool(narrow.isfinite().all()) else scales)
 
 
 def _centred(bits: int, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> Decoded:
-    """Of weights code * scale + minimum; codes of 5 bits go to the middle of 8."""
+    """Of weights code * scale + minimum; codes of 5 bits go to the middle of 7."""
     middle = 1 << (bits - 1)
     centres = minimums + middle * scales
-    return Decoded(4, codes, scales, centres) if bits == 4 else Decoded(8, codes + (128 - middle), scales, centres)
+    if bits == 4:
+        return Decoded("int", 4, codes, scales, centres)
+    return Decoded("int7", 8, codes + (64 - middle), scales, centres)
 
 
 FORMATS = {
@@ -121,4 +130,4 @@ def decode(type_name: str, rows: torch.Tensor) -> Decoded:
     kind = FORMATS[type_name]
     found = kind.decode(rows.unflatten(1, (-1, kind.nbytes)))
     centres = None if found.centres is None else found.centres.flatten(1)
-    return Decoded(found.bits, found.codes.flatten(1), found.scales.flatten(1), centres)
+    return Decoded(found.kind, found.bits, found.codes.flatten(1), found.scales.flatten(1), centres)

@@ -119,7 +119,9 @@ def pack_blocks(type_name: str, blocks: torch.Tensor, dtype: torch.dtype, device
     packed = []
     for rows in blocks.split(step):
         found = decode(type_name, rows.to(device))
-        packed.append(pack_int_weight(found.codes, found.scales, None, found.bits, dtype, centres=found.centres))
+        packed.append(
+            pack_int_weight(found.codes, found.scales, None, found.bits, dtype, found.kind, centres=found.centres)
+        )
     joined = join_outputs(packed)
     assert joined is not None
     return joined

@@ -35,11 +35,12 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 TYPES = list(FORMATS)
 METHOD = GGUFLinearMethod(torch.bfloat16)
-# Q4_1 and Q4_K; Q5_1 and Q5_K; Q6_K; Q5_0 and Q8_0; Q4_0.
+# Q4_1 and Q4_K; Q5_1 and Q5_K; Q6_K; Q5_0; Q8_0; Q4_0.
 LAYOUTS = [
     Layout(4, 4096, 32, centres=True),
-    Layout(8, 4096, 32, centres=True),
-    Layout(8, 4096, 16),
+    Layout(8, 4096, 32, kind="int7", centres=True),
+    Layout(8, 4096, 16, kind="int7"),
+    Layout(8, 4096, 32, kind="int7"),
     Layout(8, 4096, 32),
     Layout(4, 4096, 32),
 ]
@@ -145,7 +146,7 @@ def test_experts_of_two_types(rows):
     """Gate and up as in Q4_K, down as in Q6_K, as K_M files have them."""
     num_experts, top_k, hidden, width = EXPERTS
     gate_up, _ = make_weight(Layout(4, hidden, 32, centres=True), 2 * width, torch.bfloat16, "cuda", num_experts)
-    down, _ = make_weight(Layout(8, width, 16), hidden, torch.bfloat16, "cuda", num_experts)
+    down, _ = make_weight(Layout(8, width, 16, kind="int7"), hidden, torch.bfloat16, "cuda", num_experts)
     w = IntExpertWeights(gate_up, down)
     x, logits, residual = tensor(rows, hidden), tensor(rows, num_experts), tensor(rows, hidden)
     wanted = experts_torch(x, *route_torch(logits, top_k, **KIND), w.dequantized(), residual)

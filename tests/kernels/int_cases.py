@@ -43,6 +43,8 @@ LAYOUTS = [
     Layout(4, 512, 128, kind="e2m1", factors=True),
     Layout(4, 200, 200, kind="e2m1"),
     Layout(8, 256, 16),
+    Layout(8, 224, 16, kind="int7"),
+    Layout(8, 128, 32, kind="int7", centres=True),
     Layout(4, 256, 32, centres=True),
     Layout(4, 32, 32, centres=True),  # one group
     Layout(8, 160, 32, centres=True),
@@ -61,6 +63,7 @@ def make_weight(
     lead = () if experts is None else (experts,)
     groups = layout.inputs // layout.group
     top = 1 << layout.bits
+    top = 128 if layout.kind == "int7" else top
     codes = torch.randint(top, (*lead, outputs, layout.inputs), dtype=torch.uint8, device=device)
     spread = top * layout.inputs**0.5 / 3  # outputs of about the size of the inputs
     scales = ((torch.rand(*lead, outputs, groups, device=device) + 0.5) / spread).to(scale_dtype or dtype)
@@ -74,11 +77,11 @@ def make_weight(
         centres = (torch.rand(*lead, outputs, groups, device=device) - 0.5) * top * scales.float()
         numbers = [t.to(dtype).float().repeat_interleave(layout.group, -1) for t in (scales, centres)]
         made = (codes.float() - top // 2) * numbers[0] + numbers[1]
-        return pack_int_weight(codes, scales, None, layout.bits, dtype, centres=centres), made.to(dtype)
+        return pack_int_weight(codes, scales, None, layout.bits, dtype, layout.kind, centres=centres), made.to(dtype)
     middle = torch.full_like(scales, top // 2, dtype=torch.float32) if zeros is None else zeros.float()
     wide = (t.float().repeat_interleave(layout.group, -1) for t in (middle, scales))
     dequantized = ((codes.float() - next(wide)) * next(wide)).to(dtype)
-    return pack_int_weight(codes, scales, zeros, layout.bits, dtype), dequantized
+    return pack_int_weight(codes, scales, zeros, layout.bits, dtype, layout.kind), dequantized
 
 
 def make_floats(

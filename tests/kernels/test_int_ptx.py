@@ -77,6 +77,16 @@ def test_every_field_of_every_word(bits, bf16, zeros):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
+def test_every_field_of_7_bits(bf16):
+    kind = "bf16x2" if bf16 else "f16x2"
+    halves = np.arange(1 << 16, dtype=np.uint16) & 0x7F7F
+    for field in (0, 1):
+        got = pair(run(unpack_ptx(field, 8, bf16, False, True), halves.view(np.uint32), halves.view(np.uint32)), kind)
+        codes = torch.from_numpy((halves >> (8 * field)).astype(np.int32) & 127)
+        assert torch.equal(got, (codes - 64).float()), field
+
+
+@pytest.mark.parametrize("bf16", [False, True])
 def test_every_field_of_4_bit_floats(bf16):
     kind = "bf16x2" if bf16 else "f16x2"
     halves = np.arange(1 << 16, dtype=np.uint16)

@@ -27,10 +27,11 @@ NORM_BLOCK = 4096  # inputs that a program squares at a time
 POINTS, CENTRES = tl.constexpr(1), tl.constexpr(2)
 
 
-def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
-    """Two words of 16 bits, $1, to one field of each less the zero point: two numbers, $0. With zeros $2 is added."""
+def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool, seven: bool = False) -> str:
+    """Two words of 16 bits, $1, to one field of each less the zero point: two numbers, $0. With zeros $2 is added.
+    `seven`: of 8 bits the lower 7, which are all that there are."""
     kind, one = ("bf16x2", "0x3f803f80") if bf16 else ("f16x2", "0x3c003c00")
-    if bits == 8 and bf16:
+    if bits == 8 and bf16 and not seven:
         # A byte in the fraction of a float32 is 2^23 + code.
         less = "0f4b000000" if zeros else "0f4b000080"
         made = f"""
@@ -42,10 +43,12 @@ def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool) -> str:
             cvt.rn.bf16x2.f32 a, b, a;"""
         add = "$2" if zeros else ""
     else:
-        mask = "0x000f000f" if bits == 4 else "0x00ff00ff"
+        mask = "0x000f000f" if bits == 4 else "0x007f007f" if seven else "0x00ff00ff"
         magic = "0x43004300" if bf16 else "0x64006400"  # 128 and 1024: the code is added to the fraction
         made = f"shr.b32 a, $1, {bits * field}; lop3.b32 a, a, {mask}, {magic}, 0xea; "
-        middle = {(4, True): "0xc308c308", (4, False): "0xe408e408", (8, False): "0xe480e480"}[bits, bf16]
+        middles = {(4, True): "0xc308c308", (4, False): "0xe408e408", (8, False): "0xe480e480"}
+        middles |= {(7, True): "0xc340c340", (7, False): "0xe440e440"}
+        middle = middles[7 if seven else bits, bf16]
         add = "$2" if zeros else "m"
         made += "" if zeros else f"mov.b32 m, {middle};"
     last = f"mov.b32 b, {one}; fma.rn.{kind} $0, a, b, {add};" if add else "mov.b32 $0, a;"
@@ -83,6 +86,7 @@ _PTX = tl.constexpr(
         for field in range(4)
     )
 )
+_SEVEN_PTX = tl.constexpr(tuple(unpack_ptx(field, 8, bf16, False, True) for bf16 in (False, True) for field in (0, 1)))
 _E2M1_PTX = tl.constexpr(tuple(unpack_e2m1_ptx(field, bf16) for bf16 in (False, True) for field in range(4)))
 _E2M1_LOW = tl.constexpr(tuple(low for low, _ in E2M1_BITS))
 _E2M1_SIGN = tl.constexpr(tuple(sign for _, sign in E2M1_BITS))
@@ -116,7 +120,11 @@ def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.c
         if ZEROS:
             added: tl.constexpr = (128 if BITS == 4 else 0) if BF16 else 1024
             return (code + added + neg_zero.to(tl.float32)).to(DTYPE)
-        return (code - (1 << (BITS - 1))).to(DTYPE)
+        return (code - (64 if CODES == "int7" else 1 << (BITS - 1))).to(DTYPE)
+    elif CODES == "int7":
+        SEVEN: tl.constexpr = (2 if BF16 else 0) + FIELD
+        made = tl.inline_asm_elementwise(_SEVEN_PTX[SEVEN], "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+        return made.to(DTYPE, bitcast=True)
     else:
         PLACE: tl.constexpr = (0 if BITS == 4 else 16) + (8 if BF16 else 0) + FIELD
         if ZEROS:
