@@ -9,6 +9,8 @@ from quire.kernels.int_table import (
     MAX_BLOCK_M,
     MEASURED,
     MEASURED_FUSED,
+    MEASURED_SHORT,
+    MEASURED_SHORT_FUSED,
     IntConfig,
     candidates,
     choose,
@@ -22,9 +24,9 @@ SHAPES = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (2048, 512),
 
 
 @pytest.mark.parametrize(("k", "n"), SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_choice_fits(bits, k, n):
-    chunk = 16 // bits * choose_plane(k, 32 if k % 128 else 128, bits)
+@pytest.mark.parametrize(("bits", "group"), [(4, 128), (4, 32), (8, 128), (8, 32), (8, 16)])
+def test_every_choice_fits(bits, group, k, n):
+    chunk = 16 // bits * choose_plane(k, 32 if k % group else group, bits)
     for rows in range(1, 2 * BUCKETS[-1]):
         config = choose(bits, rows, k, n, chunk)
         if config is not None:
@@ -58,6 +60,15 @@ def test_measured_shapes_take_the_measured_kernel(monkeypatch):
     assert choose(4, 5, 2560, 2560, 512) == choose(4, 8, 2560, 2560, 512) == best
     assert choose(4, 9, 2560, 2560, 512) is None
     assert choose_fused(4, 1, 2560, 1280, 512) == best
+
+
+def test_short_chunks_have_a_table_of_their_own(monkeypatch):
+    best = IntConfig(128, splits=3)
+    monkeypatch.setitem(MEASURED, (4, 8, 2560, 2560), best)
+    assert choose(4, 8, 2560, 2560, 128) != best
+    monkeypatch.setitem(MEASURED_SHORT, (4, 128, 8, 2560, 2560), None)
+    monkeypatch.setitem(MEASURED_SHORT_FUSED, (4, 128, 1, 2560, 2560), best)
+    assert choose(4, 8, 2560, 2560, 128) is None and choose_fused(4, 1, 2560, 2560, 128) == best
 
 
 def test_the_norm_may_be_a_kernel_of_its_own(monkeypatch):
