@@ -162,7 +162,7 @@ def _granite_moe(header: GGUFHeader, config: Config) -> Config:
 
 def _gpt_oss(header: GGUFHeader, config: Config) -> Config:
     experts = _experts(header)
-    keys = {"intermediate_size": experts["moe_intermediate_size"], "experts_checkpoint": "stacked"}
+    keys = {"intermediate_size": experts["moe_intermediate_size"], "experts_checkpoint": "per_expert"}
     if config["rope_scaling"]:
         keys["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
     return experts | keys

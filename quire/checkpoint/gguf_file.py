@@ -15,6 +15,8 @@ from quire.checkpoint.mapped import check_shape, map_bytes
 # float32 elements dequantized at a time (2 MiB): measured, smaller is slower and larger only uses more memory.
 SLICE_ELEMENTS = 512 * 1024
 
+MAX_EXPERTS = 4096  # each becomes an object
+
 # Families whose rotary pairs are interleaved in the file, though not in their HF checkpoints.
 INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
@@ -56,15 +58,8 @@ class GGUFTensor:
         if self._rope_heads:
             self._read_heads_into(out)
             return
-        rows = self.raw()
-        if out.dim() < 3 or out.is_contiguous():
-            self._read_rows_into(out.unsqueeze(0) if out.dim() == 1 else out.view(-1, self.shape[-1]), rows)
-            return
-        for part, own in zip(out, rows.split(out.shape[1]), strict=True):  # of stacked experts, one projection's half
-            self._read_rows_into(part, own)
-
-    def _read_rows_into(self, out: torch.Tensor, rows: torch.Tensor) -> None:
-        columns = self.shape[-1]
+        rows, columns = self.raw(), self.shape[-1]
+        out = out.unsqueeze(0) if out.dim() == 1 else out.view(-1, columns)
         step = max(1, SLICE_ELEMENTS // columns)
         for start in range(0, len(rows), step):
             part = self._values(rows[start : start + step])
@@ -113,9 +108,10 @@ def _named(header: GGUFHeader, info: TensorInfo) -> list[tuple[str, TensorInfo]]
         info = replace(info, shape=(1, *info.shape))
     if "{e}" not in name:
         return [(name, info)]
-    if len(info.shape) != 3:
+    if len(info.shape) != (3 if name.endswith(".weight") else 2) or info.shape[0] > MAX_EXPERTS:
         raise ValueError(
-            f"{header.path}: tensor {info.name} has the shape {list(info.shape)}; experts are [experts, rows, columns]"
+            f"{header.path}: tensor {info.name} has the shape {list(info.shape)}; weights of experts are "
+            f"[experts, rows, columns], biases [experts, rows], for at most {MAX_EXPERTS} experts"
         )
     count, nbytes = info.shape[0], info.nbytes // info.shape[0]
     parts = (replace(info, shape=info.shape[1:], offset=info.offset + e * nbytes, nbytes=nbytes) for e in range(count))

@@ -51,14 +51,10 @@ _DIFFERENT: dict[str, dict[str, str]] = {
     "gemma2": _SANDWICHED,
     "gemma3": _SANDWICHED,
     "glm4": _GLM | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
-    # Experts have biases, which are read with all of them in one tensor.
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
-        "ffn_gate_exps": "mlp.experts.gate_proj",
-        "ffn_up_exps": "mlp.experts.up_proj",
-        "ffn_down_exps": "mlp.experts.down_proj",
     },
     "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},

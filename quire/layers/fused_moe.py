@@ -27,9 +27,8 @@ from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import SINGLE, TensorParallel
 
-# How weights are stored: a tensor for each expert and projection; all experts in one, gate and up in the same, or each
-# in its own.
-ExpertCheckpoint = Literal["per_expert", "fused", "stacked"]
+# How weights are stored: a tensor for each expert and projection, or all experts in one, and gate and up.
+ExpertCheckpoint = Literal["per_expert", "fused"]
 Slots = dict[tuple[str, ShardId], LoadSlot]
 
 
@@ -70,8 +69,6 @@ class FusedMoE(nn.Module):
         super().__init__()
         if not 0 < top_k <= num_experts:
             raise ValueError(f"top_k is {top_k}, but there are {num_experts} experts; allowed: 1 to {num_experts}")
-        if bias and checkpoint == "per_expert":
-            raise ValueError("biases are only read from a checkpoint that stores all experts in one tensor")
         self.num_experts, self.top_k = num_experts, top_k
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.tp, self.renormalize, self.scoring, self.activation = tp, renormalize, scoring, activation
@@ -137,20 +134,16 @@ class FusedMoE(nn.Module):
                 for shard, view in enumerate(self.gate_up.data[e].split(self.width)):
                     slots[f"gate_up.{e}.weight", shard] = LoadSlot(view, half, 0, start)
                 slots[f"down.{e}.weight", None] = LoadSlot(self.down.data[e], whole, 1, start)
+                if self.gate_up_bias is not None and self.down_bias is not None:
+                    for shard, view in enumerate(self.gate_up_bias.data[e].split(self.width)):
+                        slots[f"gate_up.{e}.bias", shard] = LoadSlot(view, half[:1], 0, start, "zeros")
+                    slots[f"down.{e}.bias", None] = LoadSlot(self.down_bias.data[e], whole[:1], dummy="zeros")
             return slots
         experts, hidden = self.num_experts, self.hidden_size
-        if self.checkpoint == "stacked":
-            for shard, view in enumerate(self.gate_up.data.split(self.width, 1)):
-                slots["gate_up", shard] = LoadSlot(view, (experts, full, hidden), 1, start)
-        else:
-            slots["gate_up", None] = HalvesSlot(self.gate_up.data, (experts, 2 * full, hidden), 1, start)
+        slots["gate_up", None] = HalvesSlot(self.gate_up.data, (experts, 2 * full, hidden), 1, start)
         slots["down", None] = LoadSlot(self.down.data, (experts, hidden, full), 2, start)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            if self.checkpoint == "stacked":
-                for shard, view in enumerate(self.gate_up_bias.data.split(self.width, 1)):
-                    slots["gate_up_bias", shard] = LoadSlot(view, (experts, full), 1, start, "zeros")
-            else:
-                slots["gate_up_bias", None] = HalvesSlot(self.gate_up_bias.data, (experts, 2 * full), 1, start, "zeros")
+            slots["gate_up_bias", None] = HalvesSlot(self.gate_up_bias.data, (experts, 2 * full), 1, start, "zeros")
             slots["down_bias", None] = LoadSlot(self.down_bias.data, (experts, hidden), dummy="zeros")
         return slots
 

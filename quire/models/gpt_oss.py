@@ -11,6 +11,7 @@ from quire.layers.mxfp4_experts import Mxfp4Experts
 from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig, layer_types, windows_of_types
 from quire.models.loading.weight_map import Rule, WeightMap
+from quire.models.moe import EXPERTS as PER_EXPERT
 from quire.models.moe import Experts, MoEModel
 
 
@@ -60,12 +61,7 @@ class GptOssForCausalLM(MoEModel):
         Rule(f"{EXPERTS}.down_proj_bias", "layers.{i}.mlp.experts.down_bias"),
         # GGUF's
         Rule("model.layers.{i}.self_attn.sinks.weight", "layers.{i}.self_attn.sinks"),
-        Rule(f"{EXPERTS}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up", 0),
-        Rule(f"{EXPERTS}.gate_proj.bias", "layers.{i}.mlp.experts.gate_up_bias", 0),
-        Rule(f"{EXPERTS}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", 1),
-        Rule(f"{EXPERTS}.up_proj.bias", "layers.{i}.mlp.experts.gate_up_bias", 1),
-        Rule(f"{EXPERTS}.down_proj.weight", "layers.{i}.mlp.experts.down"),
-        Rule(f"{EXPERTS}.down_proj.bias", "layers.{i}.mlp.experts.down_bias"),
+        *PER_EXPERT,
     )
 
     @classmethod

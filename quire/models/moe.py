@@ -1,7 +1,5 @@
 """Decoders with mixture-of-experts layers."""
 
-import functools
-import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,8 +19,6 @@ from quire.models.decoder_config import require
 from quire.models.decoder_layers import MLP, BuildContext, FeedForward
 from quire.models.loading.weight_map import Rule
 from quire.quantization.base import StoresFusedExperts
-
-logger = logging.getLogger("quire")
 
 EXPERTS = (
     Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight"),
@@ -78,7 +74,7 @@ class SparseMLP(nn.Module):
         routing["activation"] = experts.activation
         self.experts: FusedMoE | PackedExperts
         if methods is not None:
-            self.experts = LinearExperts(*sizes, *placed, methods, options.tp, **routing)
+            self.experts = LinearExperts(*sizes, *placed, methods, options.tp, bias=experts.bias, **routing)
         elif experts.checkpoint == "fused" and isinstance(options.quantization, StoresFusedExperts):
             self.experts = options.quantization.fused_experts()(
                 *sizes, *placed, options.tp, bias=experts.bias, **routing
@@ -120,21 +116,12 @@ def _expert_methods(build: BuildContext, layer: int, experts: Experts) -> list[E
     methods = [(build.method(layer, m, tuple(gate_up)), build.method(layer, m, (down,))) for m in modules]
     if all(method is None for pair in methods for method in pair):
         return None
-    if experts.checkpoint == "stacked":
-        _log_dequantized()
-        return None
     if experts.checkpoint == "fused":
         raise ValueError(
             "experts that the checkpoint stores in one tensor cannot be quantized yet; leave quantization out, or use "
             "an unquantized checkpoint"
         )
     return methods
-
-
-@functools.cache
-def _log_dequantized() -> None:
-    """Once for all layers."""
-    logger.warning("experts are dequantized while loading: those with biases are not multiplied in quantized form")
 
 
 class MoEModel(DecoderModel):

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.int_linear import Kind
+from quire.quantization.fp4 import powers_of_two
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """w = (code - middle) * scale + centre."""
+    """w = (code - middle) * scale + centre; of 4-bit floats float(code) * scale."""
 
     kind: Kind
     bits: int
@@ -104,6 +105,10 @@ def _q6_k(blocks: torch.Tensor) -> Decoded:
     return Decoded("int7", 8, (low | high << 4) + (64 - 32), narrow if bool(narrow.isfinite().all()) else scales)
 
 
+def _mxfp4(blocks: torch.Tensor) -> Decoded:
+    return Decoded("e2m1", 4, _nibbles(blocks[..., 1:]), powers_of_two(blocks[..., :1]))
+
+
 def _centred(bits: int, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> Decoded:
     """Of weights code * scale + minimum; codes of 5 bits go to the middle of 7."""
     middle = 1 << (bits - 1)
@@ -122,6 +127,7 @@ FORMATS = {
     "Q4_K": BlockFormat(256, 144, 4, 32, _q4_k),
     "Q5_K": BlockFormat(256, 176, 8, 32, _q5_k),
     "Q6_K": BlockFormat(256, 210, 8, 16, _q6_k),
+    "MXFP4": BlockFormat(32, 17, 4, 32, _mxfp4),
 }
 
 

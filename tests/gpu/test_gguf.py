@@ -162,7 +162,7 @@ def test_experts_of_two_types(rows):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "granite-moe", "gpt-oss"])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "MXFP4", "F16"])
 def test_a_file_of_a_mixture(kind, family, tmp_path):
     """F16: experts without a kernel of their own are multiplied by the unquantized mixtures'."""
     reference = save_tiny(family, tmp_path)

@@ -8,7 +8,7 @@ import torch
 
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
-from quire.kernels.int_linear import PackedIntWeight, dequantize_torch, stack_experts
+from quire.kernels.int_linear import E2M1, PackedIntWeight, dequantize_torch, stack_experts
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.linear_experts import LinearExperts
@@ -21,7 +21,7 @@ from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import Unquantized
 from tests.gguf_models import write_gguf_of, write_random_llama
 from tests.models.helpers import CPU, TinyRunner
-from tests.models.test_gguf_families import FILES, RMS_NORM, interleave
+from tests.models.test_gguf_families import FILES, MIXTURES, RMS_NORM, interleave
 from tests.quantization.blocks import Stored, random_blocks
 from tests.quantization.test_gguf_linear import take
 from tests.tiny_models import prompts, save_tiny
@@ -38,7 +38,9 @@ def test_codes_are_the_numbers_of_the_format(type_name):
     blocks, wanted = random_blocks(type_name, 24, 512)
     found = decode(type_name, blocks)
     scales = found.scales.double().repeat_interleave(FORMATS[type_name].group_size, 1)
-    got = (found.codes.double() - found.middle) * scales
+    is_float = found.kind == "e2m1"
+    values = torch.tensor(E2M1).double()[found.codes.int()] if is_float else found.codes.double() - found.middle
+    got = values * scales
     if found.centres is not None:
         got += found.centres.double().repeat_interleave(FORMATS[type_name].group_size, 1)
     tolerance = 2**-11 if type_name == "Q6_K" else 2**-22
@@ -223,11 +225,13 @@ def test_logits_of_a_model(kind, tmp_path, packed_on_cpu):
     assert hasattr(model.layers[0].self_attn.qkv_proj, "int_parts") and hasattr(model.lm_head, "int_parts")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe"])
-def test_logits_of_experts(family, tmp_path, packed_on_cpu):
+@pytest.mark.parametrize(
+    ("family", "kind"), [*((family, "Q4_1") for family in MIXTURES), ("gpt-oss", "MXFP4"), ("qwen3-moe", "Q8_0")]
+)
+def test_logits_of_experts(family, kind, tmp_path, packed_on_cpu):
     reference = save_tiny(family, tmp_path)
     architecture, metadata, change = FILES[family]
-    quantized = gguf.GGMLQuantizationType.Q4_1
+    quantized = gguf.GGMLQuantizationType[kind]
     path = write_gguf_of(reference, tmp_path / "model.gguf", architecture, metadata, change, quantized)
     model, kept = logits(path, torch.bfloat16)
     _, plain = logits(path, torch.float32, "dequantized")
