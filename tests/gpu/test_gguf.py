@@ -192,9 +192,9 @@ def generated(path, prompts, **options):
     return [list(one.outputs[0].token_ids) for one in found], torch.tensor(logprobs)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "IQ4_XS", "BF16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M", "MXFP4", "IQ4_XS", "F16"])
 def test_a_file_in_the_engine(kind, tmp_path):
-    """Types without a kernel become bfloat16, in a file of its own or beside others."""
+    """The last two have no kernel, and become bfloat16."""
     path = write_random_llama(tmp_path / "model.gguf", k_m if kind == "Q4_K_M" else lambda name: kind)
     eager, logprobs = generated(path, PROMPTS, dtype="bfloat16", enforce_eager=True)
     graphs, _ = generated(path, PROMPTS, dtype="bfloat16")
