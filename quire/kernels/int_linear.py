@@ -37,6 +37,7 @@ BITS = (4, 8)
 PANEL = 16  # outputs whose words are contiguous
 PLANES = (128, 64, 32)  # inputs of one field of a chunk; the largest that groups and inputs are multiples of
 SHORT_PLANE = 16  # for groups that are no multiples of these; an instruction's depth
+LOOKUP_ROWS = 1024  # at a time: their numbers are in float32 on the way
 HALF = (torch.bfloat16, torch.float16)
 # int7: 8 bits of which 7 are used, with a middle of 64; a bfloat16 has them by one mask, of 8 bits not.
 Kind = Literal["int", "int7", "e2m1"]
@@ -279,6 +280,8 @@ def _unpack_scales(w: PackedIntWeight) -> tuple[torch.Tensor, torch.Tensor | Non
 
 def lookup(weight: PackedIntWeight, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a weight, [len(ids), K] in its dtype."""
+    if len(ids) > LOOKUP_ROWS:
+        return torch.cat([lookup(weight, some) for some in ids.split(LOOKUP_ROWS)])
     words = weight.words[ids // PANEL, :, ids % PANEL]  # [n, chunks, plane]
     scales = weight.scales[:, ids]
     factors = None if weight.factors is None else weight.factors[ids]

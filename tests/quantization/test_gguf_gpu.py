@@ -167,6 +167,8 @@ def test_embedding_and_head(type_name, tied):
         take(head, (None, Stored(type_name, blocks)))
     ids = torch.tensor([99, 0, 15, 16, 99])
     assert off(embedding(ids), weight[ids]) < 0.004
+    many = ids.repeat(300)
+    assert torch.equal(embedding(many), embedding(ids).repeat(300, 1))
     x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert off(head(x), x.float() @ weight.T) < 0.01
 
