@@ -289,10 +289,21 @@ def test_random_weights_fill_whole_tensors():
 def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="top_k is 5, but there are 4 experts"):
         FusedMoE(4, 5, 8, 6, torch.float32, CPU)
-    with pytest.raises(ValueError, match="biases"):
-        FusedMoE(4, 2, 8, 6, torch.float32, CPU, bias=True)
     with pytest.raises(ValueError, match="intermediate size \\(6\\)"):
         FusedMoE(4, 2, 8, 6, torch.float32, CPU, TensorParallel(0, 4))
+
+
+def test_biases_of_single_experts_are_split_among_workers():
+    for rank in range(2):
+        layer = FusedMoE(4, 2, 8, 6, torch.float32, CPU, TensorParallel(rank, 2), bias=True)
+        slots = layer.load_slots()
+        for shard in (0, 1):
+            slot = slots["gate_up.3.bias", shard]
+            slot.view.copy_(slot.part_of(torch.arange(6.0) + 10 * shard))
+        slots["down.3.bias", None].view.copy_(torch.arange(8.0))
+        first = [0.0, 1.0, 2.0] if rank == 0 else [3.0, 4.0, 5.0]
+        assert layer.gate_up_bias[3].tolist() == [*first, *(10 + each for each in first)]
+        assert layer.down_bias[3].tolist() == list(range(8))
 
 
 def test_backends():
