@@ -35,6 +35,7 @@ LAYOUTS = {
     "8 bits": (Layout(8, H, 32), Layout(8, WIDTH, WIDTH)),
     "mxfp4": (Layout(4, H, 32, kind="e2m1"), Layout(4, WIDTH, WIDTH, kind="e2m1")),
     "nvfp4": (Layout(4, H, 16, kind="e2m1", factors=True), Layout(4, WIDTH, 16, kind="e2m1", factors=True)),
+    "Q4_K and Q6_K": (Layout(4, H, 32, centres=True), Layout(8, WIDTH, 16, kind="int7")),
 }
 CONFIGS["grouped, high tiles"] = replace(CONFIGS["grouped"], block_m=32)
 KIND = {"renormalize": True, "scoring": "softmax"}
