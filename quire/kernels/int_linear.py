@@ -11,7 +11,9 @@ Codes are packed for kernels that unpack without moving values between threads:
   the bits that E2M1_BITS says, so that most become bfloat16 by one shift and one mask.
 - `scales` [K / chunk, N, count] int32: the scales of a chunk's planes, 16 bits each, two in a word; with zero points a
   word has the scale and, above it, minus the zero point as the unpacked number has it (`offset`). One scale per output
-  is [1, N, 1], in the latter form. Scales are stored once per plane: groups are multiples of it.
+  is [1, N, 1], in the latter form. Scales are stored once per plane: groups are multiples of it. Those of MXFP4
+  (exponents, a group of 32) and NVFP4 (e4m3, a group of 16) stay bytes, one for each field in a word, and a plane may
+  have several groups: a word for each.
 
 Groups of which zero is no code, w = (code - middle) * scale + centre, have that centre in place of a zero point, and
 both it and the scale in the products' type, in which w is made by one multiplication and sum. In bfloat16 weights of
@@ -45,13 +47,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 # Of each field of a word: where the lowest of three bits for exponent and mantissa is, and where the sign. Fields 0 and
 # 1 have them as far apart as a bfloat16 has.
 E2M1_BITS = ((0, 9), (3, 12), (6, 10), (13, 11))
+BYTE_SCALES = {32: torch.uint8, 16: torch.float8_e4m3fn}  # by group: exponents, or fp8
 
 
 @dataclass(frozen=True)
 class PackedIntWeight:
     words: torch.Tensor  # [(E,) N / 16, K / chunk, 16, plane] int16
     scales: torch.Tensor  # [(E,) K / chunk or 1, N, count] int32
-    scale_dtype: torch.dtype
+    scale_dtype: torch.dtype  # uint8: exponents with a bias of 127
     dtype: torch.dtype  # of the products' inputs
     bits: int
     outputs: int
@@ -73,6 +76,11 @@ class PackedIntWeight:
     @property
     def num_chunks(self) -> int:
         return self.words.shape[-3]
+
+    @property
+    def parts(self) -> int:
+        """Groups of a plane."""
+        return self.scales.shape[-1] if self.scale_dtype in BYTE_SCALES.values() else 1
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -139,12 +147,13 @@ def pack_int_weight(
         raise ValueError(f"{inputs} inputs cannot be divided into {groups} groups")
     group_size = inputs // groups
     check_groups(inputs, group_size, bits)
-    fields, plane = 16 // bits, choose_plane(inputs, group_size, bits)
+    exact = _in_bytes(scales, group_size) if kind == "e2m1" and groups > 1 else None
+    fields, plane = 16 // bits, choose_plane(inputs, inputs if exact is not None else group_size, bits)
     chunk = fields * plane
     padded_n, padded_k = -(-outputs // PANEL) * PANEL, -(-inputs // chunk) * chunk
     if centres is not None:
         scales = scales.to(dtype)
-    elif scales.dtype not in HALF:
+    elif exact is None and scales.dtype not in HALF:
         scales = _in_16_bits(scales, dtype)
 
     codes = F.pad(codes, (0, padded_k - inputs, 0, padded_n - outputs))
@@ -153,6 +162,14 @@ def pack_int_weight(
     for i in range(1, fields):
         words |= _field(tiles, i, bits, kind)
 
+    if exact is not None:
+        octets = F.pad(exact.int(), (0, padded_k // group_size - groups, 0, padded_n - outputs))
+        octets = octets.unflatten(-1, (padded_k // chunk, fields, -1))  # [.., N, chunks, fields, parts]
+        packed = sum((octets[..., i, :] << (8 * i) for i in range(1, fields)), octets[..., 0, :])
+        packed = packed.transpose(-3, -2).contiguous()
+        factors = None if factors is None else factors.float().contiguous()
+        sizes = (bits, outputs, inputs, False, False)
+        return PackedIntWeight(words, packed, BYTE_SCALES[group_size], dtype, *sizes, kind, factors)
     per_channel = groups == 1 and centres is None
 
     def by_plane(values: torch.Tensor) -> torch.Tensor:
@@ -220,6 +237,18 @@ def choose_plane(inputs: int, group_size: int, bits: int) -> int:
     return next(fits, PLANES[-1])
 
 
+def _in_bytes(scales: torch.Tensor, group_size: int) -> torch.Tensor | None:
+    """MXFP4's or NVFP4's scales as uint8, if they are such; exponents of numbers that are almost zero become those of
+    zero."""
+    wide = scales.float()
+    if group_size == 16:
+        narrow = wide.to(torch.float8_e4m3fn)
+        fits = torch.equal(narrow.float(), wide) and not bool((wide < 0).any())
+        return narrow.view(torch.uint8) if fits else None
+    bits = torch.where(wide.abs() < 2.0**-126, 0.0, wide).view(torch.int32)
+    return (bits >> 23).to(torch.uint8) if group_size == 32 and not bool((bits & -0x7F800001).any()) else None
+
+
 def _in_16_bits(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In the type of 16 bits that loses nothing, if one does; else `dtype`."""
     narrow = (scales.to(kind) for kind in (dtype, *HALF))
@@ -244,7 +273,7 @@ def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) 
     codes = codes.transpose(-4, -3).flatten(-5, -4).flatten(-3)  # [.., N, K]
     middle, (scales, others) = 64 if w.kind == "int7" else 1 << (w.bits - 1), _unpack_scales(w)
     if not w.per_channel:
-        scales = scales.repeat_interleave(w.plane, -1)
+        scales = scales.repeat_interleave(w.plane // w.parts, -1)
         others = None if others is None else others.repeat_interleave(w.plane, -1)
     if w.kind == "e2m1":
         values = torch.tensor(E2M1, device=codes.device)[codes] * scales
@@ -266,7 +295,13 @@ def _codes(w: PackedIntWeight, i: int) -> torch.Tensor:
 
 
 def _unpack_scales(w: PackedIntWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales, and zero points or centres, [.., N, planes or 1] float32."""
+    """Scales, and zero points or centres, [.., N, planes (of several parts) or 1] float32."""
+    if w.scale_dtype in BYTE_SCALES.values():
+        octets = torch.stack([w.scales >> (8 * i) & 255 for i in range(w.fields)], -2)  # [.., chunks, N, fields, parts]
+        octets = octets.transpose(-4, -3).flatten(-3)
+        if w.scale_dtype is torch.uint8:
+            return (octets << 23).view(torch.float32), None
+        return octets.to(torch.uint8).view(w.scale_dtype).float(), None
     words = w.scales.transpose(-3, -2).flatten(-2)  # [.., N, words]
     low, high = words.to(torch.int16), (words >> 16).to(torch.int16)
     if w.has_centres:

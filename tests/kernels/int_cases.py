@@ -39,7 +39,11 @@ LAYOUTS = [
     Layout(4, 192, 16, zeros=True),
     Layout(4, 1024, 16, kind="e2m1", factors=True),
     Layout(4, 720, 16, kind="e2m1"),
+    Layout(4, 768, 16, kind="e2m1", factors=True),
+    Layout(4, 160, 16, kind="e2m1", factors=True),
     Layout(4, 384, 32, kind="e2m1"),
+    Layout(4, 1024, 32, kind="e2m1"),
+    Layout(4, 320, 32, kind="e2m1"),
     Layout(4, 512, 128, kind="e2m1", factors=True),
     Layout(4, 200, 200, kind="e2m1"),
     Layout(8, 256, 16),
@@ -87,7 +91,14 @@ def make_weight(
 def make_floats(
     layout: Layout, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> tuple[PackedIntWeight, torch.Tensor]:
-    factors = torch.rand(codes.shape[:-1], device=codes.device) + 1.0 if layout.factors else None
+    """NVFP4 if groups of 16 have factors, MXFP4 if they are of 32; other scales are any of 16 bits."""
+    factors = None
+    if layout.factors:
+        factors = (torch.rand(codes.shape[:-1], device=codes.device) + 1.0) * scales.float().mean() / 16
+        scales = torch.rand(scales.shape, device=codes.device) * 30
+        scales = scales.to(torch.float8_e4m3fn).float() if layout.group == 16 else scales.to(dtype)
+    elif layout.group == 32:
+        scales = 2.0 ** scales.float().log2().round()
     values = torch.tensor(E2M1, device=codes.device)[codes.int()] * scales.float().repeat_interleave(layout.group, -1)
     wide = (values if factors is None else values * factors[..., None]).to(dtype)
     return pack_int_weight(codes, scales, None, 4, dtype, "e2m1", factors), wide

@@ -100,7 +100,7 @@ def test_many_rows_use_dequantized_experts(monkeypatch):
 
 
 def test_packed_experts_become_one_weight(monkeypatch):
-    monkeypatch.setattr("quire.layers.linear_experts.supports_triton", lambda device: True)
+    monkeypatch.setattr("quire.layers.packed_experts.supports_triton", lambda device: True)
     packed, wide = make_experts("4 bits")
     device = torch.device("cpu")
     methods: list[ExpertMethods] = [(None, None)] * E
@@ -123,7 +123,7 @@ def test_packed_experts_become_one_weight(monkeypatch):
 
 
 def test_experts_that_are_packed_differently_stay_apart(monkeypatch):
-    monkeypatch.setattr("quire.layers.linear_experts.supports_triton", lambda device: True)
+    monkeypatch.setattr("quire.layers.packed_experts.supports_triton", lambda device: True)
     layer = LinearExperts(2, 1, H, WIDTH, torch.float16, torch.device("cpu"), [(None, None)] * 2, **KIND)
     for e, name in enumerate(("4 bits", "8 bits")):
         packed, _ = make_experts(name)

@@ -74,6 +74,20 @@ def test_every_layout(layout):
         check(wide[:, : weight.inputs], weight, CONFIGS[name])
 
 
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kind == "e2m1"], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 20])
+def test_rows_of_floats(rows, layout):
+    """Few rows have a column for each group of a plane, more are read group by group."""
+    weight, _ = make_weight(layout, 64)
+    x = tensor(rows, weight.inputs)
+    check(x, weight, CONFIGS["split"], bias=tensor(64))
+    if rows > 2:
+        check(x, weight, CONFIGS["weights scaled"], residual=tensor(rows, 64))
+        check(x, weight, CONFIGS["tiles of rows"], silu=True)
+    else:
+        check(x, weight, CONFIGS["whole"], silu=True, norm=(tensor(weight.inputs).float(), 1e-5))
+
+
 @pytest.mark.parametrize(
     ("rows", "name"), [(1, "whole"), (3, "split"), (17, "whole"), (64, "tiles of rows"), (40, "weights scaled")]
 )

@@ -129,3 +129,14 @@ def test_floats_have_4_bits_and_no_zero_points():
         pack_int_weight(codes, scales, torch.zeros(16, 4), 4, DTYPE, "e2m1")
     with pytest.raises(ValueError, match=r"factors are \[8\]; allowed: \[16\]"):
         pack_int_weight(codes, scales, None, 4, DTYPE, "e2m1", torch.ones(8))
+
+
+@pytest.mark.parametrize(("group", "bits"), [(16, 4.5), (32, 4.25)])
+def test_scales_of_4_bit_floats_stay_bytes(group, bits):
+    codes = torch.randint(16, (64, 1024), dtype=torch.uint8)
+    scales = torch.full((64, 1024 // group), 0.125)
+    packed = pack_int_weight(codes, scales, None, 4, DTYPE, "e2m1")
+    assert packed.nbytes * 8 == bits * 64 * 1024 and packed.plane == 128 and packed.parts == 128 // group
+    scales[3, 5] = 0.3  # neither a power of two nor e4m3
+    packed = pack_int_weight(codes, scales, None, 4, DTYPE, "e2m1")
+    assert packed.parts == 1 and packed.plane == group

@@ -58,6 +58,7 @@ def _few_gate_up_kernel(
     NORM_BLOCK: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    COUNT: tl.constexpr,
     CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -75,21 +76,22 @@ def _few_gate_up_kernel(
         # In this order: the next kernel may start only after the previous one has written the experts.
         gdc_wait()
         gdc_launch_dependents()
-    COUNT: tl.constexpr = 1 if PER_CHANNEL else 16 // BITS if ZEROS else 8 // BITS
     pair = tl.program_id(0)
     row = pair // TOP_K
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = tl.minimum(n, D - 1)
     expert = tl.load(experts + pair).to(tl.int64)
-    # One column of the tile is the row, the others are zero: the smallest matrix instruction has eight.
+    # One column of the tile is the row, or one for each group of a plane; the others are zero: the smallest matrix
+    # instruction has eight.
+    EACH: tl.constexpr = COUNT if CODES == "mxfp4" or CODES == "nvfp4" else 1
     m = tl.arange(0, BLOCK_M)
     x_rows = x + row.to(tl.int64) * x_stride + m[None, :] * 0
     acc, acc_up = multiply(
-        x_rows, (m == 0)[None, :], gain, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
+        x_rows, (m < EACH)[None, :], gain, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
         scales + expert * scales_stride + inside_n * COUNT, factors + expert * 2 * D + inside_n if FACTORS else None,
         (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT, D, 0, chunks, H, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, True, PLANE,
-        False, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, True,
+        PLANE, False, STAGES, INTERPRETED,
     )  # fmt: skip
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     if HAS_NORM:
@@ -128,6 +130,7 @@ def _few_down_kernel(
     BLOCK_N: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    COUNT: tl.constexpr,
     CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -141,7 +144,6 @@ def _few_down_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    COUNT: tl.constexpr = 1 if PER_CHANNEL else 16 // BITS if ZEROS else 8 // BITS
     row, n_tile, chosen = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = row * TOP_K + chosen
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -152,13 +154,14 @@ def _few_down_kernel(
         gdc_launch_dependents()
         prefetch(w_rows, 0, chunks, PLANE, PREFETCHED)
         gdc_wait()
+    EACH: tl.constexpr = COUNT if CODES == "mxfp4" or CODES == "nvfp4" else 1
     m = tl.arange(0, BLOCK_M)
     x_rows = inner + pair.to(tl.int64) * D + m[None, :] * 0
     acc, _ = multiply(
-        x_rows, (m == 0)[None, :], None, w_rows, scales + expert * scales_stride + inside_n * COUNT,
+        x_rows, (m < EACH)[None, :], None, w_rows, scales + expert * scales_stride + inside_n * COUNT,
         factors + expert * H + inside_n if FACTORS else None, 0, 0, 0, 0, chunks, D, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, False, PLANE,
-        False, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, False,
+        PLANE, False, STAGES, INTERPRETED,
     )  # fmt: skip
     total = tl.sum(acc, 1)
     if HAS_BIAS:
@@ -201,6 +204,7 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    COUNT: tl.constexpr,
     CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -215,7 +219,6 @@ def _grouped_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    COUNT: tl.constexpr = 1 if PER_CHANNEL else 16 // BITS if ZEROS else 8 // BITS
     # An expert's tiles, and a tile's columns, are neighbours: both operands of the product hit the cache.
     blocks = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // blocks
@@ -239,8 +242,8 @@ def _grouped_kernel(
         scales + expert * scales_stride + inside_n * COUNT,
         factors + expert * (HALVES * N) + inside_n if FACTORS else None,
         (N // 16).to(tl.int64) * (chunks * 16 * PLANE), N * COUNT, N, 0, chunks, K, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, GATE_UP, SUB,
-        PRESCALED, STAGES, INTERPRETED,
+        BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, GATE_UP,
+        SUB, PRESCALED, STAGES, INTERPRETED,
     )  # fmt: skip
     if HAS_BIAS:
         added = bias + expert * (HALVES * N) + n
@@ -308,7 +311,8 @@ def multiply_sorted(
     n, halves = y.shape[1], 2 if flags["GATE_UP"] else 1
     assert halves == 1 or n % PANEL == 0
     is_high = flags["BLOCK_M"] > MANY_ROWS
-    sub = min(weight.plane, 64 if flags["BLOCK_M"] == 32 else 32) if is_high else weight.plane
+    group = weight.plane // weight.parts
+    sub = min(group, 64 if flags["BLOCK_M"] == 32 else 32) if is_high else group
     stages = stages_for(weight, config.stages, config.block_n, flags["BLOCK_M"], halves, sub)
     _grouped_kernel[(len(sorted_by[1]) * triton.cdiv(n, config.block_n),)](
         x, weight.words, weight.scales, weight.factors, y, bias, *sorted_by, n, weight.inputs, *_strides(weight),

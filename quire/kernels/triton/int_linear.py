@@ -3,7 +3,10 @@
 Words go through shared memory into the registers of the left operand of a matrix instruction and become numbers there:
 for 4 bits a shift, a mask and a sum for two weights, so that reading W is the limit. Each field of the words is a
 product of its own with the inputs it holds, whose sum is scaled once per output: the scales never touch the weights.
-Codes of 4-bit floats become numbers in the same place; the flag CODES says which kind they are.
+Codes of 4-bit floats become numbers in the same place; the flag CODES says which kind they are: "mxfp4" and "nvfp4" are
+e2m1 with scales of bytes. Where a plane has several groups, few rows are multiplied group by group nevertheless in one
+product: a row is several columns, each with the inputs of one group and zeros, of which the smallest instruction has
+eight anyway. For more rows a step reads the inputs of one group.
 """
 
 from typing import Any
@@ -25,6 +28,7 @@ PREFETCHED = 4  # chunks that a program prefetches before the kernel before has 
 NORM_BLOCK = 4096  # inputs that a program squares at a time
 # ZEROS of a kernel: what a scale's word has in its upper half.
 POINTS, CENTRES = tl.constexpr(1), tl.constexpr(2)
+MAX_COLUMNS = 32  # of few rows times groups of a plane
 
 
 def unpack_ptx(field: int, bits: int, bf16: bool, zeros: bool, seven: bool = False) -> str:
@@ -113,7 +117,7 @@ def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.c
            ZEROS: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Words [rows, plane] to codes less their zero points; neg_zero [rows, 1]: minus (zero point + offset)."""
     BF16: tl.constexpr = tl.bfloat16 == DTYPE
-    if CODES == "e2m1":
+    if CODES == "e2m1" or CODES == "mxfp4" or CODES == "nvfp4":
         return unpack_e2m1(words, FIELD, DTYPE, INTERPRETED)
     elif INTERPRETED:
         code = ((words.to(tl.int32) >> (BITS * FIELD)) & ((1 << BITS) - 1)).to(tl.float32)
@@ -192,24 +196,40 @@ def high_half(word, BF16: tl.constexpr):
 
 
 @triton.jit
+def byte_scale(word, FIELD: tl.constexpr, CODES: tl.constexpr):
+    """A field's scale in a word of four bytes, as float32: an exponent, or e4m3 in the same place but for the bias."""
+    if CODES == "mxfp4":
+        return (((word >> (8 * FIELD)) & 0xFF) << 23).to(tl.float32, bitcast=True)
+    return (((word >> (8 * FIELD)) & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
 def _scaled_dot(
     acc, tile, right, word, channel, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.constexpr,
     DTYPE: tl.constexpr, ZEROS: tl.constexpr, PER_CHANNEL: tl.constexpr, SCALE_BF16: tl.constexpr,
     PRESCALED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the product with one field; `word` [rows] has its scale, `channel` [rows] the output's."""
+    """acc plus the product with one field; `word` [rows] has its scale, `channel` [rows] the output's. With several
+    groups in a plane `word` is [rows, columns]."""
     of = channel if PER_CHANNEL else word
-    upper = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+    upper = (of >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None] if ZEROS else tile
     left = unpack(tile, upper, FIELD, BITS, CODES, DTYPE, ZEROS == POINTS, INTERPRETED)
     if ZEROS == CENTRES:
-        made = scale_and_add_pairs(left, low_half(word, SCALE_BF16), upper, DTYPE, INTERPRETED)
-        return tl.dot(made, right, acc)
+        return tl.dot(scale_and_add_pairs(left, low_half(word, SCALE_BF16), upper, DTYPE, INTERPRETED), right, acc)
     if PER_CHANNEL:
-        return tl.dot(left, right, acc)
-    scale = low_half(word, SCALE_BF16) if ZEROS or FIELD % 2 == 0 else high_half(word, SCALE_BF16)
-    if PRESCALED:
-        return tl.dot(scale_pairs(left, scale, DTYPE, INTERPRETED), right, acc)
-    return acc + tl.dot(left, right) * scale[:, None]
+        made = tl.dot(left, right, acc)
+    elif len(word.shape) == 2:
+        made = acc + tl.dot(left, right) * byte_scale(word, FIELD, CODES)
+    else:
+        if CODES == "mxfp4" or CODES == "nvfp4":
+            scale = byte_scale(word, FIELD, CODES)
+        else:
+            scale = low_half(word, SCALE_BF16) if ZEROS or FIELD % 2 == 0 else high_half(word, SCALE_BF16)
+        if PRESCALED:
+            made = tl.dot(scale_pairs(left, scale, DTYPE, INTERPRETED), right, acc)
+        else:
+            made = acc + tl.dot(left, right) * scale[:, None]
+    return made
 
 
 @triton.jit
@@ -254,6 +274,7 @@ def multiply(
     BLOCK_N: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    COUNT: tl.constexpr,
     CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -269,7 +290,9 @@ def multiply(
 ):
     """The products with outputs and, with UP, with those of the second half: [BLOCK_N, BLOCK_M] float32 each."""
     FIELDS: tl.constexpr = 16 // BITS
-    COUNT: tl.constexpr = FIELDS if ZEROS else FIELDS // 2
+    BYTES: tl.constexpr = CODES == "mxfp4" or CODES == "nvfp4"
+    GROUP: tl.constexpr = PLANE // COUNT if BYTES else PLANE
+    COLUMNS: tl.constexpr = BYTES and COUNT > 1 and SUB == PLANE
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     STEPS: tl.constexpr = PLANE // SUB
     j = tl.arange(0, SUB)
@@ -278,13 +301,26 @@ def multiply(
     channel = tl.load(scales) if PER_CHANNEL else tl.zeros([BLOCK_N], tl.int32)
     channel_up = tl.load(scales + up_scales) if PER_CHANNEL and UP else channel
     word, word_up = channel, channel
+    keep = in_m
+    if COLUMNS:
+        word = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+        word_up = word
+        part = tl.arange(0, BLOCK_M) % COUNT
+        keep = in_m & ((j // GROUP)[:, None] == part[None, :])
     for step in tl.range(begin * STEPS, end * STEPS, num_stages=STAGES):
         chunk = step // STEPS
         inputs = (step % STEPS) * SUB + j
         at = words + chunk * (16 * PLANE) + inputs[None, :]
         tile = tl.load(at, eviction_policy="evict_first")
         tile_up = tl.load(at + up_words, eviction_policy="evict_first") if UP else tile
-        if not PER_CHANNEL:
+        if BYTES:
+            if COLUMNS:
+                at_scale = scales[:, None] + chunk * scale_stride + part[None, :]
+            else:
+                at_scale = scales + chunk * scale_stride + (step % STEPS) * SUB // GROUP
+            word = tl.load(at_scale)
+            word_up = tl.load(at_scale + up_scales) if UP else word
+        elif not PER_CHANNEL:
             at_scale = scales[:, None] + chunk * scale_stride + tl.arange(0, COUNT)[None, :]
             some_scales = tl.load(at_scale)
             some_scales_up = tl.load(at_scale + up_scales) if UP else some_scales
@@ -292,13 +328,13 @@ def multiply(
             plane = chunk * FIELDS + field
             k = plane * PLANE + inputs
             if EVEN_K:
-                right = tl.load(x_rows + k[:, None], mask=in_m, other=0.0)
+                right = tl.load(x_rows + k[:, None], mask=keep, other=0.0)
             else:
-                right = tl.load(x_rows + k[:, None], mask=in_m & (k < K)[:, None], other=0.0)
+                right = tl.load(x_rows + k[:, None], mask=keep & (k < K)[:, None], other=0.0)
             if HAS_NORM:
                 by = tl.load(gain + k) if EVEN_K else tl.load(gain + k, mask=k < K, other=0.0)
                 right = (right.to(tl.float32) * by.to(tl.float32)[:, None]).to(DTYPE)
-            if not PER_CHANNEL:
+            if not PER_CHANNEL and not BYTES:
                 word = scale_word(some_scales, field, COUNT, ZEROS)
                 word_up = scale_word(some_scales_up, field, COUNT, ZEROS) if UP else word
             acc = _scaled_dot(
@@ -407,6 +443,7 @@ def _linear_kernel(
     NORM_BLOCK: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    COUNT: tl.constexpr,
     CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -427,7 +464,11 @@ def _linear_kernel(
     # Programs of the same weights are neighbours: the second one hits the cache.
     m_tile, n_tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Columns of a row, each of one group of a plane; see `multiply`.
+    EACH: tl.constexpr = COUNT if (CODES == "mxfp4" or CODES == "nvfp4") and SUB == PLANE else 1
+    TILE_M: tl.constexpr = BLOCK_M // EACH
+    m = m_tile * TILE_M + tl.arange(0, TILE_M)
+    of_column = m if EACH == 1 else m_tile * TILE_M + tl.arange(0, BLOCK_M) // EACH
     steps = tl.cdiv(chunks, splits)
     begin = split * steps
     end = tl.minimum(begin + steps, chunks)
@@ -435,28 +476,30 @@ def _linear_kernel(
     inside_n = tl.minimum(n, N - 1)
     w_rows = word_rows(words, inside_n, chunks, PLANE)
     up_words = (N // 16).to(tl.int64) * (chunks * 16 * PLANE)
-    COUNT: tl.constexpr = 1 if PER_CHANNEL else 16 // BITS if ZEROS else 8 // BITS
     if PDL:
         gdc_launch_dependents()
         prefetch(w_rows, begin, chunks, PLANE, PREFETCHED)
         if SILU:
             prefetch(w_rows + up_words, begin, chunks, PLANE, PREFETCHED)
         gdc_wait()
-    x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * x_stride
+    x_rows = x + tl.minimum(of_column, rows - 1).to(tl.int64)[None, :] * x_stride
     acc, acc_up = multiply(
-        x_rows, (m < rows)[None, :], gain, w_rows, scales + inside_n * COUNT, factors + inside_n if FACTORS else None,
-        up_words, N * COUNT, N, begin, end, K, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, SILU, SUB,
-        PRESCALED, STAGES, INTERPRETED,
+        x_rows, (of_column < rows)[None, :], gain, w_rows, scales + inside_n * COUNT,
+        factors + inside_n if FACTORS else None, up_words, N * COUNT, N, begin, end, K, scale_stride,
+        BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, SILU,
+        SUB, PRESCALED, STAGES, INTERPRETED,
     )  # fmt: skip
+    if EACH > 1:
+        acc = tl.sum(tl.reshape(acc, [BLOCK_N, TILE_M, EACH]), 2)
+        acc_up = tl.sum(tl.reshape(acc_up, [BLOCK_N, TILE_M, EACH]), 2) if SILU else acc
     if SPLIT:
         tile = n_tile * tl.num_programs(0) + m_tile
-        acc, acc_up, is_last = share_sums(acc, acc_up, partial, arrived, tile, split, splits, BLOCK_M, BLOCK_N, SILU)
+        acc, acc_up, is_last = share_sums(acc, acc_up, partial, arrived, tile, split, splits, TILE_M, BLOCK_N, SILU)
         if not is_last:
             return
     if HAS_NORM:
         # One number per row, so it is applied to the sum: after the loop, which need not wait for it.
-        factor = inverse_norms(x, m_tile * BLOCK_M, rows, K, x_stride, eps, BLOCK_M, ROWS, NORM_BLOCK)[None, :]
+        factor = inverse_norms(x, m_tile * TILE_M, rows, K, x_stride, eps, TILE_M, ROWS, NORM_BLOCK)[None, :]
         acc *= factor
         acc_up *= factor
     epilogue(
@@ -477,6 +520,7 @@ def _dequantize_kernel(
     chunks,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
+    COUNT: tl.constexpr,
     CODES: tl.constexpr,
     ZEROS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
@@ -496,21 +540,25 @@ def _dequantize_kernel(
     j = tl.arange(0, PLANE)
     at = word_rows(words + expert * panels * (chunks * 16 * PLANE), inside_n, chunks, PLANE)
     tile = tl.load(at + chunk * (16 * PLANE) + j[None, :], eviction_policy="evict_first")
-    COUNT: tl.constexpr = 1 if PER_CHANNEL else FIELDS if ZEROS else FIELDS // 2
+    BYTES: tl.constexpr = CODES == "mxfp4" or CODES == "nvfp4"
     scale_chunk = expert if PER_CHANNEL else expert * chunks + chunk
     at_scale = scales + scale_chunk * (panels * 16 * COUNT) + inside_n[:, None] * COUNT
-    some_scales = tl.load(at_scale + tl.arange(0, COUNT)[None, :])
+    some_scales = tl.load(at_scale + ((j // (PLANE // COUNT)) if BYTES else tl.arange(0, COUNT))[None, :])
     y_rows = y + (expert * N + n.to(tl.int64))[:, None] * K
     for field in tl.static_range(FIELDS):
         plane = chunk * FIELDS + field
-        word = scale_word(some_scales, field, COUNT, ZEROS)
-        upper = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
-        if PER_CHANNEL or ZEROS:
-            scale = low_half(word, SCALE_BF16)
+        if BYTES:
+            upper = tile
+            scale = byte_scale(some_scales, field, CODES)
         else:
-            scale = low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16)
+            word = scale_word(some_scales, field, COUNT, ZEROS)
+            upper = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+            if PER_CHANNEL or ZEROS:
+                scale = low_half(word, SCALE_BF16)[:, None]
+            else:
+                scale = (low_half(word, SCALE_BF16) if field % 2 == 0 else high_half(word, SCALE_BF16))[:, None]
         codes = unpack(tile, upper, field, BITS, CODES, DTYPE, ZEROS == POINTS, INTERPRETED)
-        values = codes.to(tl.float32) * scale[:, None]
+        values = codes.to(tl.float32) * scale
         if ZEROS == CENTRES:
             values += upper.to(tl.float32)
         if FACTORS:
@@ -526,7 +574,8 @@ def layout_flags(w: PackedIntWeight) -> dict[str, Any]:
     return {
         "PLANE": w.plane,
         "BITS": w.bits,
-        "CODES": w.kind,
+        "COUNT": w.scales.shape[-1],
+        "CODES": {torch.uint8: "mxfp4", torch.float8_e4m3fn: "nvfp4"}.get(w.scale_dtype, w.kind),
         "ZEROS": CENTRES.value if w.has_centres else POINTS.value if w.has_zeros else 0,
         "PER_CHANNEL": w.per_channel,
         "SCALE_BF16": w.scale_dtype is torch.bfloat16,
@@ -540,7 +589,8 @@ def stages_for(
     w: PackedIntWeight, config_stages: int, block_n: int, block_m: int, halves: int, sub: int | None = None
 ) -> int:
     """As many of the config's as shared memory holds."""
-    step = (halves * block_n + w.fields * block_m) * (sub or w.plane) * 2 + halves * w.fields * block_n * 4
+    scales = block_m if w.parts > 1 and (sub or w.plane) == w.plane else w.fields
+    step = (halves * block_n + w.fields * block_m) * (sub or w.plane) * 2 + halves * scales * block_n * 4
     return max(1, min(config_stages, MAX_SHARED // step))
 
 
@@ -561,13 +611,19 @@ def int_linear(
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     block_m = config.block_m or min(MAX_BLOCK_M, triton.next_power_of_2(max(rows, MIN_BLOCK_M)))
     halves = 2 if silu else 1
-    sub = min(config.sub or weight.plane, weight.plane)
+    sub, prescaled, each = min(config.sub or weight.plane, weight.plane), config.prescaled, 1
+    if weight.parts > 1:
+        if weight.parts * triton.next_power_of_2(rows) <= MAX_COLUMNS:
+            sub, prescaled, each = weight.plane, False, weight.parts
+            block_m = max(MIN_BLOCK_M, each * triton.next_power_of_2(rows))
+        else:
+            sub = min(sub, weight.plane // weight.parts)
     stages = stages_for(weight, config.stages, config.block_n, block_m, halves, sub)
-    grid = (triton.cdiv(rows, block_m), triton.cdiv(n, config.block_n), config.splits)
+    grid = (triton.cdiv(rows, block_m // each), triton.cdiv(n, config.block_n), config.splits)
     space = SplitWorkspace.of(x.device)
     if config.splits > 1:
         tiles = grid[0] * grid[1]
-        needed = tiles * config.splits * halves * config.block_n * block_m
+        needed = tiles * config.splits * halves * config.block_n * (block_m // each)
         if needed > WORKSPACE_FLOATS or tiles > COUNTERS:
             raise ValueError(f"{config} needs {needed} floats for {rows} rows of {n}; there are {WORKSPACE_FLOATS}")
     gain, eps = norm if norm is not None else (None, 0.0)
@@ -578,7 +634,7 @@ def int_linear(
         BLOCK_M=block_m, BLOCK_N=config.block_n, ROWS=triton.next_power_of_2(rows) if norm is not None else 1,
         SPLIT=config.splits > 1, NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(k)),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None, SILU=silu,
-        SUB=sub, PRESCALED=config.prescaled, STAGES=stages,
+        SUB=sub, PRESCALED=prescaled, STAGES=stages,
         PREFETCHED=min(PREFETCHED, chunks // config.splits) if pdl else 0, PDL=pdl,
         num_warps=config.warps, num_stages=stages, **layout_flags(weight), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
