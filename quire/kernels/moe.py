@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from quire.kernels.dispatch import early_launch, supports_triton, use_triton
 from quire.kernels.int_linear import PackedIntWeight, dequantize
-from quire.kernels.int_table import choose_experts, choose_few_experts
+from quire.kernels.int_table import choose_experts, choose_few_experts, grouped_candidates
 from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
 from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
+from quire.kernels.round_fp4 import round_mxfp4, round_nvfp4_by_expert
 
 RouterScoring = Literal["softmax", "topk_softmax"]
 Activation = Literal["silu", "swigluoai"]
@@ -38,6 +39,25 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
+class InputRounding:
+    """Of experts whose inputs are rounded to 4-bit floats (W4A4), for both products."""
+
+    gate_up: torch.Tensor | None = None  # [E] float32, NVFP4's global scales; None: MXFP4
+    down: torch.Tensor | None = None
+
+    def rounded(self, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """x [N, H] for experts [N, k]: rounded rows, of which one serves that many pairs of row and expert."""
+        top_k = experts.shape[1]
+        if self.gate_up is None:
+            return round_mxfp4(x), top_k
+        return round_nvfp4_by_expert(x, self.gate_up, experts.flatten(), top_k), 1
+
+    def rounded_inner(self, inner: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """inner [M, I] for experts [M]."""
+        return round_mxfp4(inner) if self.down is None else round_nvfp4_by_expert(inner, self.down, experts)
+
+
+@dataclass(frozen=True)
 class IntExpertWeights:
     """Experts in 4 or 8 bits; the intermediate size is a multiple of 16."""
 
@@ -46,6 +66,7 @@ class IntExpertWeights:
     gate_up_bias: torch.Tensor | None = None  # [E, 2 * I]
     down_bias: torch.Tensor | None = None  # [E, H]
     activation: Activation = "silu"
+    rounding: InputRounding | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -161,6 +182,8 @@ def moe_triton(
     x, logits = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, logits))
     if config is None and isinstance(w, IntExpertWeights):
         config = choose_experts(w.gate_up.bits, len(x), w.shape(top_k))
+        if config is None and w.rounding is not None:
+            config = grouped_candidates(len(x), w.shape(top_k))[0]  # the kernels of dequantized ones do not round
         w = w if config is not None else w.dequantized()
     config = config or choose(len(x), w.shape(top_k), x.element_size())
     pdl = early_launch(x)["PDL"] if pdl is None else pdl

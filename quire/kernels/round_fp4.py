@@ -9,7 +9,7 @@ LARGEST = 6.0  # of e2m1
 FP8_MAX = 448.0
 
 
-def round_nvfp4_torch(x: torch.Tensor, global_scale: float, group: int = 16) -> torch.Tensor:
+def round_nvfp4_torch(x: torch.Tensor, global_scale: float | torch.Tensor, group: int = 16) -> torch.Tensor:
     """x [M, K] -> the rounded x times `global_scale`, which 16-bit types hold exactly: e2m1 times e4m3."""
     wide = x.float().unflatten(-1, (-1, group))
     scales = (wide.abs().amax(-1, keepdim=True) / LARGEST * global_scale).clamp(max=FP8_MAX)
@@ -42,6 +42,27 @@ def round_nvfp4(x: torch.Tensor, global_scale: float, group: int = 16) -> torch.
     from quire.kernels.triton import round_fp4 as kernel
 
     return kernel.round_fp4(x, global_scale, group)
+
+
+def round_nvfp4_by_expert_torch(
+    x: torch.Tensor, scales: torch.Tensor, experts: torch.Tensor, each: int = 1
+) -> torch.Tensor:
+    rows = x.repeat_interleave(each, 0)
+    return round_nvfp4_torch(rows, scales[experts.long().clamp(0, len(scales) - 1), None, None])
+
+
+def round_nvfp4_by_expert(
+    x: torch.Tensor,  # [M, K]
+    scales: torch.Tensor,  # [E] float32: the global scale of each expert
+    experts: torch.Tensor,  # [M * each] int32; any number where the result is not used
+    each: int = 1,  # experts of a row
+) -> torch.Tensor:
+    """[M * each, K]: x of each row, rounded for each of its experts."""
+    if not use_triton(x):
+        return round_nvfp4_by_expert_torch(x, scales, experts, each)
+    from quire.kernels.triton import round_fp4 as kernel
+
+    return kernel.round_fp4(x, None, 16, scales, experts, each)
 
 
 def round_mxfp4(x: torch.Tensor, group: int = 32) -> torch.Tensor:

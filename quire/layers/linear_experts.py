@@ -13,6 +13,7 @@ from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowP
 from quire.layers.packed_experts import PackedExperts
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import CanDequantize, LinearMethod, keep
+from quire.quantization.fp4_linear import input_rounding
 from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
@@ -59,8 +60,11 @@ class LinearExperts(PackedExperts):
         """After that of the experts' layers."""
         gate_up, down = (stack_experts([packed_of(e) for e in layers]) for layers in (self.gate_up, self.down))
         biases = self._biases()
-        if gate_up is not None and down is not None and self.keep_packed(gate_up, down, *biases):
+        can_round, rounding = input_rounding(list(self.gate_up), list(self.down))
+        packs = gate_up is not None and down is not None and can_round
+        if packs and self.keep_packed(gate_up, down, *biases, rounding=rounding):  # type: ignore[arg-type]
             for layers, stacked in ((self.gate_up, gate_up), (self.down, down)):
+                assert stacked is not None
                 for e, layer in enumerate(layers):
                     keep(layer, "int_parts", [IntPart(stacked.expert(e), None)])  # views: nothing is kept twice
         elif all(isinstance(e.method, CanDequantize) for e in self._linears()) and self.can_sort:

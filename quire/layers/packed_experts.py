@@ -11,6 +11,7 @@ from quire.kernels.moe import (
     Activation,
     AnyExpertWeights,
     ExpertWeights,
+    InputRounding,
     IntExpertWeights,
     RouterScoring,
     activate_torch,
@@ -66,12 +67,13 @@ class PackedExperts(nn.Module):
         down: PackedIntWeight,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
+        rounding: InputRounding | None = None,
     ) -> bool:
         """For the kernels of mixtures; whether these can multiply by them."""
         if not self.can_sort or self.width % PANEL:
             return False
         prepare_moe(self.device)
-        keep(self, "packed", IntExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation))
+        keep(self, "packed", IntExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation, rounding))
         return True
 
     def keep_dense(
@@ -97,7 +99,7 @@ class PackedExperts(nn.Module):
         shape = self.packed.shape(self.top_k)
         if isinstance(self.packed, ExpertWeights):
             return moe_table.max_fused_rows(shape)
-        return max_fused_rows(self.packed.gate_up.bits, shape)
+        return max_fused_rows(self.packed.gate_up.bits, shape) if self.packed.rounding is None else 0
 
     def forward_fused(
         self,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quire.kernels.moe import InputRounding
 from quire.kernels.round_fp4 import round_mxfp4, round_nvfp4
 from quire.quantization.base import LinearMethod, keep
 from quire.quantization.fp4 import Fp4Scheme
@@ -61,6 +62,23 @@ class RoundedInputsMethod(IntLinearMethod):
 
 def _rounded(x: torch.Tensor, scale: float | None) -> torch.Tensor:
     return round_mxfp4(x) if scale is None else round_nvfp4(x, scale)
+
+
+def input_rounding(gate_up: list[nn.Module], down: list[nn.Module]) -> tuple[bool, InputRounding | None]:
+    """Whether the kernels of mixtures can round as the experts' layers do, and how; None: not at all."""
+    scales = [[getattr(layer, "input_scales", None) for layer in layers] for layers in (gate_up, down)]
+    found = [one for layers in scales for one in layers]
+    if not any(found):
+        return True, None
+    if not all(one is not None and len(one) == 1 for one in found):
+        return False, None  # some are not rounded, or gate and up differ
+    numbers = [[one[0][0] for one in layers] for layers in scales]  # type: ignore[index]
+    if all(number is None for layers in numbers for number in layers):
+        return True, InputRounding()
+    if any(number is None for layers in numbers for number in layers):
+        return False, None
+    device = gate_up[0].stored_on
+    return True, InputRounding(*(torch.tensor(layers, device=device) for layers in numbers))  # type: ignore[arg-type]
 
 
 def fp4_linear_method(scheme: Fp4Scheme, kernel: IntKernel, module: str) -> LinearMethod:

@@ -142,8 +142,6 @@ def packed_of(layer: nn.Module) -> PackedIntWeight | None:
     parts: list[IntPart] = getattr(layer, "int_parts", [])
     if len(parts) != 1 or parts[0].order is not None or isinstance(parts[0].weight, torch.Tensor):
         return None
-    if hasattr(layer, "input_scales"):
-        return None  # the kernels that use it do not round inputs
     return parts[0].weight
 
 

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from quire.kernels.int_linear import E2M1, Kind, PackedIntWeight, pack_int_weight
+from quire.kernels.moe import ExpertWeights, InputRounding, activate_torch, sum_experts
+from quire.kernels.round_fp4 import round_mxfp4_torch, round_nvfp4_torch
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,19 @@ def make_floats(
     values = torch.tensor(E2M1, device=codes.device)[codes.int()] * scales.float().repeat_interleave(layout.group, -1)
     wide = (values if factors is None else values * factors[..., None]).to(dtype)
     return pack_int_weight(codes, scales, None, 4, dtype, "e2m1", factors), wide
+
+
+def rounded_experts_torch(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w: ExpertWeights, rounding: InputRounding
+) -> torch.Tensor:
+    """Each expert on its own, with inputs rounded before both of its products."""
+
+    def rounded(rows: torch.Tensor, scales: torch.Tensor | None, e: int) -> torch.Tensor:
+        return round_mxfp4_torch(rows) if scales is None else round_nvfp4_torch(rows, float(scales[e]))
+
+    def expert(rows: torch.Tensor, e: int, _: torch.Tensor | None) -> torch.Tensor:
+        inner = F.linear(rounded(rows, rounding.gate_up, e).float(), w.gate_up[e].float())
+        inner = activate_torch(inner, w.activation).to(x.dtype)
+        return F.linear(rounded(inner, rounding.down, e).float(), w.down[e].float())
+
+    return sum_experts(x, weights, experts, len(w.down), expert)

@@ -8,6 +8,7 @@ import torch
 import tests.kernels.interpreter_fix  # noqa: F401
 from quire.kernels.moe import (
     ExpertWeights,
+    InputRounding,
     IntExpertWeights,
     experts_torch,
     fused_layer,
@@ -21,10 +22,10 @@ from quire.kernels.triton.skinny_linear import SplitWorkspace
 from quire.layers.linear_experts import ExpertMethods, LinearExperts
 from quire.quantization.base import keep
 from quire.quantization.int_triton import IntPart, packed_of
-from tests.kernels.int_cases import Layout, make_weight
+from tests.kernels.int_cases import Layout, make_weight, rounded_experts_torch
 
 torch.set_num_threads(1)  # tensors are tiny
-E, TOP_K, H, WIDTH = 6, 3, 160, 48
+E, TOP_K, H, WIDTH = 6, 3, 160, 96
 CONFIGS = {
     "few": FewConfig(SlabConfig(32, 0, stages=2), SlabConfig(64, 0, stages=2)),
     "grouped": GroupedConfig(16, TileConfig(32, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)),
@@ -33,7 +34,7 @@ LAYOUTS = {
     "4 bits": (Layout(4, H, 32), Layout(4, WIDTH, WIDTH)),
     "4 bits, zero points": (Layout(4, H, 32, zeros=True), Layout(4, WIDTH, WIDTH, zeros=True)),
     "8 bits": (Layout(8, H, 32), Layout(8, WIDTH, WIDTH)),
-    "mxfp4": (Layout(4, H, 32, kind="e2m1"), Layout(4, WIDTH, WIDTH, kind="e2m1")),
+    "mxfp4": (Layout(4, H, 32, kind="e2m1"), Layout(4, WIDTH, 32, kind="e2m1")),
     "nvfp4": (Layout(4, H, 16, kind="e2m1", factors=True), Layout(4, WIDTH, 16, kind="e2m1", factors=True)),
     "Q4_K and Q6_K": (Layout(4, H, 32, centres=True), Layout(8, WIDTH, 16, kind="int7")),
 }
@@ -89,6 +90,21 @@ def test_a_whole_layer(layout):
     got = fused_layer(*layer, packed, TOP_K, residual=x, config=CONFIGS["few"], **KIND)
     wanted = fused_layer_torch(*layer, wide, TOP_K, residual=x, **KIND)
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("layout", ["mxfp4", "nvfp4"])
+def test_inputs_are_rounded(layout, name):
+    packed, wide = make_experts(layout)
+    scales = (torch.rand(E) + 0.5, torch.rand(E) + 0.5) if layout == "nvfp4" else (None, None)
+    packed = replace(packed, rounding=InputRounding(*scales))
+    x, logits = tensor(5, H), tensor(5, E)
+    got = moe_triton(x, logits, packed, TOP_K, config=CONFIGS[name], **KIND)
+    wanted = rounded_experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide, packed.rounding)
+    off = (got.float() - wanted.float()).norm() / wanted.float().norm()
+    assert off < 0.03, "where inner products are rounded to another number"
+    without = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
+    assert (got.float() - without.float()).norm() / without.float().norm() > 0.06
 
 
 def test_many_rows_use_dequantized_experts(monkeypatch):

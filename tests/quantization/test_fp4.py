@@ -18,7 +18,7 @@ from quire.models.loading.loader import load_model
 from quire.quantization import select
 from quire.quantization.compressed_tensors import CompressedConfig
 from quire.quantization.fp4_config import MODELOPT
-from quire.quantization.fp4_linear import fp4_linear_method
+from quire.quantization.fp4_linear import fp4_linear_method, input_rounding
 from quire.quantization.int_kernels import DequantizedKernel, PanelKernel
 from quire.quantization.int_triton import TritonIntKernel, packed_of
 from quire.quantization.select import choose_quantization, register_quantization
@@ -165,7 +165,7 @@ def test_members_with_different_global_scales_are_one_packed_weight():
     (gate, first), (up, second) = (nvfp4().write("a", torch.randn(n, 64) * n) for n in (48, 32))
     layer = merged(scheme, TritonIntKernel(torch.bfloat16), torch.bfloat16, [gate, up])
     packed = packed_of(layer)
-    assert packed is not None and packed.kind == "e2m1" and packed.plane == 16
+    assert packed is not None and packed.kind == "e2m1" and packed.parts == 2
     torch.testing.assert_close(dequantize_torch(packed, torch.float32), torch.cat((first, second)), rtol=1e-6, atol=0)
     x = torch.randn(5, 64).bfloat16()
     wanted = x.float() @ torch.cat((first, second)).T
@@ -180,7 +180,7 @@ def test_scales_of_inputs_of_members(scales, kernel):
     (gate, first), (up, second) = (made.write(name, torch.randn(n, 64)) for name, n in (("gate", 48), ("up", 32)))
     dtype = torch.float32 if kernel is DEQUANTIZED else torch.bfloat16
     layer = merged(scheme, kernel, dtype, [gate, up])
-    assert len(layer.input_scales) == 1 + bool(scales) and packed_of(layer) is None
+    assert len(layer.input_scales) == 1 + bool(scales)
     assert not layer.method.can_fuse(layer)
     x = torch.randn(5, 64).to(dtype)
     sides = (round_inputs(x.float(), "nvfp4", times) for times in (INPUTS_TIMES, scales.get("up", INPUTS_TIMES)))
@@ -291,3 +291,25 @@ def test_dummy_weights(tmp_path, made):
     model = load_model(Checkpoint("tiny", "dummy", tmp_path, ()), hf, torch.float32, "cpu")
     (logits,) = TinyRunner(model, 1).step([(0, [3, 1, 4])])
     assert logits.isfinite().all()
+
+
+def test_how_experts_round_their_inputs():
+    def layers(*scales):
+        made = [nn.Module() for _ in scales]
+        for layer, scale in zip(made, scales, strict=True):
+            layer.stored_on = CPU
+            if scale != "none":
+                layer.input_scales = scale if isinstance(scale, list) else [(scale, 8)]
+        return made
+
+    assert input_rounding(layers("none", "none"), layers("none", "none")) == (True, None)
+    can, rounding = input_rounding(layers(2.0, 3.0), layers(4.0, 5.0))
+    assert can and rounding.gate_up.tolist() == [2, 3] and rounding.down.tolist() == [4, 5]
+    can, rounding = input_rounding(layers(None, None), layers(None, None))  # MXFP4
+    assert can and rounding.gate_up is None
+    for gate_up, down in (
+        (layers(2.0, [(1.0, 8), (2.0, 8)]), layers(1.0, 1.0)),  # gate and up differ
+        (layers(2.0, 2.0), layers("none", 1.0)),
+        (layers(2.0, None), layers(1.0, 1.0)),
+    ):
+        assert input_rounding(gate_up, down) == (False, None)

@@ -35,7 +35,7 @@ MANY_ROWS = 16  # of a tile, above which weights are scaled rather than sums
 
 @triton.jit
 def _few_gate_up_kernel(
-    x,  # [rows, H]
+    x,  # [rows, H], or [rows * TOP_K, H]
     words,  # [E, 2 * D / 16, chunks, 16, PLANE]
     scales,  # [E, chunks or 1, 2 * D, COUNT]
     factors,  # [E, 2 * D] float32
@@ -52,6 +52,7 @@ def _few_gate_up_kernel(
     scale_stride,  # of chunks
     x_stride,
     eps,
+    X_EACH: tl.constexpr,  # pairs of a row of x
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,7 +78,7 @@ def _few_gate_up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     pair = tl.program_id(0)
-    row = pair // TOP_K
+    row = pair // X_EACH
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = tl.minimum(n, D - 1)
     expert = tl.load(experts + pair).to(tl.int64)
@@ -182,7 +183,7 @@ def _few_down_kernel(
 
 @triton.jit
 def _grouped_kernel(
-    x,  # gate_up: [rows, K]; down: [tiles * BLOCK_M, K]
+    x,  # gate_up: [rows, K], or [rows * TOP_K, K]; down: [tiles * BLOCK_M, K]
     words,  # [E, N / 16, chunks, 16, PLANE], gate_up: 2 * N outputs
     scales,
     factors,
@@ -198,6 +199,7 @@ def _grouped_kernel(
     scales_stride,
     scale_stride,
     x_stride,
+    X_EACH: tl.constexpr,  # with GATE_UP: pairs of a row of x
     TOP_K: tl.constexpr,
     GATE_UP: tl.constexpr,  # the first product: rows are gathered, halves multiplied after an activation
     BLOCK_M: tl.constexpr,
@@ -233,7 +235,7 @@ def _grouped_kernel(
     m = tl.arange(0, BLOCK_M)
     position = (tile * BLOCK_M + m).to(tl.int64)
     pair = tl.load(order + position, mask=m < rows, other=0).to(tl.int64)
-    source = pair // TOP_K if GATE_UP else position
+    source = pair // X_EACH if GATE_UP else position
     inside_n = tl.minimum(n, N - 1)
     HALVES: tl.constexpr = 2 if GATE_UP else 1
     acc, acc_up = multiply(
@@ -275,6 +277,10 @@ def few_experts(
     launch: dict[str, Any] = {"TOP_K": top_k, "PDL": pdl, "BLOCK_M": MIN_BLOCK_M}
     launch |= {"launch_pdl": True} if pdl else {}
     gain, eps = norm if norm is not None else (None, 0.0)
+    each = top_k
+    if w.rounding is not None:
+        assert norm is None
+        x, each = w.rounding.rounded(x, experts)
     first, second = config.gate_up, config.down
     stages = stages_for(w.gate_up, first.stages, first.block_n, MIN_BLOCK_M, 2)
     _few_gate_up_kernel[(rows * top_k, triton.cdiv(width, first.block_n))](
@@ -282,8 +288,10 @@ def few_experts(
         width, *_strides(w.gate_up), x.stride(0), eps, BLOCK_N=first.block_n,
         NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(hidden)), HAS_BIAS=w.gate_up_bias is not None,
         HAS_NORM=norm is not None, SWIGLUOAI=w.activation == "swigluoai", STAGES=stages, num_warps=first.warps,
-        num_stages=stages, **launch, **layout_flags(w.gate_up),
+        num_stages=stages, X_EACH=each, **launch, **layout_flags(w.gate_up),
     )  # fmt: skip
+    if w.rounding is not None:
+        inner = w.rounding.rounded_inner(inner, experts.flatten())
     space = SplitWorkspace.of(x.device)
     tiles = triton.cdiv(hidden, second.block_n)
     if rows * tiles * top_k * second.block_n > WORKSPACE_FLOATS or rows * tiles > COUNTERS:
@@ -308,6 +316,7 @@ def multiply_sorted(
     **flags: Any,
 ) -> None:
     """One of the two products of moe_grouped.py."""
+    flags = {"X_EACH": flags["TOP_K"]} | flags
     n, halves = y.shape[1], 2 if flags["GATE_UP"] else 1
     assert halves == 1 or n % PANEL == 0
     is_high = flags["BLOCK_M"] > MANY_ROWS

@@ -215,7 +215,12 @@ def grouped_experts(
     inner = torch.empty(tiles * block_m, width, dtype=x.dtype, device=device)
     flags = {"TOP_K": top_k, "BLOCK_M": block_m, "SWIGLUOAI": w.activation == "swigluoai", **launch}
     multiply: Any = multiply_sorted if isinstance(w, IntExpertWeights) else _multiply
+    rounding = w.rounding if isinstance(w, IntExpertWeights) else None
+    if rounding is not None:
+        x, flags["X_EACH"] = rounding.rounded(x, experts)
     multiply(x, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
+    if rounding is not None:
+        inner = rounding.rounded_inner(inner, tile_expert.repeat_interleave(block_m))
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     multiply(inner, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=device)

@@ -22,15 +22,23 @@ def _kernel(
     K,
     x_stride,
     global_scale,
+    scales,  # with BY_EXPERT [E] float32, instead of global_scale
+    experts,  # [M]
+    num_experts,
+    EACH: tl.constexpr,  # rows of y for one of x
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     MX: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     LARGEST: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     k = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    wide = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if BY_EXPERT:
+        expert = tl.minimum(tl.maximum(tl.load(experts + row), 0), num_experts - 1)
+        global_scale = tl.load(scales + expert)
+    wide = tl.load(x + (row // EACH) * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
     if MX:
         bits = (largest.to(tl.int32, bitcast=True) + (1 << 21)) & 0x7F800000
@@ -49,15 +57,23 @@ def _kernel(
     tl.store(y + row * K + k, tl.where(wide < 0, -made, made).to(y.dtype.element_ty), mask=k < K)
 
 
-def round_fp4(x: torch.Tensor, global_scale: float | None, group: int) -> torch.Tensor:
-    """`global_scale`: of NVFP4; None: MXFP4."""
+def round_fp4(
+    x: torch.Tensor,
+    global_scale: float | None,
+    group: int,
+    scales: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
+    each: int = 1,
+) -> torch.Tensor:
+    """`global_scale` or `scales`: of NVFP4; neither: MXFP4."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    rows, k = x.shape
+    rows, k = len(x) * each, x.shape[1]
     y = torch.empty(rows, k, dtype=x.dtype, device=x.device)
     if rows:
         _kernel[(rows, triton.cdiv(k, GROUPS * group))](
-            x, y, k, x.stride(0), global_scale or 1.0, GROUP=group, GROUPS=GROUPS, MX=global_scale is None,
-            LARGEST=LARGEST, FP8_MAX=FP8_MAX, num_warps=4,
+            x, y, k, x.stride(0), global_scale or 1.0, scales, experts, 0 if scales is None else len(scales),
+            EACH=each, GROUP=group, GROUPS=GROUPS, MX=global_scale is None and scales is None,
+            BY_EXPERT=scales is not None, LARGEST=LARGEST, FP8_MAX=FP8_MAX, num_warps=4,
         )  # fmt: skip
     return y
