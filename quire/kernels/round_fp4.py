@@ -1,6 +1,8 @@
 """Activations rounded to 4-bit floats, as checkpoints of W4A4 have it: groups of a row share a scale that is computed
 from them, an e4m3 number (NVFP4) or a power of two (MXFP4)."""
 
+import math
+
 import torch
 
 from quire.kernels.dispatch import use_triton
@@ -10,13 +12,21 @@ FP8_MAX = 448.0
 
 
 def round_nvfp4_torch(x: torch.Tensor, global_scale: float | torch.Tensor, group: int = 16) -> torch.Tensor:
-    """x [M, K] -> the rounded x times `global_scale`, which 16-bit types hold exactly: e2m1 times e4m3."""
+    """x [M, K] -> the rounded x times `mantissa(global_scale)`: e2m1 times e4m3 times a power of two, which types of 16
+    bits hold exactly."""
     wide = x.float().unflatten(-1, (-1, group))
     scales = (wide.abs().amax(-1, keepdim=True) / LARGEST * global_scale).clamp(max=FP8_MAX)
     scales = scales.to(torch.float8_e4m3fn).float()
     # A group whose scale is rounded to zero is zero.
     rounded = round_e2m1(torch.where(scales > 0, wide / (scales / global_scale), 0.0))
-    return (rounded * scales).flatten(-2).to(x.dtype)
+    times = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+    power = times / (2 * torch.frexp(times).mantissa)
+    return (rounded * (scales / power)).flatten(-2).to(x.dtype)
+
+
+def mantissa(x: float) -> float:
+    """From 1 to 2: what is left of a number without its power of two."""
+    return 2 * math.frexp(x)[0]
 
 
 def round_mxfp4_torch(x: torch.Tensor, group: int = 32) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.round_fp4 import mantissa
 from quire.quantization.int_linear import Axis, StoredTensor
 from quire.quantization.int_weight import IntWeight
 
@@ -56,7 +57,7 @@ class Fp4Scheme:
             return IntWeight(4, codes, powers_of_two(scales).float(), None, group_size, kind="e2m1")
         factor = self._factor(stored, self.global_scale)
         if self.rounds_inputs:
-            factor /= self.inputs_times(stored)
+            factor /= mantissa(self.inputs_times(stored))  # see round_nvfp4
         factors = torch.full((outputs,), factor, device=codes.device)
         return IntWeight(4, codes, scales.float(), None, group_size, kind="e2m1", factors=factors)
 

@@ -44,6 +44,7 @@ def _kernel(
         bits = (largest.to(tl.int32, bitcast=True) + (1 << 21)) & 0x7F800000
         scale = tl.maximum(bits - (2 << 23), 1 << 23).to(tl.float32, bitcast=True)
         by = scale
+        kept = scale
     else:
         scale = tl.minimum(tl.math.div_rn(largest, LARGEST) * global_scale, FP8_MAX)
         # To e4m3, on devices without it too: three bits of fraction, and none of its exponents is below -6.
@@ -51,9 +52,12 @@ def _kernel(
         unit = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
         scale = _nearest(scale / unit) * unit
         by = tl.math.div_rn(tl.where(scale > 0, scale, 1.0), global_scale)
+        # Divided by the global scale's power of two, exactly; the rest of it is part of the weight's scale.
+        power = (tl.zeros_like(scale) + global_scale).to(tl.int32, bitcast=True) & 0x7F800000
+        kept = scale * (0x7F000000 - power).to(tl.float32, bitcast=True)
     size = tl.minimum(tl.math.div_rn(tl.abs(wide), by[:, None]), LARGEST)
     step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
-    made = _nearest(size / step) * step * scale[:, None]
+    made = _nearest(size / step) * step * kept[:, None]
     tl.store(y + row * K + k, tl.where(wide < 0, -made, made).to(y.dtype.element_ty), mask=k < K)
 
 
