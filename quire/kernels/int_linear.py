@@ -42,8 +42,20 @@ SHORT_PLANE = 16  # for groups that are no multiples of these; an instruction's 
 LOOKUP_ROWS = 1024  # at a time: their numbers are in float32 on the way
 HALF = (torch.bfloat16, torch.float16)
 # int7: 8 bits of which 7 are used, with a middle of 64; a bfloat16 has them by one mask, of 8 bits not.
-Kind = Literal["int", "int7", "e2m1"]
+Kind = Literal["int", "int7", "e2m1", "nf4", "fp4"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# bitsandbytes' numbers: quantiles of a normal distribution, and floats of its own.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = (0.0, 0.0052083334, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25)
+FP4 = (*_FP4, *(-value for value in _FP4))
+# By kind, the number of each code. Those of LOOKED_UP are packed as integers are, and looked up by kernels in the
+# weight's dtype.
+NUMBERS: dict[str, tuple[float, ...]] = {"e2m1": E2M1, "nf4": NF4, "fp4": FP4}
+LOOKED_UP = ("nf4", "fp4")
 # Of each field of a word: where the lowest of three bits for exponent and mantissa is, and where the sign. Fields 0 and
 # 1 have them as far apart as a bfloat16 has.
 E2M1_BITS = ((0, 9), (3, 12), (6, 10), (13, 11))
@@ -275,8 +287,8 @@ def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) 
     if not w.per_channel:
         scales = scales.repeat_interleave(w.plane // w.parts, -1)
         others = None if others is None else others.repeat_interleave(w.plane, -1)
-    if w.kind == "e2m1":
-        values = torch.tensor(E2M1, device=codes.device)[codes] * scales
+    if w.kind in NUMBERS:
+        values = torch.tensor(NUMBERS[w.kind], device=codes.device).to(w.dtype).float()[codes] * scales
     elif w.has_centres:
         assert others is not None
         values = (codes - middle) * scales + others

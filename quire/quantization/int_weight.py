@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.kernels.int_linear import E2M1, Kind
+from quire.kernels.int_linear import E2M1, NUMBERS, Kind
 
 ROWS_AT_A_TIME = 1024  # limits the float32 copy
 
@@ -59,8 +59,8 @@ class IntWeight:
         for first in range(0, len(out), ROWS_AT_A_TIME):
             rows = slice(first, first + ROWS_AT_A_TIME)
             zeros = self.zero if self.zeros is None else self.zeros[rows][:, groups].float()
-            if self.kind == "e2m1":
-                numbers = torch.tensor(E2M1, device=self.codes.device)[self.codes[rows].int()]
+            if self.kind != "int":
+                numbers = torch.tensor(NUMBERS[self.kind], device=self.codes.device)[self.codes[rows].int()]
             else:
                 numbers = self.codes[rows].float() - zeros
             made = numbers * self.scales[rows][:, groups]

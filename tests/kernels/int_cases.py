@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.int_linear import E2M1, Kind, PackedIntWeight, pack_int_weight
+from quire.kernels.int_linear import NUMBERS, Kind, PackedIntWeight, pack_int_weight
 from quire.kernels.moe import ExpertWeights, InputRounding, activate_torch, sum_experts
 from quire.kernels.round_fp4 import round_mxfp4_torch, round_nvfp4_torch
 
@@ -55,6 +55,9 @@ LAYOUTS = [
     Layout(4, 256, 32, centres=True),
     Layout(4, 32, 32, centres=True),  # one group
     Layout(8, 160, 32, centres=True),
+    Layout(4, 1024, 64, kind="nf4"),
+    Layout(4, 192, 64, kind="nf4"),
+    Layout(4, 512, 128, kind="fp4", factors=True),
 ]
 
 
@@ -74,7 +77,7 @@ def make_weight(
     codes = torch.randint(top, (*lead, outputs, layout.inputs), dtype=torch.uint8, device=device)
     spread = top * layout.inputs**0.5 / 3  # outputs of about the size of the inputs
     scales = ((torch.rand(*lead, outputs, groups, device=device) + 0.5) / spread).to(scale_dtype or dtype)
-    if layout.kind == "e2m1":
+    if layout.kind != "int":
         return make_floats(layout, codes, scales, dtype)
     zeros = None
     if layout.zeros:
@@ -100,11 +103,12 @@ def make_floats(
         factors = (torch.rand(codes.shape[:-1], device=codes.device) + 1.0) * scales.float().mean() / 16
         scales = torch.rand(scales.shape, device=codes.device) * 30
         scales = scales.to(torch.float8_e4m3fn).float() if layout.group == 16 else scales.to(dtype)
-    elif layout.group == 32:
+    elif layout.group == 32 and layout.kind == "e2m1":
         scales = 2.0 ** scales.float().log2().round()
-    values = torch.tensor(E2M1, device=codes.device)[codes.int()] * scales.float().repeat_interleave(layout.group, -1)
+    numbers = torch.tensor(NUMBERS[layout.kind], device=codes.device).to(dtype).float()
+    values = numbers[codes.int()] * scales.float().repeat_interleave(layout.group, -1)
     wide = (values if factors is None else values * factors[..., None]).to(dtype)
-    return pack_int_weight(codes, scales, None, 4, dtype, "e2m1", factors), wide
+    return pack_int_weight(codes, scales, None, 4, dtype, layout.kind, factors), wide
 
 
 def rounded_experts_torch(

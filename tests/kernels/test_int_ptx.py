@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.int_linear import E2M1, E2M1_BITS, offset
-from quire.kernels.triton.int_linear import unpack_e2m1_ptx, unpack_ptx
+from quire.kernels.int_linear import E2M1, E2M1_BITS, LOOKED_UP, NUMBERS, offset
+from quire.kernels.triton.int_linear import look_up_ptx, unpack_e2m1_ptx, unpack_ptx
 
 HALF = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 
@@ -22,7 +22,7 @@ def registers(numbers: torch.Tensor, kind: str) -> np.ndarray:
     return numbers.to(HALF[kind]).view(torch.int16).numpy().view(np.uint32)
 
 
-def run(ptx: str, words: np.ndarray, added: np.ndarray) -> np.ndarray:
+def run(ptx: str, words: np.ndarray, added: np.ndarray, result: str = "$0") -> np.ndarray:
     """The few instructions that there are, on arrays of registers."""
     values = {"$1": words, "$2": added}
 
@@ -45,12 +45,13 @@ def run(ptx: str, words: np.ndarray, added: np.ndarray) -> np.ndarray:
         elif op == "and.b32":
             values[to] = a[0] & a[1]
         elif op == "lop3.b32":
-            assert names[3] == "0xea", "(a and b) or c"
-            values[to] = (a[0] & a[1]) | a[2]
+            forms = {"0xea": (a[0] & a[1]) | a[2], "0xca": (a[0] & a[1]) | (~a[0] & a[2])}
+            values[to] = forms[names[3]]
         elif op == "prmt.b32":
             octets = np.concatenate((a[0].view(np.uint8).reshape(-1, 4), a[1].view(np.uint8).reshape(-1, 4)), 1)
-            chosen = [int(digit, 16) for digit in reversed(names[2][2:])]
-            values[to] = np.ascontiguousarray(octets[:, chosen]).view(np.uint32).ravel()
+            chosen = np.stack([a[2] >> 4 * i & 15 for i in range(4)], 1)
+            assert int(chosen.max()) < 8, "the highest bit of a selector means something else"
+            values[to] = np.take_along_axis(octets, chosen.astype(np.int64), 1).view(np.uint32).ravel()
         elif op == "sub.f32":
             values[to] = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
         elif op == "cvt.rn.bf16x2.f32":  # the first operand becomes the upper half
@@ -59,7 +60,7 @@ def run(ptx: str, words: np.ndarray, added: np.ndarray) -> np.ndarray:
         else:
             kind = op.removeprefix("fma.rn.")
             values[to] = registers(pair(a[0], kind) * pair(a[1], kind) + pair(a[2], kind), kind)
-    return values["$0"]
+    return values[result]
 
 
 @pytest.mark.parametrize(("bits", "bf16", "zeros"), list(itertools.product((4, 8), (False, True), (False, True))))
@@ -100,3 +101,16 @@ def test_every_field_of_4_bit_floats(bf16):
 
 def test_fields_of_4_bit_floats_fill_a_word():
     assert sorted(bit for low, sign in E2M1_BITS for bit in (low, low + 1, low + 2, sign)) == list(range(16))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_every_field_that_is_looked_up(name, bf16):
+    kind = "bf16x2" if bf16 else "f16x2"
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    np.random.default_rng(0).shuffle(halves)
+    words, numbers = halves.view(np.uint32), torch.tensor(NUMBERS[name]).to(HALF[kind]).float()
+    for field in range(4):
+        made = run(look_up_ptx(field // 2, bf16, NUMBERS[name]), words, words, f"${field % 2}")
+        codes = torch.from_numpy((halves >> (4 * field)).astype(np.int64) & 15)
+        assert torch.equal(pair(made, kind), numbers[codes]), field

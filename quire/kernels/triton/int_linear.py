@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import INTERPRETED
-from quire.kernels.int_linear import E2M1_BITS, PANEL, PackedIntWeight
+from quire.kernels.int_linear import E2M1_BITS, LOOKED_UP, NUMBERS, PANEL, PackedIntWeight
 from quire.kernels.int_table import MAX_BLOCK_M, MIN_BLOCK_M, IntConfig
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
@@ -77,6 +77,21 @@ def unpack_e2m1_ptx(field: int, bf16: bool) -> str:
     return "{ .reg .b32 a, b, z; " + made + multiplied + " }"
 
 
+def look_up_ptx(fields: int, bf16: bool, numbers: tuple[float, ...]) -> str:
+    """Two words of 16 bits, $2, to two fields of each, the lower ones (0) or the higher (1): two numbers of each, $0
+    and $1. A byte permute looks four codes up among eight bytes; of 16 numbers there are two such tables of low bytes
+    and two of their high ones, and the codes' highest bits choose between these."""
+    bits = torch.tensor(numbers).to(torch.bfloat16 if bf16 else torch.float16).view(torch.int16).tolist()
+    low, high = bytes(value & 255 for value in bits), bytes(value >> 8 & 255 for value in bits)
+    tables = [int.from_bytes(octets[i : i + 4], "little") for octets in (low, high) for i in range(0, 16, 4)]
+    code = f"prmt.b32 t, $2, 0, 0x44{2 + fields}{fields}; and.b32 i, t, 0x7777; shr.b32 t, t, 3; and.b32 t, t, 0x1111; "
+    code += "prmt.b32 m, 0xff00, 0, t; "
+    for to, four in (("l", tables[:4]), ("h", tables[4:])):
+        code += "".join(f"mov.b32 {name}, 0x{table:08x}; " for name, table in zip("abcd", four, strict=True))
+        code += f"prmt.b32 a, a, b, i; prmt.b32 c, c, d, i; lop3.b32 {to}, m, c, a, 0xca; "
+    return "{ .reg .b32 a, b, c, d, h, i, l, m, t; " + code + "prmt.b32 $0, l, h, 0x6240; prmt.b32 $1, l, h, 0x7351; }"
+
+
 def _shift(to: str, left: int) -> str:
     return f"mov.b32 {to}, $1; " if left == 0 else f"{'shl' if left > 0 else 'shr'}.b32 {to}, $1, {abs(left)}; "
 
@@ -94,6 +109,32 @@ _SEVEN_PTX = tl.constexpr(tuple(unpack_ptx(field, 8, bf16, False, True) for bf16
 _E2M1_PTX = tl.constexpr(tuple(unpack_e2m1_ptx(field, bf16) for bf16 in (False, True) for field in range(4)))
 _E2M1_LOW = tl.constexpr(tuple(low for low, _ in E2M1_BITS))
 _E2M1_SIGN = tl.constexpr(tuple(sign for _, sign in E2M1_BITS))
+
+
+_LOOK_UP_PTX = tl.constexpr(
+    tuple(look_up_ptx(fields, bf16, NUMBERS[kind]) for kind in LOOKED_UP for bf16 in (False, True) for fields in (0, 1))
+)
+_NF4, _FP4 = (tl.constexpr(NUMBERS[kind]) for kind in LOOKED_UP)
+
+
+@triton.jit
+def look_up(words, FIELD: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Words [rows, plane] to the numbers of one field's codes."""
+    if INTERPRETED:
+        code = (words.to(tl.int32) >> (4 * FIELD)) & 15
+        made = tl.zeros(code.shape, tl.float32)
+        for i in tl.static_range(16):
+            made = tl.where(code == i, _NF4[i] if CODES == "nf4" else _FP4[i], made)
+        return made.to(DTYPE)
+    else:
+        # The compiler finds that two fields are of the same instructions, and keeps one of these.
+        PLACE: tl.constexpr = (0 if CODES == "nf4" else 4) + (2 if tl.bfloat16 == DTYPE else 0) + FIELD // 2
+        even, odd = tl.inline_asm_elementwise(
+            _LOOK_UP_PTX[PLACE], "=r,=r,r", [words], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
+        )
+        if FIELD % 2 == 0:
+            return even.to(DTYPE, bitcast=True)
+        return odd.to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -119,6 +160,8 @@ def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.c
     BF16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODES == "e2m1" or CODES == "mxfp4" or CODES == "nvfp4":
         return unpack_e2m1(words, FIELD, DTYPE, INTERPRETED)
+    elif CODES != "int":
+        return look_up(words, FIELD, CODES, DTYPE, INTERPRETED)
     elif INTERPRETED:
         code = ((words.to(tl.int32) >> (BITS * FIELD)) & ((1 << BITS) - 1)).to(tl.float32)
         if ZEROS:
