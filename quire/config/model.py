@@ -10,8 +10,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
 QUANTIZATIONS = (
-    "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "modelopt", "gguf", "dequantized",
-    "int8", "int4",
+    "fp8", "fp8_per_tensor", "compressed-tensors", "gptq", "awq", "mxfp4", "modelopt", "bitsandbytes", "gguf",
+    "dequantized", "int8", "int4",
 )  # fmt: skip
 # vLLM names its kernels too.
 QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq"}
@@ -70,8 +70,8 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "of the weights; default: as the checkpoint is; fp8 (GPU), int8 and int4 quantize while loading; "
-        "dequantized: GGUF and integer weights become dtype",
+        "of the weights; default: as the checkpoint is; fp8 and bitsandbytes (GPU), int8 and int4 quantize while "
+        "loading; dequantized: GGUF and integer weights become dtype",
         choices=QUANTIZATIONS,
         aliases=QUANTIZATION_ALIASES,
     )

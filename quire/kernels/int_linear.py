@@ -166,7 +166,7 @@ def pack_int_weight(
     if centres is not None:
         scales = scales.to(dtype)
     elif exact is None and scales.dtype not in HALF:
-        scales = _in_16_bits(scales, dtype)
+        scales = _in_16_bits(scales, _scale_type(scales, dtype, kind))
 
     codes = F.pad(codes, (0, padded_k - inputs, 0, padded_n - outputs))
     tiles = codes.view(*lead, padded_n // PANEL, PANEL, padded_k // chunk, fields, plane).transpose(-4, -3)
@@ -259,6 +259,16 @@ def _in_bytes(scales: torch.Tensor, group_size: int) -> torch.Tensor | None:
         return narrow.view(torch.uint8) if fits else None
     bits = torch.where(wide.abs() < 2.0**-126, 0.0, wide).view(torch.int32)
     return (bits >> 23).to(torch.uint8) if group_size == 32 and not bool((bits & -0x7F800001).any()) else None
+
+
+def _scale_type(scales: torch.Tensor, dtype: torch.dtype, kind: Kind) -> torch.dtype:
+    """What scales are rounded to: those of looked-up numbers are any float32, and float16 has three bits more."""
+    if kind not in LOOKED_UP:
+        return dtype
+    sizes = scales.abs()
+    smallest = torch.finfo(torch.float16).smallest_normal
+    fits = ((sizes == 0) | (sizes >= smallest)).all() and bool((sizes < torch.finfo(torch.float16).max).all())
+    return torch.float16 if fits else dtype
 
 
 def _in_16_bits(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The interface between a linear layer and its quantization method."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -145,4 +145,13 @@ class StoresFusedExperts(Protocol):
 
     def fused_experts(self) -> Callable[..., Any]:
         """Constructed as FusedMoE is, whose methods it has."""
+        ...
+
+
+@runtime_checkable
+class RegroupsTensors(Protocol):
+    """A Quantization whose checkpoints store a weight in other tensors than its methods load."""
+
+    def regroup(self, tensors: Iterable[Any]) -> Iterator[Any]:
+        """The checkpoint's tensors (name, shape, read_into) as those of the methods."""
         ...

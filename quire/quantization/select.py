@@ -18,7 +18,7 @@ from quire.quantization.unquantized import UNQUANTIZED, Unquantized
 
 GGUF, DEQUANTIZED = "gguf", "dequantized"
 INT_BITS = {"int8": 8, "int4": 4}
-COMPRESSED = "compressed-tensors"
+COMPRESSED, BITSANDBYTES = "compressed-tensors", "bitsandbytes"
 # By quant_method, the module in this package that serves it with `quantization(stored, dtype, device, dequantize)`,
 # imported when a checkpoint needs it.
 FORMATS = {
@@ -28,6 +28,7 @@ FORMATS = {
     "awq": "awq",
     "mxfp4": "mxfp4",
     "modelopt": "modelopt",
+    BITSANDBYTES: "bitsandbytes",
 }
 
 # From the checkpoint's quantization_config, the compute dtype and the device.
@@ -55,9 +56,13 @@ def choose_quantization(
         return _int_quantization(requested, dtype, device, is_gguf)
     if requested in ONLINE:
         return _fp8_quantization(requested, dtype, device)
+    if requested == BITSANDBYTES and not is_gguf:
+        from quire.quantization.bitsandbytes import online_quantization
+
+        return online_quantization(dtype, device)
     raise ValueError(
         f"quantization is {requested!r}, but the checkpoint is not quantized; "
-        f"allowed: {', '.join((*ONLINE, *INT_BITS))}"
+        f"allowed: {', '.join((*ONLINE, *INT_BITS, BITSANDBYTES))}"
     )
 
 

@@ -79,8 +79,8 @@ def unpack_e2m1_ptx(field: int, bf16: bool) -> str:
 
 def look_up_ptx(fields: int, bf16: bool, numbers: tuple[float, ...]) -> str:
     """Two words of 16 bits, $2, to two fields of each, the lower ones (0) or the higher (1): two numbers of each, $0
-    and $1. A byte permute looks four codes up among eight bytes; of 16 numbers there are two such tables of low bytes
-    and two of their high ones, and the codes' highest bits choose between these."""
+    and $1. A byte permute looks four codes up among eight bytes; of 16 numbers there are two such tables of their low
+    bytes and two of their high ones, and the codes' highest bits choose between these."""
     bits = torch.tensor(numbers).to(torch.bfloat16 if bf16 else torch.float16).view(torch.int16).tolist()
     low, high = bytes(value & 255 for value in bits), bytes(value >> 8 & 255 for value in bits)
     tables = [int.from_bytes(octets[i : i + 4], "little") for octets in (low, high) for i in range(0, 16, 4)]
@@ -160,7 +160,7 @@ def unpack(words, neg_zero, FIELD: tl.constexpr, BITS: tl.constexpr, CODES: tl.c
     BF16: tl.constexpr = tl.bfloat16 == DTYPE
     if CODES == "e2m1" or CODES == "mxfp4" or CODES == "nvfp4":
         return unpack_e2m1(words, FIELD, DTYPE, INTERPRETED)
-    elif CODES != "int":
+    elif CODES == "nf4" or CODES == "fp4":
         return look_up(words, FIELD, CODES, DTYPE, INTERPRETED)
     elif INTERPRETED:
         code = ((words.to(tl.int32) >> (BITS * FIELD)) & ((1 << BITS) - 1)).to(tl.float32)

@@ -15,6 +15,7 @@ from quire.models.implementation import choose_implementation
 from quire.models.loading.weight_loader import init_dummy_weights, load_weights, with_progress
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
+from quire.quantization.base import RegroupsTensors
 from quire.quantization.select import choose_quantization
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def load_model(
             if packed_weights_cache:
                 read_ahead(ckpt.files)  # not started by the worker, since a cache hit needs no checkpoint
             tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
+            if isinstance(quantized, RegroupsTensors):
+                tensors = quantized.regroup(tensors)
             load_weights(model, tensors, quantized.ignored)
         model.process_after_loading()
         if cache is not None:
