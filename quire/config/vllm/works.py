@@ -109,7 +109,7 @@ WORKS: dict[str, str] = {
     "gpu_memory_utilization": "gpu/test_engine.py::test_memory_stays_within_its_share",
     "kv_cache_memory_bytes": "compat/test_engine_flags.py::test_the_size_of_the_cache",
     "num_gpu_blocks_override": "compat/test_engine_flags.py::test_the_size_of_the_cache",
-    "kv_cache_dtype": "gpu/test_engine.py::test_an_fp8_cache_holds_twice_the_blocks_and_speaks_sense",
+    "kv_cache_dtype": "engine/test_quantized_cache.py::test_tokens_do_not_depend_on_how_steps_are_planned",
     "enable_prefix_caching": "compat/test_engine_flags.py::test_blocks_and_what_they_share",
     "prefix_caching_hash_algo": "compat/test_engine_flags.py::test_hashes_of_prefixes",
     "kv_transfer_config": "engine/test_connector.py::test_several_connectors",
