@@ -115,6 +115,9 @@ class LatentSpec(KVCacheSpec):
     dtype: str
     scale_dtype: str | None = None  # of a scale for each token, inside the page; None: there are none
 
+    def with_scales(self, dtype: str) -> "LatentSpec":
+        return replace(self, scale_dtype=dtype)
+
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         count = num_tokens or self.block_size
         vectors = PagePart((count, self.rank + self.rope_size), self.dtype)

@@ -65,6 +65,7 @@ def test_whatever_changes_keys_and_values_changes_the_fingerprint():
         fingerprint(quantization="int4"),
         fingerprint(hf_overrides={"rope_theta": 5.0}),
         fingerprint(kv_cache_dtype="fp8"),
+        fingerprint(layout=KVCacheConfig(8, (KVCacheGroup((0,), spec().with_scales("float32")),))),
         fingerprint(layout=KVCacheConfig(8, (KVCacheGroup((0,), spec(4, window=6)),))),
     ]
     assert len(set(found)) == len(found)

@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 from tests.fuzz.child import Child
@@ -202,7 +203,9 @@ def check_rope(rng: random.Random) -> None:
     import torch
 
     from quire.kernels import native
+    from quire.kernels.kv_scales import dequantized
     from quire.kernels.rope_and_write import rope_and_write_torch
+    from tests.attention.mixes import scaled_cache
 
     dtype, head_dim = some_dtype(rng), rng.choice((2, 6, 16, 30, 64, 80, 128, 256, 1024))
     kv_heads, block_size, tokens = some_size(rng, 4), some_size(rng, 20), some_size(rng, 20)
@@ -218,6 +221,10 @@ def check_rope(rng: random.Random) -> None:
     tolerance = 1e-3 if dtype is torch.float32 else 1.5e-1
     near(found, expected, tolerance)
     near(caches[0], caches[1], tolerance)
+    small, scales = scaled_cache(tuple(caches[0].shape), torch.int8, "cpu")
+    native.rope_and_write(qkv, heads, norms, table, positions, small, slots, scales)
+    kept = dequantized(small, torch.arange(blocks), scales, torch.float32)
+    near(kept, caches[1].float(), tolerance + float(caches[1].abs().max()) / 200)
 
 
 def check_attention(rng: random.Random) -> None:
@@ -225,7 +232,7 @@ def check_attention(rng: random.Random) -> None:
 
     from quire.kernels import native
     from quire.kernels.paged_attention import paged_attention
-    from tests.attention.mixes import FEATURES, make_features, paged_batch
+    from tests.attention.mixes import FEATURES, filled_cache, make_features, paged_batch
 
     dtype, head_dim = some_dtype(rng), rng.choice((1, 8, 17, 32, 64, 96, 128, 256))
     kv_heads = rng.choice((1, 1, 2, 3))
@@ -236,6 +243,9 @@ def check_attention(rng: random.Random) -> None:
     batch = paged_batch(rows, rng.choice((1, 4, 16, 31)), heads, kv_heads, head_dim, dtype, window)
     q, cache, numbers, starts, lengths, table = batch
     layer_features = make_features(rng.choice(("", *FEATURES)), heads, head_dim**-0.5, window)
+    if rng.random() < 0.3:
+        cache, scales = filled_cache(cache, torch.int8)
+        layer_features = replace(layer_features, kv_scales=scales)
     found = native.attention(q, cache, numbers, starts, lengths, table, layer_features)
     expected = paged_attention(q, cache, numbers, starts, lengths, table, layer_features)
     near(found, expected, 1e-3 if dtype is torch.float32 else 8e-2)
