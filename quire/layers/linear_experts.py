@@ -8,9 +8,10 @@ from torch import nn
 
 from quire.kernels.dispatch import supports_triton
 from quire.kernels.int_linear import PANEL, stack_experts
-from quire.kernels.int_table import max_fused_rows
+from quire.kernels.int_table import max_fused_rows as max_fused_rows_of_integers
 from quire.kernels.moe import (
     Activation,
+    Fp8ExpertWeights,
     IntExpertWeights,
     RouterScoring,
     activate_torch,
@@ -20,12 +21,13 @@ from quire.kernels.moe import (
     route_torch,
     sum_experts,
 )
-from quire.kernels.moe_table import MAX_EXPERTS
+from quire.kernels.moe_table import MAX_EXPERTS, max_fused_rows
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.expert_terms import ExpertTerms
 from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod, keep
+from quire.quantization.fp8_experts import quantizes_rows, stack_fp8_experts
 from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
@@ -36,10 +38,10 @@ ExpertMethods = tuple[LinearMethod | None, LinearMethod | None]  # gate and up; 
 class LinearExperts(nn.Module):
     """As FusedMoE, but each expert is two linear layers, each with its method, multiplied one expert at a time.
 
-    Integers that are packed alike on a GPU become one weight after loading, for the kernels of mixtures.
+    Those that are quantized alike on a GPU become one weight after loading, for the kernels of mixtures.
     """
 
-    packed: IntExpertWeights | None = None
+    packed: IntExpertWeights | Fp8ExpertWeights | None = None
 
     def __init__(
         self,
@@ -73,22 +75,37 @@ class LinearExperts(nn.Module):
 
     def process_after_loading(self) -> None:
         """After that of the experts' layers."""
-        gate_up, down = (stack_experts([packed_of(e) for e in layers]) for layers in (self.gate_up, self.down))
-        can_sort = self.num_experts <= MAX_EXPERTS and self.width % PANEL == 0
-        if gate_up is not None and down is not None and can_sort and supports_triton(self.device):
+        can_sort = self.num_experts <= MAX_EXPERTS and self.width % PANEL == 0 and supports_triton(self.device)
+        packed = self._stacked_integers() or self._stacked_fp8() if can_sort else None
+        if packed is not None:
             prepare_moe(self.device)
-            keep(self, "packed", IntExpertWeights(gate_up, down, activation=self.activation))
-            for layers, stacked in ((self.gate_up, gate_up), (self.down, down)):
-                for e, layer in enumerate(layers):
-                    keep(layer, "int_parts", [IntPart(stacked.expert(e), None)])  # views: nothing is kept twice
+            keep(self, "packed", packed)
         elif self.device.type != "cpu":
             _warn_slow()
+
+    def _stacked_integers(self) -> IntExpertWeights | None:
+        gate_up, down = (stack_experts([packed_of(e) for e in layers]) for layers in (self.gate_up, self.down))
+        if gate_up is None or down is None:
+            return None
+        for layers, stacked in ((self.gate_up, gate_up), (self.down, down)):
+            for e, layer in enumerate(layers):
+                keep(layer, "int_parts", [IntPart(stacked.expert(e), None)])  # views: nothing is kept twice
+        return IntExpertWeights(gate_up, down, activation=self.activation)
+
+    def _stacked_fp8(self) -> Fp8ExpertWeights | None:
+        gate_up, down = stack_fp8_experts(self.gate_up), stack_fp8_experts(self.down)
+        if gate_up is None or down is None:
+            return None
+        return Fp8ExpertWeights(gate_up, down, quantizes_rows(self.gate_up[0]), self.activation)
 
     @property
     def max_fused_rows(self) -> int:
         if self.packed is None or self.tp.size > 1:
             return 0
-        return max_fused_rows(self.packed.gate_up.bits, self.packed.shape(self.top_k))
+        shape = self.packed.shape(self.top_k)
+        if isinstance(self.packed, Fp8ExpertWeights):
+            return max_fused_rows(shape)
+        return max_fused_rows_of_integers(self.packed.gate_up.bits, shape)
 
     def forward_fused(
         self,
