@@ -18,7 +18,7 @@ from quire.kernels.quantize_fp8 import quantize_fp8_torch
 from quire.kernels.triton import moe_grouped
 
 torch.set_num_threads(1)  # tensors are tiny
-E, TOP_K, H, WIDTH = 6, 3, 96, 64
+E, TOP_K, H, WIDTH = 4, 2, 96, 32
 KIND = {"renormalize": True, "scoring": "softmax"}
 LAYOUTS = {"channel": (None, None), "blocks": ((32, 32), (16, 32))}
 CONFIGS: dict[str, MoeConfig] = {
@@ -32,6 +32,10 @@ CONFIGS: dict[str, MoeConfig] = {
 
 def tensor(*shape: int) -> torch.Tensor:
     return (torch.randn(*shape) * 0.5).half()  # the interpreter multiplies matrices in float16, but not in bfloat16
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def scaled(groups: tuple[int, int] | None, n: int, k: int) -> ScaledWeight:
@@ -54,13 +58,13 @@ def seeded(monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_experts(name, layout):
-    w, rows = weights(layout), 2 if "few" in name else 21
+    w, rows = weights(layout), 2 if "few" in name else 9
     x, logits, residual = tensor(rows, H), tensor(rows, E), tensor(rows, H)
     wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), w.dequantized(torch.float16), residual)
     got = moe_triton(x, logits, w, TOP_K, residual=residual, config=CONFIGS[name], **KIND)
     # The interpreter's cast to fp8 is off where rounding carries into the exponent; tests/gpu has a closer limit.
     limit = 0.15 if name == "rows quantized" else 5e-3
-    assert float((got.float() - wanted.float()).norm() / wanted.float().norm()) < limit
+    assert off(got, wanted) < limit
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,4 +73,4 @@ def test_a_layer_with_norm_and_router(layout):
     layer = (x, (torch.rand(H) + 0.5, 1e-6), tensor(E, H), None)
     wanted = fused_layer_torch(*layer, w, TOP_K, residual=x, **KIND)
     got = fused_layer(*layer, w, TOP_K, residual=x, config=CONFIGS["few, one step"], **KIND)
-    torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+    assert off(got, wanted) < 5e-3

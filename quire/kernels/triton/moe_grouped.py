@@ -119,6 +119,10 @@ def _grouped_kernel(
         inside_n = tl.minimum(n, N - 1).to(tl.int64)
         w_rows = w + (expert.to(tl.int64) * (HALVES * N) + inside_n)[:, None] * K
         up_rows = w_rows + N.to(tl.int64) * K
+    if HAS_W_SCALE and GROUP_N == 0:
+        scales = w_scale + expert.to(tl.int64) * (HALVES * N) + n
+        scale = tl.load(scales, mask=n < N, other=0.0)
+        scale_up = tl.load(scales + N, mask=n < N, other=0.0) if GATE_UP else scale
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -140,8 +144,11 @@ def _grouped_kernel(
             if HAS_X_SCALE:
                 by_row = tl.load(x_scale + group * x_scale_stride + source, mask=m < rows, other=0.0)
             acc += tl.dot(left.to(right.dtype), right) * (by_row * tl.load(scale_at))[None, :]
+        elif HAS_W_SCALE and not HAS_X_SCALE:
+            # Scaled here, not at the end: sums in place would keep products waiting while weights are converted.
+            acc += tl.dot(left.to(right.dtype), right) * scale[:, None]
         else:
-            acc = tl.dot(left.to(right.dtype), right, acc, input_precision="ieee")
+            acc = tl.dot(left, right, acc, input_precision="ieee")
         if GATE_UP:
             if TMA:
                 left = w.load([base + N, start])
@@ -152,18 +159,15 @@ def _grouped_kernel(
             if GROUP_N > 0:
                 scale_at += N // GROUP_N * (K // GROUP_K)
                 acc_up += tl.dot(left.to(right.dtype), right) * (by_row * tl.load(scale_at))[None, :]
+            elif HAS_W_SCALE and not HAS_X_SCALE:
+                acc_up += tl.dot(left.to(right.dtype), right) * scale_up[:, None]
             else:
-                acc_up = tl.dot(left.to(right.dtype), right, acc_up, input_precision="ieee")
+                acc_up = tl.dot(left, right, acc_up, input_precision="ieee")
     if HAS_X_SCALE and GROUP_N == 0:
         by_row = tl.load(x_scale + source, mask=m < rows, other=0.0)
-        acc *= by_row[None, :]
+        acc *= by_row[None, :] * scale[:, None]
         if GATE_UP:
-            acc_up *= by_row[None, :]
-    if HAS_W_SCALE and GROUP_N == 0:
-        scales = w_scale + expert.to(tl.int64) * (HALVES * N) + n
-        acc *= tl.load(scales, mask=n < N, other=0.0)[:, None]
-        if GATE_UP:
-            acc_up *= tl.load(scales + N, mask=n < N, other=0.0)[:, None]
+            acc_up *= by_row[None, :] * scale_up[:, None]
     if HAS_BIAS:
         added = bias + expert * (HALVES * N) + n
         acc += tl.load(added, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -280,17 +284,19 @@ def _multiply(
     **flags: Any,
 ) -> None:
     x, x_scale = (x, None) if isinstance(x, torch.Tensor) else x
-    weight = ScaledWeight(weight, torch.empty(0)) if isinstance(weight, torch.Tensor) else weight
-    scale = weight.scale if len(weight.scale) else None
-    group_n, group_k = weight.groups or (0, 0)
-    n, k, size = y.shape[1], weight.data.shape[2], weight.data.element_size()
+    if isinstance(weight, torch.Tensor):
+        data, scale, groups = weight, None, None
+    else:
+        data, scale, groups = weight.data, weight.scale, weight.groups
+    group_n, group_k = groups or (0, 0)
+    n, k, size = y.shape[1], data.shape[2], data.element_size()
     # Tables are for two bytes an element. A tile is of one group of outputs, a step of one of inputs.
     block_k = config.block_k * 2 // x.element_size()
     block_k = min(block_k, group_k) if group_k else block_k
     block_n = min(config.block_n, group_n) if group_n else config.block_n
     if group_n and flags["GATE_UP"] and flags["BLOCK_M"] > 64:
         block_n = min(block_n, 64)  # sums of one group beside those of all: more would spill
-    flat = weight.data.view(-1, k)
+    flat = data.view(-1, k)
     has_tma, shared = _limits(x.device)
     tma = config.tma and has_tma and k * size % 16 == 0
     step = ((2 if flags["GATE_UP"] else 1) * block_n * size + flags["BLOCK_M"] * x.element_size()) * block_k
