@@ -1,10 +1,12 @@
 """Times 8-bit products (fp8 with a scale per block, int8) and prints the lines of quire/kernels/scaled_table.py.
 
-    python -m benchmarks.gpu.scaled_linear [--kinds blocks,int8] [--models 8B,0.6B] [--part few|many|all] [--out DIR]
+    python -m benchmarks.gpu.scaled_linear [--kinds blocks,int8] [--models 8B,0.6B] [--part few|many|all|experts]
 
 Every figure is one launch's share of a CUDA graph of launches over enough copies of the weight to defeat the L2 cache,
 and includes quantizing the rows, except in gemv, which takes them as they are. `channel` is fp8 with a scale per output
-as the engine multiplies it, `bf16` the library in bfloat16. A run stops after --seconds with what it has measured.
+as the engine multiplies it, `bf16` the library in bfloat16. `experts` times a layer of Qwen3-30B-A3B in fp8, with
+scales per output and per block, beside bfloat16, by the table. A run stops after --seconds with what it has measured;
+--out DIR keeps all figures.
 """
 
 import argparse
@@ -19,7 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.gpu.int_linear import ROTATED_BYTES, SHAPES, attempt, in_processes, microseconds
+from benchmarks.gpu.int_linear import (
+    EXPERT_ROWS,
+    QWEN3_30B,
+    ROTATED_BYTES,
+    SHAPES,
+    attempt,
+    in_processes,
+    microseconds,
+)
+from benchmarks.gpu.moe import KIND
+from quire.kernels.moe import Fp8ExpertWeights, ScaledWeight, fused_layer, moe_triton, prepare_moe
 from quire.kernels.quantize_fp8 import FP8, quantize_fp8, quantize_int8
 from quire.kernels.scaled_linear import _library_blocks, has_library_blocks, scaled_linear
 from quire.kernels.scaled_table import BUCKETS, Kind, ScaledConfig, candidates
@@ -152,6 +164,34 @@ def measure(problem: Problem, name: str, rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_experts(rows: int) -> dict[str, Any]:
+    """A layer with router, norm and residual as a decoder has it: microseconds by layout."""
+    num_experts, top_k, hidden, width = QWEN3_30B
+
+    def scaled(n: int, k: int, groups: tuple[int, int] | None) -> ScaledWeight:
+        data = torch.randn(num_experts, n, k, device=DEVICE, dtype=DTYPE).to(FP8)
+        size = (num_experts, n) if groups is None else (num_experts, n // groups[0], k // groups[1])
+        return ScaledWeight(data, (torch.rand(size, device=DEVICE) + 0.5) * k**-0.5, groups)
+
+    torch.manual_seed(rows)
+    inputs = [torch.randn(rows, hidden, device=DEVICE).to(DTYPE) for _ in range(16 if rows <= 64 else 4)]
+    router = torch.randn(num_experts, hidden, device=DEVICE).to(DTYPE) * hidden**-0.5
+    norm = (torch.ones(hidden, device=DEVICE), 1e-6)
+    found: dict[str, Any] = {"rows": rows}
+    for name, groups in (("channel", None), ("blocks", GROUPS)):
+        w = Fp8ExpertWeights(scaled(2 * width, hidden, groups), scaled(hidden, width, groups))
+        every: dict[str, Any] = {name: w} | ({"bf16": w.dequantized()} if groups is None else {})
+        for called, weights in every.items():
+
+            def run(x: torch.Tensor, weights: Any = weights) -> torch.Tensor:
+                if rows <= 4:
+                    return fused_layer(x, norm, router, None, weights, top_k, residual=x, **KIND)
+                return moe_triton(x, F.linear(x, router), weights, top_k, residual=x, **KIND)
+
+            found[called] = microseconds(run, inputs, len(inputs))
+    return found
+
+
 def config_line(config: SkinnyConfig | ScaledConfig | None) -> str:
     """As it is written in the table, without what is the default."""
     if config is None:
@@ -165,11 +205,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="blocks,int8")
     parser.add_argument("--models", default="8B")
-    parser.add_argument("--part", choices=("few", "many", "all"), default="all")
+    parser.add_argument("--part", choices=("few", "many", "all", "experts"), default="all")
     parser.add_argument("--seconds", type=float, default=270)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.monotonic()
+    if args.part == "experts":
+        prepare_moe(DEVICE)
+        for rows_of_experts in EXPERT_ROWS:
+            if time.monotonic() - begun < args.seconds:
+                print(json.dumps(measure_experts(rows_of_experts)), flush=True)
+        return
     shapes = {name: shape for name, shape in SHAPES.items() if name.split()[0] in args.models.split(",")}
     rows = [*(FEW if args.part != "many" else ()), *(BUCKETS if args.part != "few" else ())]
     jobs = [(kind, r, k, n) for kind in args.kinds.split(",") for k, n in shapes.values() for r in rows]

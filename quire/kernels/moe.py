@@ -13,6 +13,8 @@ from quire.kernels.int_table import choose_experts, choose_few_experts, grouped_
 from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
 from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.round_fp4 import round_mxfp4, round_nvfp4_by_expert
+from quire.kernels.scaled_linear import dequantize_fp8
+from quire.kernels.skinny_linear import Groups
 
 RouterScoring = Literal["softmax", "topk_softmax"]
 Activation = Literal["silu", "swigluoai"]
@@ -81,7 +83,41 @@ class IntExpertWeights:
         return ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, self.activation)
 
 
-AnyExpertWeights = ExpertWeights | IntExpertWeights
+@dataclass(frozen=True)
+class ScaledWeight:
+    """fp8 weights of all experts, with a scale per output or per group of outputs and inputs."""
+
+    data: torch.Tensor  # [E, N, K]
+    scale: torch.Tensor  # [E, N]; with groups [E, N / groups[0], K / groups[1]]
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True)
+class Fp8ExpertWeights:
+    """Experts in fp8. Few rows are multiplied as they are; `quantizes`: those of many are quantized first."""
+
+    gate_up: ScaledWeight  # [E, 2 * I, H], gate before up
+    down: ScaledWeight  # [E, H, I]
+    quantizes: bool = True
+    activation: Activation = "silu"
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        num_experts, hidden, width = self.down.data.shape
+        return num_experts, hidden, width
+
+    def shape(self, top_k: int) -> Shape:
+        num_experts, hidden, width = self.sizes
+        return num_experts, top_k, hidden, width
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
+        gate_up, down = (dequantize_fp8(w.data, w.scale, w.groups, dtype) for w in (self.gate_up, self.down))
+        return ExpertWeights(gate_up, down, None, None, self.activation)
+
+
+AnyExpertWeights = ExpertWeights | IntExpertWeights | Fp8ExpertWeights
 
 
 def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -228,7 +264,9 @@ def fused_layer_torch(
     wide = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
     logits = F.linear(wide, router.float(), None if router_bias is None else router_bias.float())
     routes = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
-    if isinstance(w, IntExpertWeights):
+    if isinstance(w, Fp8ExpertWeights):
+        w = w.dequantized(torch.float32)
+    elif isinstance(w, IntExpertWeights):
         w = w.dequantized()
     gate_up_bias, down_bias = (None if bias is None else bias.float() for bias in (w.gate_up_bias, w.down_bias))
     in_float = ExpertWeights(w.gate_up.float(), w.down.float(), gate_up_bias, down_bias, w.activation)

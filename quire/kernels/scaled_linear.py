@@ -36,7 +36,7 @@ def scaled_linear(
     if config is None:
         (rows, k), n = q.shape, len(weight)
         if groups is not None:
-            can = groups == LIBRARY_GROUPS and _fits_library(rows, k, n) and has_library_blocks(q.device)
+            can = groups == LIBRARY_GROUPS and k % 512 == 0 and n % 128 == 0 and has_library_blocks(q.device)
             config = choose("blocks", rows, k, n, can)
         else:
             can = rows > 16 and k % 8 == 0 and n % 8 == 0
@@ -49,18 +49,20 @@ def scaled_linear(
     return kernel.scale_products(torch._int_mm(q, weight.t()), x_scale, weight_scale, bias, out_dtype)
 
 
-def _fits_library(rows: int, k: int, n: int) -> bool:
-    return rows % 4 == 0 and k % 512 == 0 and n % 128 == 0
-
-
 def _library_blocks(
     q: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
-    kind = F.ScalingType
-    return F.scaled_mm(
+    """The library reads scales in steps of 16 bytes, so that rows are padded to a multiple of four."""
+    rows, kind = len(q), F.ScalingType
+    if rows % 4:
+        padded = -(-rows // 4) * 4
+        q = torch.cat((q.view(torch.uint8), q.new_zeros(padded - rows, q.shape[1]).view(torch.uint8))).view(q.dtype)
+        x_scale = F.pad(x_scale.t(), (0, padded - rows)).t()
+    y = F.scaled_mm(
         q, weight.t(), x_scale, kind.BlockWise1x128, weight_scale.t(), kind.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )  # fmt: skip
+    return y[:rows]
 
 
 @functools.cache

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from quire.kernels.int_linear import stack_experts
-from quire.kernels.moe import Activation, RouterScoring
+from quire.kernels.int_linear import PANEL, stack_experts
+from quire.kernels.moe import Activation, Fp8ExpertWeights, RouterScoring
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.packed_experts import PackedExperts
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import CanDequantize, LinearMethod, keep
 from quire.quantization.fp4_linear import input_rounding
+from quire.quantization.fp8_experts import quantizes_rows, stack_fp8_experts
 from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
@@ -24,7 +25,7 @@ ExpertMethods = tuple[LinearMethod | None, LinearMethod | None]  # gate and up; 
 class LinearExperts(PackedExperts):
     """As FusedMoE, but each expert is two linear layers, each with its method, multiplied one expert at a time.
 
-    Integers that are packed alike on a GPU become one weight after loading, for the kernels of mixtures. Those that are
+    Those that are quantized alike on a GPU become one weight after loading, for the kernels of mixtures. Those that are
     not are dequantized for these, if their methods can.
     """
 
@@ -67,11 +68,21 @@ class LinearExperts(PackedExperts):
                 assert stacked is not None
                 for e, layer in enumerate(layers):
                     keep(layer, "int_parts", [IntPart(stacked.expert(e), None)])  # views: nothing is kept twice
+        elif biases == (None, None) and self.can_sort and (fp8 := self._stacked_fp8()) is not None:
+            self.keep_fp8(fp8)
         elif all(isinstance(e.method, CanDequantize) for e in self._linears()) and self.can_sort:
             _log_dequantized()
             self.keep_dense(*self._dequantized(), *biases)
         elif self.device.type != "cpu":
             _warn_slow()
+
+    def _stacked_fp8(self) -> Fp8ExpertWeights | None:
+        if self.width % PANEL:
+            return None
+        gate_up, down = stack_fp8_experts(self.gate_up), stack_fp8_experts(self.down)
+        if gate_up is None or down is None:
+            return None
+        return Fp8ExpertWeights(gate_up, down, quantizes_rows(self.gate_up[0]), self.activation)
 
     def _linears(self) -> Iterator[ParallelLinear]:
         for layer in (*self.gate_up, *self.down):

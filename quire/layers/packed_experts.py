@@ -11,6 +11,7 @@ from quire.kernels.moe import (
     Activation,
     AnyExpertWeights,
     ExpertWeights,
+    Fp8ExpertWeights,
     InputRounding,
     IntExpertWeights,
     RouterScoring,
@@ -87,6 +88,10 @@ class PackedExperts(nn.Module):
         prepare_moe(self.device)
         keep(self, "packed", ExpertWeights(gate_up, down, gate_up_bias, down_bias, self.activation))
 
+    def keep_fp8(self, weights: Fp8ExpertWeights) -> None:
+        prepare_moe(self.device)
+        keep(self, "packed", weights)
+
     @property
     def can_sort(self) -> bool:
         """Whether there are kernels of mixtures for so many experts here."""
@@ -97,7 +102,7 @@ class PackedExperts(nn.Module):
         if self.packed is None or self.tp.size > 1:
             return 0
         shape = self.packed.shape(self.top_k)
-        if isinstance(self.packed, ExpertWeights):
+        if isinstance(self.packed, ExpertWeights | Fp8ExpertWeights):
             return moe_table.max_fused_rows(shape)
         return max_fused_rows(self.packed.gate_up.bits, shape) if self.packed.rounding is None else 0
 

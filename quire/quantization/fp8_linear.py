@@ -113,7 +113,7 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
         device: torch.device,
     ) -> None:
         outputs = sum(out_partition_sizes)
-        check_size(in_features, outputs)
+        check_size(in_features, outputs, self.module)
         layer.weight = nn.Parameter(torch.empty(outputs, in_features, dtype=FP8, device=device), requires_grad=False)
         keep(layer, "checkpoint_scales", CheckpointScales(self.scheme, device))
 
@@ -130,8 +130,9 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
         del layer.checkpoint_scales
 
 
-def check_size(in_features: int, out_features: int) -> None:
+def check_size(in_features: int, out_features: int, module: str = "one") -> None:
     if in_features % 16 or out_features % 16:
         raise ValueError(
-            f"fp8 needs layers whose inputs and outputs are multiples of 16; one has {in_features} and {out_features}"
+            f"fp8 needs layers whose inputs and outputs are multiples of 16; {module} has {in_features} and "
+            f"{out_features}"
         )

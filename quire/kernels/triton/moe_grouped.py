@@ -15,14 +15,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.moe import AnyExpertWeights, IntExpertWeights
+from quire.kernels.moe import AnyExpertWeights, Fp8ExpertWeights, IntExpertWeights, ScaledWeight
 from quire.kernels.moe_table import GroupedConfig, TileConfig
+from quire.kernels.quantize_fp8 import Quantized, quantize_fp8
 from quire.kernels.triton.int_experts import multiply_sorted
 from quire.kernels.triton.moe_few import activate
 from quire.kernels.triton.moe_route import RouteWorkspace
 
 COMPARED = 4096  # pairs of (pair, expert) that a program of the sort holds in registers
 COLUMNS = 1024  # that a program sums up
+MIN_QUANTIZED = 64  # pairs of a tile from which rows are quantized, if weights are fp8
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -62,18 +64,21 @@ def _place_kernel(
     tl.store(tile_rows + p, tl.sum(tl.where(inside, left, 0), 1), mask=p < tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_scale_stride"])
 def _grouped_kernel(
-    x,  # gate_up: [rows, K]; down: [tiles * BLOCK_M, K]
+    x,  # gate_up: [rows, K]; down: [tiles * BLOCK_M, K]; perhaps in fp8
     w,  # gate_up: [E * 2 * N, K]; down: [E * N, K]; with TMA a descriptor of it
     y,  # gate_up: [tiles * BLOCK_M, N]; down: [pairs, N]
     bias,
+    w_scale,  # of weights in fp8: one per output, or [outputs of all experts / GROUP_N, K / GROUP_K]
+    x_scale,  # of x in fp8: one per row, or [K / GROUP_K, rows of x]
     order,
     tile_expert,
     tile_rows,
     N,
     K,
     x_stride,
+    x_scale_stride,
     TOP_K: tl.constexpr,
     GATE_UP: tl.constexpr,  # the first product: rows are gathered, halves multiplied after an activation
     BLOCK_M: tl.constexpr,
@@ -83,6 +88,10 @@ def _grouped_kernel(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_W_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    GROUP_N: tl.constexpr,  # outputs and inputs that share a scale; 0: a scale per output and row
+    GROUP_K: tl.constexpr,
     SWIGLUOAI: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -110,6 +119,10 @@ def _grouped_kernel(
         inside_n = tl.minimum(n, N - 1).to(tl.int64)
         w_rows = w + (expert.to(tl.int64) * (HALVES * N) + inside_n)[:, None] * K
         up_rows = w_rows + N.to(tl.int64) * K
+    if HAS_W_SCALE and GROUP_N == 0:
+        scales = w_scale + expert.to(tl.int64) * (HALVES * N) + n
+        scale = tl.load(scales, mask=n < N, other=0.0)
+        scale_up = tl.load(scales + N, mask=n < N, other=0.0) if GATE_UP else scale
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -124,7 +137,18 @@ def _grouped_kernel(
             left = tl.load(w_rows + k[None, :])
         else:
             left = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-        acc = tl.dot(left, right, acc, input_precision="ieee")
+        if GROUP_N > 0:
+            group = start // GROUP_K
+            scale_at = w_scale + (base // GROUP_N).to(tl.int64) * (K // GROUP_K) + group
+            by_row = tl.zeros([BLOCK_M], tl.float32) + 1.0
+            if HAS_X_SCALE:
+                by_row = tl.load(x_scale + group * x_scale_stride + source, mask=m < rows, other=0.0)
+            acc += tl.dot(left.to(right.dtype), right) * (by_row * tl.load(scale_at))[None, :]
+        elif HAS_W_SCALE and not HAS_X_SCALE:
+            # Scaled here, not at the end: sums in place would keep products waiting while weights are converted.
+            acc += tl.dot(left.to(right.dtype), right) * scale[:, None]
+        else:
+            acc = tl.dot(left, right, acc, input_precision="ieee")
         if GATE_UP:
             if TMA:
                 left = w.load([base + N, start])
@@ -132,7 +156,18 @@ def _grouped_kernel(
                 left = tl.load(up_rows + k[None, :])
             else:
                 left = tl.load(up_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-            acc_up = tl.dot(left, right, acc_up, input_precision="ieee")
+            if GROUP_N > 0:
+                scale_at += N // GROUP_N * (K // GROUP_K)
+                acc_up += tl.dot(left.to(right.dtype), right) * (by_row * tl.load(scale_at))[None, :]
+            elif HAS_W_SCALE and not HAS_X_SCALE:
+                acc_up += tl.dot(left.to(right.dtype), right) * scale_up[:, None]
+            else:
+                acc_up = tl.dot(left, right, acc_up, input_precision="ieee")
+    if HAS_X_SCALE and GROUP_N == 0:
+        by_row = tl.load(x_scale + source, mask=m < rows, other=0.0)
+        acc *= by_row[None, :] * scale[:, None]
+        if GATE_UP:
+            acc_up *= by_row[None, :] * scale_up[:, None]
     if HAS_BIAS:
         added = bias + expert * (HALVES * N) + n
         acc += tl.load(added, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -218,11 +253,13 @@ def grouped_experts(
     rounding = w.rounding if isinstance(w, IntExpertWeights) else None
     if rounding is not None:
         x, flags["X_EACH"] = rounding.rounded(x, experts)
-    multiply(x, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
+    first = _in_weights_type(x, w, w.gate_up, block_m)
+    multiply(first, w.gate_up, inner, w.gate_up_bias, sorted_by, config.gate_up, GATE_UP=True, **flags)
     if rounding is not None:
         inner = rounding.rounded_inner(inner, tile_expert.repeat_interleave(block_m))
+    second = _in_weights_type(inner, w, w.down, block_m)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
-    multiply(inner, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
+    multiply(second, w.down, y, w.down_bias, sorted_by, config.down, GATE_UP=False, **flags)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=device)
     columns = min(COLUMNS, triton.next_power_of_2(hidden))
     _combine_kernel[(rows, triton.cdiv(hidden, columns))](
@@ -232,27 +269,50 @@ def grouped_experts(
     return out
 
 
+def _in_weights_type(x: torch.Tensor, w: AnyExpertWeights, weight: Any, block_m: int) -> torch.Tensor | Quantized:
+    """Quantized, if experts in fp8 have many rows: else reading weights takes longer than multiplying by them.
+
+    Positions without a pair are quantized too, whatever they hold: nobody reads them.
+    """
+    if not isinstance(w, Fp8ExpertWeights) or not w.quantizes or block_m < MIN_QUANTIZED:
+        return x
+    return quantize_fp8(x, group=weight.groups[1] if weight.groups is not None else 0)
+
+
 def _multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,  # [E, outputs, inputs]
+    x: torch.Tensor | Quantized,
+    weight: torch.Tensor | ScaledWeight,  # [E, outputs, inputs]
     y: torch.Tensor,
     bias: torch.Tensor | None,
     sorted_by: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     config: TileConfig,
     **flags: Any,
 ) -> None:
-    n, k, size = y.shape[1], weight.shape[2], weight.element_size()
-    block_k = config.block_k * 2 // size  # tables are for two bytes an element
-    flat = weight.view(-1, k)
+    x, x_scale = (x, None) if isinstance(x, torch.Tensor) else x
+    if isinstance(weight, torch.Tensor):
+        data, scale, groups = weight, None, None
+    else:
+        data, scale, groups = weight.data, weight.scale, weight.groups
+    group_n, group_k = groups or (0, 0)
+    n, k, size = y.shape[1], data.shape[2], data.element_size()
+    # Tables are for two bytes an element. A tile is of one group of outputs, a step of one of inputs.
+    block_k = config.block_k * 2 // x.element_size()
+    block_k = min(block_k, group_k) if group_k else block_k
+    block_n = min(config.block_n, group_n) if group_n else config.block_n
+    if group_n and flags["GATE_UP"] and flags["BLOCK_M"] > 64:
+        block_n = min(block_n, 64)  # sums of one group beside those of all: more would spill
+    flat = data.view(-1, k)
     has_tma, shared = _limits(x.device)
     tma = config.tma and has_tma and k * size % 16 == 0
-    step = ((2 if flags["GATE_UP"] else 1) * config.block_n + flags["BLOCK_M"]) * block_k * size
+    step = ((2 if flags["GATE_UP"] else 1) * block_n * size + flags["BLOCK_M"] * x.element_size()) * block_k
     stages = max(1, min(config.stages, shared // step))
     tiles = len(sorted_by[1])
-    _grouped_kernel[(tiles * triton.cdiv(n, config.block_n),)](
-        x, TensorDescriptor.from_tensor(flat, [config.block_n, block_k]) if tma else flat, y, bias, *sorted_by,
-        n, k, x.stride(0), BLOCK_N=config.block_n, BLOCK_K=block_k, STAGES=stages, EVEN_K=k % block_k == 0, TMA=tma,
-        HAS_BIAS=bias is not None, num_warps=config.warps, num_stages=stages, **flags,
+    _grouped_kernel[(tiles * triton.cdiv(n, block_n),)](
+        x, TensorDescriptor.from_tensor(flat, [block_n, block_k]) if tma else flat, y, bias, scale, x_scale, *sorted_by,
+        n, k, x.stride(0), x_scale.stride(-1) if x_scale is not None and group_k else 0,
+        BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, EVEN_K=k % block_k == 0, TMA=tma,
+        HAS_BIAS=bias is not None, HAS_W_SCALE=scale is not None, HAS_X_SCALE=x_scale is not None,
+        GROUP_N=group_n, GROUP_K=group_k, num_warps=config.warps, num_stages=stages, **flags,
     )  # fmt: skip
 
 

@@ -123,9 +123,9 @@ def _gemv_kernel(
         if GROUP_N > 0:
             # The tile's outputs share their scales, so x is multiplied by these instead of the weights.
             first = tl.program_id(0) * BLOCK_N
-            factor = _scales_of(w_scale, first // GROUP_N, start, K, BLOCK_K, GROUP_K)
+            factor = scales_of(w_scale, first // GROUP_N, start, K, BLOCK_K, GROUP_K)
             if SILU:
-                factor_up = _scales_of(w_scale, (N + first) // GROUP_N, start, K, BLOCK_K, GROUP_K)
+                factor_up = scales_of(w_scale, (N + first) // GROUP_N, start, K, BLOCK_K, GROUP_K)
         if PDL:
             # The weights are being loaded before the kernel that writes x has ended.
             gdc_wait()
@@ -179,7 +179,7 @@ def _wide(tile):
 
 
 @triton.jit
-def _scales_of(w_scale, row, start, K, BLOCK_K: tl.constexpr, GROUP_K: tl.constexpr):
+def scales_of(w_scale, row, start, K, BLOCK_K: tl.constexpr, GROUP_K: tl.constexpr):
     """[BLOCK_K]: a row of scales from input `start` on, repeated for the inputs of a group."""
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K
     group = start // GROUP_K + tl.arange(0, GROUPS)
