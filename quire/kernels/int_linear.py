@@ -365,7 +365,7 @@ def dequantize(weight: PackedIntWeight) -> torch.Tensor:
     """[(E,) N, K] in the weight's dtype, as the torch version rounds it."""
     if not use_triton(weight.words):
         return dequantize_torch(weight)
-    from quire.kernels.triton import int_linear as kernel
+    from quire.kernels.triton import int_dequantize as kernel
 
     return kernel.dequantize(weight)
 
