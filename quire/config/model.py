@@ -14,7 +14,10 @@ QUANTIZATIONS = (
     "dequantized", "int8", "int4",
 )  # fmt: skip
 # vLLM names its kernels too.
-QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq"}
+QUANTIZATION_ALIASES = {
+    "gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq", "modelopt_fp4": "modelopt",
+    "gpt_oss_mxfp4": "mxfp4",
+}  # fmt: skip
 MODEL_IMPLS = ("auto", "quire", "transformers", "vllm")
 
 Overrides = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]

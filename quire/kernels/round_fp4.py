@@ -15,11 +15,12 @@ def round_nvfp4_torch(x: torch.Tensor, global_scale: float | torch.Tensor, group
     """x [M, K] -> the rounded x times `mantissa(global_scale)`: e2m1 times e4m3 times a power of two, which types of 16
     bits hold exactly."""
     wide = x.float().unflatten(-1, (-1, group))
-    scales = (wide.abs().amax(-1, keepdim=True) / LARGEST * global_scale).clamp(max=FP8_MAX)
+    # Divisors are tensors: a GPU multiplies by the reciprocal of a number of Python's.
+    times = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+    scales = (wide.abs().amax(-1, keepdim=True) / torch.full_like(times, LARGEST) * times).clamp(max=FP8_MAX)
     scales = scales.to(torch.float8_e4m3fn).float()
     # A group whose scale is rounded to zero is zero.
-    rounded = round_e2m1(torch.where(scales > 0, wide / (scales / global_scale), 0.0))
-    times = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+    rounded = round_e2m1(torch.where(scales > 0, wide / (scales / times), 0.0))
     power = times / (2 * torch.frexp(times).mantissa)
     return (rounded * (scales / power)).flatten(-2).to(x.dtype)
 

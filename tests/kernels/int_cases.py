@@ -77,7 +77,7 @@ def make_weight(
     codes = torch.randint(top, (*lead, outputs, layout.inputs), dtype=torch.uint8, device=device)
     spread = top * layout.inputs**0.5 / 3  # outputs of about the size of the inputs
     scales = ((torch.rand(*lead, outputs, groups, device=device) + 0.5) / spread).to(scale_dtype or dtype)
-    if layout.kind != "int":
+    if layout.kind in NUMBERS:
         return make_floats(layout, codes, scales, dtype)
     zeros = None
     if layout.zeros:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.int_linear import E2M1, E2M1_BITS, LOOKED_UP, NUMBERS, offset
-from quire.kernels.triton.int_linear import look_up_ptx, unpack_e2m1_ptx, unpack_ptx
+from quire.kernels.triton.int_unpack import look_up_ptx, unpack_e2m1_ptx, unpack_ptx
 
 HALF = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 

@@ -256,9 +256,9 @@ def test_experts_that_differ_become_alike(tmp_path, packed_on_cpu):
         take(experts.down[e], (None, Stored("Q8_0", down[0])))
     x, router = torch.randn(5, 64).bfloat16(), torch.randn(5, 3)
     before = experts(x, router)
-    weights = experts._dequantized()
-    assert torch.equal(weights.down[2], stored[2][1][1].bfloat16()) and weights.gate_up.shape == (3, 64, 64)
-    torch.testing.assert_close(weights.gate_up[1].float(), torch.cat([w for _, w in stored[1][0]]), atol=0, rtol=2**-7)
+    gate_up, down = experts._dequantized()
+    assert torch.equal(down[2], stored[2][1][1].bfloat16()) and gate_up.shape == (3, 64, 64)
+    torch.testing.assert_close(gate_up[1].float(), torch.cat([w for _, w in stored[1][0]]), atol=0, rtol=2**-7)
     assert off(experts(x, router), before) < 0.02
 
 

@@ -13,9 +13,8 @@ CHOICES: dict[str, dict[str, str]] = {
     },
     "quantization": {
         "further kernels for AWQ and GPTQ": "moe_wna16 inc",
-        "ModelOpt's formats": "modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed",
-        "further formats of weights": "fbgemm_fp8 fp_quant humming experts_int8 quark torchao gpt_oss_mxfp4 "
-        "deepseek_v4_fp8",
+        "ModelOpt's formats": "modelopt_mxfp8 modelopt_mixed",
+        "further formats of weights": "fbgemm_fp8 fp_quant humming experts_int8 quark torchao deepseek_v4_fp8",
         "further quantization while loading": "online fp8_per_block fp8_per_channel int8_per_channel_weight_only "
         "nvfp4_per_token mxfp8",
     },

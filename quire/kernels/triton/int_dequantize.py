@@ -5,17 +5,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.int_linear import PackedIntWeight
-from quire.kernels.triton.int_linear import (
-    CENTRES,
-    POINTS,
-    byte_scale,
-    high_half,
-    layout_flags,
-    low_half,
-    scale_word,
-    unpack,
-    word_rows,
-)
+from quire.kernels.triton.int_linear import layout_flags, word_rows
+from quire.kernels.triton.int_unpack import CENTRES, POINTS, byte_scale, high_half, low_half, scale_word, unpack
 
 
 @triton.jit
