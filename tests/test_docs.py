@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import performance_tables
-from scripts import models_page
+from quire.quantization.select import FORMATS
+from scripts import models_page, quantization_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -71,3 +72,9 @@ def test_the_performance_page_has_the_committed_results(table: Callable[[], str]
 def test_the_page_of_models_has_the_registry_and_the_results_of_the_sweep() -> None:
     page = models_page.PAGE.read_text("utf-8")
     assert models_page.with_tables(page) == page, "run `python -m scripts.models_page`"
+
+
+def test_the_page_of_quantization_has_what_the_code_chooses_and_the_measurements() -> None:
+    page = quantization_page.PAGE.read_text("utf-8")
+    assert quantization_page.with_table(page) == page, "run `python -m scripts.quantization_page`"
+    assert {config["quant_method"] for _, config, _ in quantization_page.ROWS if config} == set(FORMATS)

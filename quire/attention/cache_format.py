@@ -44,9 +44,10 @@ def cache_format(
     if kv_cache_dtype not in QUANTIZED:
         model = str(dtype).removeprefix("torch.")
         if kv_cache_dtype != model:
+            own = () if dtype is torch.float32 else (model,)  # which is no choice: "auto"
             raise ValueError(
-                f"kv_cache_dtype is {kv_cache_dtype!r}, but the model is in {model}; allowed: auto, {model}, "
-                f"{', '.join(QUANTIZED)} (--kv-cache-dtype)"
+                f"kv_cache_dtype is {kv_cache_dtype!r}, but the model is in {model}; allowed: "
+                f"{', '.join(('auto', *own, *QUANTIZED))} (--kv-cache-dtype)"
             )
         return CacheFormat(dtype)
     chosen = QUANTIZED[kv_cache_dtype]

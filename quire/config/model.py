@@ -74,7 +74,7 @@ class ModelConfig:
     quantization: str | None = option(
         None,
         "of the weights; default: as the checkpoint is; fp8 and bitsandbytes (GPU), int8 and int4 quantize while "
-        "loading; dequantized: GGUF and integer weights become dtype",
+        "loading; dequantized: quantized weights become dtype",
         choices=QUANTIZATIONS,
         aliases=QUANTIZATION_ALIASES,
     )

@@ -57,8 +57,8 @@ class CpuPlatform:
 
     def check_fp8_cache(self, kv_cache_dtype: str) -> None:
         raise ValueError(
-            f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto, int8_per_token_head "
-            "(--kv-cache-dtype)"
+            f"kv_cache_dtype {kv_cache_dtype!r} needs a GPU; allowed on a CPU: auto, bfloat16 or float16 (if it is the "
+            "model's), int8_per_token_head (--kv-cache-dtype)"
         )
 
     def available_memory(self) -> int:

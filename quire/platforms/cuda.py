@@ -41,7 +41,8 @@ class CudaPlatform:
         if torch.cuda.get_device_capability(self.device) < (8, 9):
             name = torch.cuda.get_device_name(self.device)
             raise ValueError(
-                f"{name} has no fp8; allowed there: kv_cache_dtype auto, int8_per_token_head (--kv-cache-dtype)"
+                f"{name} has no fp8; allowed there: kv_cache_dtype auto, bfloat16 or float16 (if it is the model's), "
+                "int8_per_token_head (--kv-cache-dtype)"
             )
 
     def _has_bf16(self) -> bool:

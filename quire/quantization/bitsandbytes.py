@@ -150,9 +150,9 @@ def quantization(
 
 def online_quantization(dtype: torch.dtype, device: torch.device) -> OnlineNF4Quantization:
     if device.type != "cuda" or dtype not in HALF:
-        where = "a CPU" if device.type != "cuda" else f"dtype {dtype}"
+        found = "this is a CPU" if device.type != "cuda" else f"dtype is {str(dtype).removeprefix('torch.')}"
         raise ValueError(
-            f"quantization 'bitsandbytes' quantizes while loading on a GPU, in bfloat16 or float16, not on {where}; "
+            f"quantization 'bitsandbytes' quantizes while loading on a GPU, in bfloat16 or float16; {found}; "
             "allowed on a CPU: int8, int4"
         )
     return OnlineNF4Quantization(dtype)

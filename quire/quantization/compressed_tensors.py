@@ -10,12 +10,12 @@ import torch
 from quire.quantization.base import LinearMethod
 from quire.quantization.checkpoint_config import names_in, unsupported, well_formed
 from quire.quantization.compressed_int import CompressedScheme, int_scheme
-from quire.quantization.fp4 import Fp4Scheme
+from quire.quantization.fp4 import NVFP4_GROUP, Fp4Scheme
 from quire.quantization.fp4_config import fp4_scheme
 from quire.quantization.fp4_linear import fp4_linear_method
 from quire.quantization.fp8 import UNUSED_SCALES, describe_fp8, fp8_linear_method
 from quire.quantization.fp8_config import Fp8Scheme
-from quire.quantization.int_kernels import choose_int_kernel
+from quire.quantization.int_kernels import IntKernel, choose_int_kernel
 from quire.quantization.int_linear import IntLinearMethod
 
 LINEAR = "Linear"  # the class of all layers that can be quantized
@@ -130,6 +130,7 @@ class CompressedTensors:
         self.config, self.place = config, (dtype, device, dequantize)
         self.kernel = choose_int_kernel(*self.place)
         self.w8a8_kernel = choose_int_kernel(*self.place, int8_inputs=True)
+        self.nvfp4_kernel = choose_int_kernel(*self.place, group_size=NVFP4_GROUP)
 
     def linear_method(self, name: str) -> LinearMethod | None:
         scheme = self.config.scheme(name)
@@ -138,10 +139,9 @@ class CompressedTensors:
         if isinstance(scheme, Fp8Scheme):
             return fp8_linear_method(scheme, *self.place, name)
         if isinstance(scheme, Fp4Scheme):
-            return fp4_linear_method(scheme, self.kernel, name)
+            return fp4_linear_method(scheme, self._kernel(scheme), name)
         # Experts become one weight (layers/linear_experts.py), for kernels that do not quantize rows.
-        is_w8a8 = scheme.int8_inputs and ".experts." not in name
-        return IntLinearMethod(scheme, self.w8a8_kernel if is_w8a8 else self.kernel, name)
+        return IntLinearMethod(scheme, self.kernel if ".experts." in name else self._kernel(scheme), name)
 
     def head_method(self) -> LinearMethod | None:
         return self.linear_method("lm_head")
@@ -150,12 +150,17 @@ class CompressedTensors:
         return None
 
     def describe(self) -> str:
-        integers = [s for _, s in self.config.targets if not isinstance(s, Fp8Scheme)]
-        fp8 = dict.fromkeys(describe_fp8(s, *self.place) for _, s in self.config.targets if isinstance(s, Fp8Scheme))
-        int8 = [isinstance(s, CompressedScheme) and s.int8_inputs for s in integers]
-        kernels = [self.w8a8_kernel if is_w8a8 else self.kernel for is_w8a8 in int8]
-        parts = dict.fromkeys([*(s.describe() for s in integers), *(kernel.describe() for kernel in kernels), *fp8])
+        schemes = [scheme for _, scheme in self.config.targets]
+        others = [s for s in schemes if not isinstance(s, Fp8Scheme)]
+        kernels = [self._kernel(s).describe() for s in others]
+        fp8 = [describe_fp8(s, *self.place) for s in schemes if isinstance(s, Fp8Scheme)]
+        parts = dict.fromkeys([*(s.describe() for s in others), *kernels, *fp8])
         return f"compressed-tensors: {'; '.join(parts)}"
+
+    def _kernel(self, scheme: CompressedScheme | Fp4Scheme) -> IntKernel:
+        if isinstance(scheme, Fp4Scheme):
+            return self.nvfp4_kernel if scheme.group_size == NVFP4_GROUP else self.kernel
+        return self.w8a8_kernel if scheme.int8_inputs else self.kernel
 
 
 def quantization(

@@ -52,7 +52,7 @@ class ModelOptFp4:
     def __init__(self, excluded: tuple[str, ...], dtype: torch.dtype, device: torch.device, dequantize: bool) -> None:
         """`excluded`: regular expressions behind "re:"."""
         self.excluded = [re.compile(pattern.removeprefix("re:")) for pattern in excluded]
-        self.kernel = choose_int_kernel(dtype, device, dequantize)
+        self.kernel = choose_int_kernel(dtype, device, dequantize, group_size=MODELOPT.group_size)
 
     def linear_method(self, name: str) -> LinearMethod | None:
         if any(pattern.match(name) for pattern in self.excluded):

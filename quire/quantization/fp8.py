@@ -42,8 +42,9 @@ def describe_fp8(scheme: Fp8Scheme, dtype: torch.dtype, device: torch.device, de
     if computes_in_fp8(dtype, device, dequantize):
         return scheme.describe()
     compute = str(dtype).removeprefix("torch.")
-    why = "as requested" if dequantize else f"no fp8 arithmetic on this device, or not for {compute}"
-    return f"fp8 weights dequantized to {compute} while loading ({why}); activations in {compute}"
+    where = "a CPU" if device.type == "cpu" else "this GPU"
+    reason = f"no fp8 arithmetic in {compute}" if has_fp8(device) else f"{where} has no fp8 arithmetic"
+    return f"fp8 weights dequantized to {compute} while loading ({'as requested' if dequantize else reason})"
 
 
 class OnlineFp8Quantization:
@@ -84,7 +85,7 @@ class Fp8Checkpoint:
 
     def describe(self) -> str:
         compute = str(self.place[0]).removeprefix("torch.")
-        return f"checkpoint of {describe_fp8(self.config.scheme, *self.place)}; head in {compute}"
+        return f"{self.config.method}: {describe_fp8(self.config.scheme, *self.place)}; head in {compute}"
 
 
 def quantization(stored: dict[str, Any], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Fp8Checkpoint:

@@ -36,8 +36,8 @@ class Fp8Scheme:
     def describe(self) -> str:
         by = f"block of {self.block[0]}x{self.block[1]}" if self.block else "output" if self.per_channel else "tensor"
         token = "token and group" if self.block else "token"
-        inputs = {"dynamic": f"quantized per {token}", "static": "quantized by the checkpoint's scales", "none": "not"}
-        return f"fp8 weights, a scale per {by}; activations {inputs[self.activations]}"
+        how = {"dynamic": f"quantized per {token}", "static": "quantized by the checkpoint's scales"}
+        return f"fp8 weights, a scale per {by}; activations {how.get(self.activations, 'not quantized')}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Fp8Config:
     scheme: Fp8Scheme = Fp8Scheme()
     skipped: tuple[str, ...] = ("lm_head",)  # layers that are not quantized: names, or "re:" and a pattern
     skip_by_part: bool = False  # a name also matches within longer names
+    method: str = "fp8"  # quant_method
 
     def __post_init__(self) -> None:
         for skipped in self.skipped:

@@ -53,16 +53,22 @@ class IntKernel(Protocol):
 
 
 def choose_int_kernel(
-    dtype: torch.dtype, device: torch.device, dequantize: bool, int8_inputs: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    dequantize: bool,
+    int8_inputs: bool = False,
+    group_size: int = quantized.GROUP,
 ) -> IntKernel:
     """The one place that knows which platform multiplies integer weights in which way. int8_inputs: the checkpoint is
-    made for activations in int8."""
+    made for activations in int8. group_size: of all its weights, for formats that fix it."""
     if device.type == "cuda" and dtype in HALF and not dequantize:
         return W8A8Kernel(dtype) if int8_inputs else TritonIntKernel(dtype)
     compute = str(dtype).removeprefix("torch.")
     obstacle = "as requested" if dequantize else panels_obstacle(dtype, device)
     if obstacle is None and not quantized.is_fast():
         obstacle = "this processor has no instructions for quantized products"
+    if obstacle is None and group_size % quantized.GROUP:
+        obstacle = f"a CPU multiplies as stored by groups of {quantized.GROUP}"
     return PanelKernel(compute) if obstacle is None else DequantizedKernel(compute, obstacle)
 
 

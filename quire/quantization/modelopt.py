@@ -18,7 +18,7 @@ Factory = Callable[[tuple[str, ...], torch.dtype, torch.device, bool], Quantizat
 
 def _fp8(scheme: Fp8Scheme) -> Factory:
     def make(excluded: tuple[str, ...], dtype: torch.dtype, device: torch.device, dequantize: bool) -> Quantization:
-        return Fp8Checkpoint(Fp8Config(scheme, skipped=excluded), dtype, device, dequantize)
+        return Fp8Checkpoint(Fp8Config(scheme, skipped=excluded, method="modelopt"), dtype, device, dequantize)
 
     return make
 

@@ -56,13 +56,22 @@ def choose_quantization(
         return _int_quantization(requested, dtype, device, is_gguf)
     if requested in ONLINE:
         return _fp8_quantization(requested, dtype, device)
-    if requested == BITSANDBYTES and not is_gguf:
+    if is_gguf:
+        raise _not_for_gguf(requested)
+    if requested == BITSANDBYTES:
         from quire.quantization.bitsandbytes import online_quantization
 
         return online_quantization(dtype, device)
     raise ValueError(
         f"quantization is {requested!r}, but the checkpoint is not quantized; "
-        f"allowed: {', '.join((*ONLINE, *INT_BITS, BITSANDBYTES))}"
+        f"allowed: {', '.join(INT_BITS)}, on a GPU also {', '.join((*ONLINE, BITSANDBYTES))}"
+    )
+
+
+def _not_for_gguf(requested: str) -> ValueError:
+    return ValueError(
+        f"quantization is {requested!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as stored), "
+        f"{DEQUANTIZED}"
     )
 
 
@@ -120,10 +129,7 @@ def _gguf_quantization(requested: str | None, dtype: torch.dtype, device: torch.
 
 def _int_quantization(requested: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> Quantization:
     if is_gguf:
-        raise ValueError(
-            f"quantization is {requested!r}, but the checkpoint is a GGUF; allowed: {GGUF} (its weights as stored), "
-            f"{DEQUANTIZED}"
-        )
+        raise _not_for_gguf(requested)
     if device.type == "cuda":
         if dtype not in HALF:
             raise ValueError(f"quantization {requested!r} computes in bfloat16 or float16 on a GPU; dtype is {dtype}")

@@ -68,6 +68,8 @@ class Worker:
         processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
+        kept = (config.cache.kv_cache_dtype, config.model.hf_config)
+        self.cache_format = cache_format(self.platform, self.dtype, *kept)  # before loading, which takes long
         self.model = load_model(
             checkpoint,
             config.model.hf_config,
@@ -90,8 +92,6 @@ class Worker:
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.adapters = self._make_adapters()
-        kept = (config.cache.kv_cache_dtype, config.model.hf_config)
-        self.cache_format = cache_format(self.platform, self.dtype, *kept)
         if self.cache_format.has_layer_scales:
             use_checkpoint_scales(self.model.cache_layers())
         backends = self._choose_backends()

@@ -9,6 +9,7 @@ from quire.quantization.fp8_config import Fp8Config, Fp8Scheme, parse_fp8_config
 from quire.quantization.mixed import MixedLinearMethod, fused_method
 from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import UNQUANTIZED
+from tests.quantization.fp8_checkpoints import block_fp8, modelopt_fp8
 
 CPU = torch.device("cpu")
 
@@ -123,13 +124,16 @@ def test_choices():
     assert choose_quantization(None, {}, torch.bfloat16, CPU) is UNQUANTIZED
     with pytest.raises(ValueError, match=r"needs a GPU of compute capability 8\.9.*a CPU has no fp8"):
         choose_quantization("fp8", {}, torch.bfloat16, CPU)
-    with pytest.raises(ValueError, match="the checkpoint is not quantized; allowed: fp8"):
+    with pytest.raises(ValueError, match="the checkpoint is not quantized; allowed: int8, int4, on a GPU also fp8"):
         choose_quantization("compressed-tensors", {}, torch.bfloat16, CPU)
     with pytest.raises(ValueError, match="is quantized by 'compressed-tensors'; leave it out"):
         choose_quantization("fp8", {"quantization_config": compressed()}, torch.bfloat16, CPU)
     assert "dequantized to bfloat16" in (
         choose_quantization(None, {"quantization_config": compressed()}, torch.bfloat16, CPU).describe()
     )
+    for method, config in (("fp8", block_fp8().config), ("modelopt", modelopt_fp8().config)):
+        chosen = choose_quantization(None, {"quantization_config": config}, torch.bfloat16, CPU)
+        assert chosen.describe().startswith(f"{method}: fp8 weights dequantized to bfloat16 while loading (a CPU has")
 
 
 def test_the_option():

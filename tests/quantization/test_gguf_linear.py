@@ -199,6 +199,8 @@ def test_rotary_pairs_move_half_a_head_apart():
         ("gguf", torch.float32, "cuda", "dtype is float32, .* only; allowed here: dequantized"),
         ("gguf", torch.float16, "cpu", "dtype is float16"),
         ("int4", torch.bfloat16, "cpu", "the checkpoint is a GGUF; allowed: gguf"),
+        ("bitsandbytes", torch.bfloat16, "cuda", "the checkpoint is a GGUF; allowed: gguf"),
+        ("gptq", torch.bfloat16, "cpu", "the checkpoint is a GGUF; allowed: gguf"),
     ],
 )
 def test_what_cannot_be_is_refused(requested, dtype, device, message):

@@ -97,7 +97,7 @@ def test_dummy_weights_are_rounded_too(tmp_path):
             "cpu",
             "the checkpoint is quantized by 'compressed",
         ),
-        ("dequantized", {}, torch.bfloat16, "cpu", "not quantized; allowed: fp8, fp8_per_tensor, int8, int4"),
+        ("dequantized", {}, torch.bfloat16, "cpu", "not quantized; allowed: int8, int4, on a GPU also fp8"),
     ],
 )
 def test_mistakes_are_explained(requested, hf, dtype, device, message):
