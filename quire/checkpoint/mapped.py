@@ -46,7 +46,7 @@ def copy_into(name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
     check_shape(name, tuple(stored.shape), out)
     if stored.dtype is torch.float8_e8m0fnu and out.dtype is torch.uint8:
         stored = stored.view(torch.uint8)  # its exponents, as other checkpoints store them
-    if not out.dtype.is_floating_point and not _holds(out.dtype, stored):
+    if (out.dtype.itemsize == 1 or not out.dtype.is_floating_point) and not _holds(out.dtype, stored):
         raise ValueError(
             f"Tensor {name} of the checkpoint has numbers of {stored.dtype} that {out.dtype} does not hold; allowed: "
             f"those of {out.dtype}"
@@ -61,8 +61,9 @@ def copy_into(name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _holds(dtype: torch.dtype, stored: torch.Tensor) -> bool:
-    """Whether an integer type holds all numbers. Of other integers of its size it has the bits."""
-    if not stored.dtype.is_floating_point and stored.dtype.itemsize <= dtype.itemsize:
+    """Whether an integer or fp8 type holds all numbers. Of other integers of its size an integer has the bits."""
+    from_float = stored.dtype.is_floating_point
+    if stored.dtype == dtype or not (from_float or dtype.is_floating_point or stored.dtype.itemsize > dtype.itemsize):
         return True
-    wide = stored if stored.dtype.is_floating_point else stored.to(torch.int64)
+    wide = stored.to(torch.float64 if from_float else torch.int64)
     return torch.equal(wide.to(dtype).to(wide.dtype), wide)

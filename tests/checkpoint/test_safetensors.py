@@ -108,6 +108,19 @@ def test_integers_are_read_without_loss_or_refused(tmp_path):
             read(found[name], torch.int8)
 
 
+def test_fp8_is_read_without_loss_or_refused(tmp_path):
+    files = {
+        "fits": torch.tensor([1.5, -448.0]),
+        "octets": torch.arange(256).to(torch.uint8),
+        "fine": torch.tensor([0.3]),
+    }
+    found = {t.name: t for t in open_tensors(checkpoint(save(tmp_path / "model.safetensors", **files)))}
+    assert read(found["fits"], torch.float8_e4m3fn).float().tolist() == [1.5, -448.0]
+    for name in ("octets", "fine"):
+        with pytest.raises(ValueError, match=rf"Tensor {name} .*that torch\.float8_e4m3fn does not hold"):
+            read(found[name], torch.float8_e4m3fn)
+
+
 def test_exponents_are_read_as_bytes_or_numbers(tmp_path):
     stored = torch.tensor([120, 127, 130], dtype=torch.uint8)
     file = save(tmp_path / "model.safetensors", scale=stored.view(torch.float8_e8m0fnu))

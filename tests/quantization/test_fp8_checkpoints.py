@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.linear_experts import LinearExperts
@@ -167,6 +168,15 @@ def test_blocks_too_small_for_a_part_are_named():
     layer = RowParallelLinear(96, 64, False, torch.float32, CPU, TensorParallel(1, 2), method)
     with pytest.raises(ValueError, match=r"mlp\.down_proj: .*64 outputs and 16 inputs.*allowed: at least 16 and 32"):
         fill(layer, {None: written((64, 64), 64, 96)[0]})
+
+
+def test_a_scale_of_several_members_may_have_more_dimensions(tmp_path):
+    ours, _ = checkpoints(tmp_path, "phi3", modelopt_fp8(), intermediate_size=128)
+    wanted, tensors = generated(ours), load_file(ours / "model.safetensors")
+    wider = {name: tensor.view(1, 1) for name, tensor in tensors.items() if name.endswith("_scale")}
+    save_file(tensors | wider, ours / "model.safetensors")
+    assert wider
+    assert_same(generated(ours), wanted)
 
 
 @pytest.mark.parametrize("method", [CheckpointFp8LinearMethod, DequantizedFp8LinearMethod])

@@ -166,7 +166,7 @@ def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[Load
             if parts is None:
                 full = _read_whole(tensor, target, view)
                 if slot.any_shape and full.numel() == 1:
-                    full = full.expand(sum(sizes))  # one scale for all partitions
+                    full = full.view(1).expand(sum(sizes))  # one scale for all partitions
                 full = _reshaped(full, slot, (sum(sizes), *slot.full_shape[1:]))
                 found, expected = full.shape[dim] if dim < full.dim() else 1, sum(sizes)
                 if found != expected or dim >= full.dim():
