@@ -78,6 +78,7 @@ class IntWeight:
         """4-bit floats as integers of 8 bits, exactly: twice e2m1 is whole."""
         if self.kind == "int":
             return self
+        assert self.kind == "e2m1"
         doubled = torch.tensor([int(2 * value) for value in E2M1], dtype=torch.int16, device=self.codes.device)
         codes = (doubled[self.codes.int()] + 128).to(torch.uint8)
         scales = self.scales / 2 if self.factors is None else self.scales / 2 * self.factors[:, None]

@@ -279,3 +279,9 @@ def test_scales_that_float16_rounds_to_nothing_are_not_packed():
     for scale in (2e-8, 9.2e-7):
         weight = IntWeight(4, codes, torch.full((16, 1), scale), None, 32, None)
         assert pack_int_weight(weight, exact=False) == "its scales do not fit float16"
+
+
+def test_codes_of_a_table_are_not_packed_as_integers():
+    codes = torch.randint(0, 16, (16, 64), dtype=torch.uint8)
+    weight = IntWeight(4, codes, torch.ones(16, 1), None, 64, kind="nf4")
+    assert pack_int_weight(weight, exact=False) == "its nf4 codes are no integers"
