@@ -138,7 +138,8 @@ def _llama(header: GGUFHeader, config: Config) -> Config:
 
 
 def _qwen_moe(header: GGUFHeader, config: Config) -> Config:
-    dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors]
+    layers = min(config["num_hidden_layers"], len(header.tensors))  # others have no tensors
+    dense = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors]
     shared = _first(header, "ffn_down_shexp.weight")
     normed = header.of_model("expert_weights_norm")
     return _experts(header) | {

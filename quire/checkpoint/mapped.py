@@ -44,6 +44,13 @@ def check_shape(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
 def copy_into(name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
     """Copy a mapped tensor into `out`, a view of its shape in any type on any device."""
     check_shape(name, tuple(stored.shape), out)
+    if stored.dtype is torch.float8_e8m0fnu and out.dtype is torch.uint8:
+        stored = stored.view(torch.uint8)  # its exponents, as other checkpoints store them
+    if (out.dtype.itemsize == 1 or not out.dtype.is_floating_point) and not _holds(out.dtype, stored):
+        raise ValueError(
+            f"Tensor {name} of the checkpoint has numbers of {stored.dtype} that {out.dtype} does not hold; allowed: "
+            f"those of {out.dtype}"
+        )
     if out.device.type == "cpu" or out.dtype == stored.dtype or stored.dim() < 2:
         out.copy_(stored)
         return
@@ -51,3 +58,12 @@ def copy_into(name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
     rows = max(1, CAST_ELEMENTS * len(stored) // max(1, stored.numel()))
     for start in range(0, len(stored), rows):
         out[start : start + rows].copy_(stored[start : start + rows])
+
+
+def _holds(dtype: torch.dtype, stored: torch.Tensor) -> bool:
+    """Whether an integer or fp8 type holds all numbers. Of other integers of its size an integer has the bits."""
+    from_float = stored.dtype.is_floating_point
+    if stored.dtype == dtype or not (from_float or dtype.is_floating_point or stored.dtype.itemsize > dtype.itemsize):
+        return True
+    wide = stored.to(torch.float64 if from_float else torch.int64)
+    return torch.equal(wide.to(dtype).to(wide.dtype), wide)

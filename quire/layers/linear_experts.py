@@ -77,12 +77,13 @@ class LinearExperts(PackedExperts):
             _warn_slow()
 
     def _stacked_fp8(self) -> Fp8ExpertWeights | None:
-        if self.width % PANEL:
+        quantizes = {quantizes_rows(layer) for layer in self._linears()}
+        if self.width % PANEL or len(quantizes) > 1:
             return None
         gate_up, down = stack_fp8_experts(self.gate_up), stack_fp8_experts(self.down)
         if gate_up is None or down is None:
             return None
-        return Fp8ExpertWeights(gate_up, down, quantizes_rows(self.gate_up[0]), self.activation)
+        return Fp8ExpertWeights(gate_up, down, quantizes.pop(), self.activation)
 
     def _linears(self) -> Iterator[ParallelLinear]:
         for layer in (*self.gate_up, *self.down):

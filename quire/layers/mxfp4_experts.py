@@ -74,6 +74,8 @@ class Mxfp4Experts(PackedExperts):
         self.keep_packed(self.gate_up, self.down, _data(self.gate_up_bias), self._own_down_bias())
 
     def _packed(self, blocks: torch.Tensor, exponents: torch.Tensor) -> PackedIntWeight:
+        if bool((exponents == 255).any()):
+            raise ValueError("experts in mxfp4: some of their scales are no numbers; allowed: exponents from 0 to 254")
         # One expert at a time: codes take twice the stored size, and more while they are packed.
         each = [
             pack_int_weight(codes_of_bytes(b.flatten(-2)), powers_of_two(e), None, 4, self.dtype, "e2m1")

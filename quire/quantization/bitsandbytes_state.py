@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from quire.config.values import finite_number, whole_number
 from quire.kernels.int_linear import NUMBERS
 
 BLOCK = 64  # numbers of the flattened weight that share a scale, their largest magnitude
@@ -47,20 +48,20 @@ class _Absmax:
     state: dict[str, Any]
 
     def read_into(self, out: torch.Tensor) -> None:
-        if "nested_absmax" not in self.stored:
+        if "nested_blocksize" not in self.state:
             out.copy_(_read(self.stored["absmax"], torch.float32).view(self.shape))
             return
         codes = _read(self.stored["absmax"], torch.uint8).flatten().int()
         scales = _read(self.stored["nested_absmax"], torch.float32).flatten()
         numbers = _read(self.stored["nested_quant_map"], torch.float32).flatten()
-        size = int(self.state["nested_blocksize"])
+        size = self.state["nested_blocksize"]
         if len(numbers) != 256 or len(scales) != -(-len(codes) // size):
             raise ValueError(
                 f"{self.name}: {len(codes)} scales in groups of {size} have {len(scales)} scales of their own and "
                 f"{len(numbers)} numbers; allowed: one for each group, and 256"
             )
-        wide = scales.repeat_interleave(size)[: len(codes)]
-        out.copy_((numbers[codes] * wide + float(self.state["nested_offset"])).view(self.shape))
+        wide = scales[torch.arange(len(codes)) // size]
+        out.copy_((numbers[codes] * wide + self.state["nested_offset"]).view(self.shape))
 
 
 def regrouped(tensors: Iterable[StateTensor], kind: str) -> Iterator[StateTensor]:
@@ -93,10 +94,17 @@ def _state_of(module: str, parts: dict[str, StateTensor]) -> dict[str, Any] | No
     try:
         state = json.loads(bytes(_read(parts[STATE], torch.uint8).flatten().tolist()))
         outputs, inputs = state["shape"]
-        if not (isinstance(outputs, int) and isinstance(inputs, int) and state["blocksize"] == BLOCK):
-            raise ValueError(f"shape {state['shape']}, blocksize {state['blocksize']}; allowed: blocks of {BLOCK}")
+        for size in (outputs, inputs):
+            whole_number("a size of its shape", size)
+        if state["blocksize"] != BLOCK:
+            raise ValueError(f"blocksize {state['blocksize']}; allowed: {BLOCK}")
+        if "nested_blocksize" in state:
+            whole_number("nested_blocksize", state["nested_blocksize"])
+            finite_number("nested_offset", state["nested_offset"])
+        elif "nested_absmax" in parts:
+            raise ValueError("there is a nested_absmax, but no nested_blocksize")
         return dict(state)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{module}.weight.{STATE} in the checkpoint cannot be used: {error}") from error
 
 

@@ -48,7 +48,7 @@ class CompressedScheme:
             found["weight_zero_point"] = StoredTensor((outputs, groups), torch.int16, rows, any_shape=True)
         found["weight_g_idx"] = StoredTensor((inputs,), torch.int64, inputs=Axis(0), optional=True)
         if self.static_inputs:
-            found["input_scale"] = one
+            found["input_scale"] = StoredTensor((1,), torch.float32, any_shape=True, dummy="ones")
         found["input_zero_point"] = StoredTensor((1,), torch.float32, any_shape=True, optional=True)
         return found
 

@@ -1,7 +1,6 @@
 """4-bit floats as checkpoints store them: two in a byte, with exponents or fp8 scales for groups of inputs."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +9,7 @@ from quire.quantization.int_linear import Axis, StoredTensor
 from quire.quantization.int_weight import IntWeight
 
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
+SMALLEST_FACTOR = 1e-30  # of a tensor: its products with other scales are float32
 
 
 def codes_of_bytes(packed: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Fp4Scheme:
 
     def tensors(self, outputs: int, inputs: int, groups: int) -> dict[str, StoredTensor]:
         kind = torch.uint8 if self.global_scale is None else torch.float8_e4m3fn
-        one = StoredTensor((1,), torch.float32, any_shape=True)
+        one = StoredTensor((1,), torch.float32, any_shape=True, dummy="ones")
         found = {
             self.weight: StoredTensor((outputs, inputs // 2), torch.uint8, Axis(0), Axis(1, 2)),
             "weight_scale": StoredTensor((outputs, groups), kind, Axis(0), any_shape=True),
@@ -48,7 +48,7 @@ class Fp4Scheme:
         if self.global_scale is not None:
             found[self.global_scale] = one
         if self.input_scale is not None:
-            found[self.input_scale] = StoredTensor((1,), torch.float32, any_shape=True, optional=not self.rounds_inputs)
+            found[self.input_scale] = replace(one, optional=not self.rounds_inputs)
         return found
 
     def decode(self, stored: dict[str, torch.Tensor], outputs: int, group_size: int) -> IntWeight:
@@ -68,8 +68,10 @@ class Fp4Scheme:
 
     def _factor(self, stored: dict[str, torch.Tensor], name: str) -> float:
         value = float(stored[name])
-        if not math.isfinite(value) or value == 0.0:
-            raise ValueError(f"its {name} is {value}; allowed: numbers other than 0")
+        if not SMALLEST_FACTOR <= value <= 1.0 / SMALLEST_FACTOR:
+            raise ValueError(
+                f"its {name} is {value}; allowed: numbers from {SMALLEST_FACTOR:g} to {1 / SMALLEST_FACTOR:g}"
+            )
         return 1.0 / value if self.reciprocal else value
 
     def describe(self) -> str:

@@ -28,7 +28,7 @@ def fp8_linear_method(
 ) -> LinearMethod:
     """For weights of the checkpoint: multiplied as stored where the device can."""
     if not computes_in_fp8(dtype, device, dequantize):
-        return DequantizedFp8LinearMethod(scheme)
+        return DequantizedFp8LinearMethod(scheme, module)
     if scheme.block is None and scheme.activations != "none":
         return CheckpointFp8LinearMethod(scheme, module)
     return GroupedFp8LinearMethod(scheme, module)

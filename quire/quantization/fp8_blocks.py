@@ -31,6 +31,7 @@ class GroupedFp8LinearMethod(CheckpointFp8LinearMethod):
             super().process_after_loading(layer)
             return
         scales, weight = scales_of(layer), layer.weight.data
+        scales.check(self.module)
         groups = scales.groups(self.module, weight.shape[1])
         keep(layer, "scale_groups", groups)
         self.set_weight(layer, weight, scales.by_group(groups, weight.shape[1]))

@@ -1,6 +1,6 @@
 """fp8 checkpoints on devices without fp8 arithmetic: dequantized while loading."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
     """Dequantizes fp8 weights to the compute dtype, q * scale rounded once; from then on they are unquantized."""
 
     scheme: Fp8Scheme
+    module: str = field(default="a linear layer", compare=False)  # for messages; of a fused layer, one of them
 
     def create_weights(
         self,
@@ -37,6 +38,7 @@ class DequantizedFp8LinearMethod(UnquantizedLinearMethod):
     def process_after_loading(self, layer: nn.Module) -> None:
         weight, scales = layer.weight, scales_of(layer)
         assert isinstance(weight, nn.Parameter)
+        scales.check(self.module)
         for index, p in enumerate(scales.partitions):
             rows = weight.data.narrow(0, p.offset, p.size)  # fp8 values are exact in every compute dtype
             for first in range(0, p.size, ROWS_AT_A_TIME):

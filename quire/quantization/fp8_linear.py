@@ -125,6 +125,7 @@ class CheckpointFp8LinearMethod(Fp8LinearMethod):
     def process_after_loading(self, layer: nn.Module) -> None:
         assert isinstance(layer.weight, nn.Parameter)
         scales = scales_of(layer)
+        scales.check(self.module)
         self.set_weight(layer, layer.weight.data, scales.by_output())
         layer.register_buffer("input_scale", scales.of_inputs())
         del layer.checkpoint_scales

@@ -30,6 +30,16 @@ class CheckpointScales:
                 slots["input_scale", p.shard] = _slot(given)
         return slots
 
+    def check(self, module: str) -> None:
+        """A ValueError if the checkpoint's scales cannot be meant. Those of experts' inputs are not used (see
+        fp8_experts.py): experts that no text of the calibration has reached have zeros."""
+        if not all(bool(scale.isfinite().all()) for scale in self.weight):
+            raise ValueError(f"{module}: its {self.scheme.scale_name} are not all finite numbers")
+        if self.scheme.activations == "static" and ".experts." not in module:
+            found = torch.cat(self.input).tolist()
+            if not all(0 < scale < math.inf for scale in found):
+                raise ValueError(f"{module}: its input_scale is {found}; allowed: positive numbers")
+
     def by_output(self) -> torch.Tensor:
         """[N]: the scale of each output, or of its tensor."""
         return torch.cat([self.of_rows(i, 0, p.size)[:, 0] for i, p in enumerate(self.partitions)])

@@ -1,5 +1,6 @@
 """W8A8 in int8 on a GPU: symmetric weights with a scale per output; rows quantized, each or by a fixed scale."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ class W8A8Kernel(FusedLinearMixin):
         layer.weight = nn.Parameter((codes ^ 0x80).view(torch.int8), requires_grad=False)
         layer.register_buffer("weight_scale", torch.cat([member.scales[:, 0] for member in members]).float())
         fixed = [member.input_scale for member in members if member.input_scale is not None]
+        if not all(0 < float(scale) < math.inf for scale in fixed):
+            raise ValueError(f"{module}: its input_scale is {[float(s) for s in fixed]}; allowed: positive numbers")
         # A fused layer quantizes its input once, so the largest scale of its members is used.
         layer.register_buffer("input_scale", torch.cat(fixed).amax().view(1) if fixed else None)
         keep(layer, "kernel_row_counts", BUCKETS)

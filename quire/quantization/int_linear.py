@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class StoredTensor:
     inputs: Axis | None = None
     optional: bool = False
     any_shape: bool = False
+    dummy: Literal["normal", "ones"] = "normal"  # of floats
 
 
 class IntScheme(Protocol):
@@ -101,7 +102,7 @@ class StoredPart:
             raise ValueError(f"{self.module} has a bias in the checkpoint, which the config does not specify")
         stored = {name: view for name, view in self.views.items() if name in self.loaded}
         try:
-            weight = self.scheme.decode(stored, p.size, self.group_size).simplified()
+            weight = self.scheme.decode(stored, p.size, self.group_size).checked().simplified()
         except ValueError as error:
             raise ValueError(f"{self.module}: {error}") from error
         return weight.part_of_inputs(p.start) if p.dim == 1 else weight
@@ -123,7 +124,7 @@ class StoredPart:
             stored.shape,
             axis.dim if axis is not None else 0,
             start,
-            dummy="normal" if is_weight or stored.dtype.is_floating_point else "zeros",
+            dummy=stored.dummy if is_weight or stored.dtype.is_floating_point else "zeros",
             any_shape=stored.any_shape,
             optional=stored.optional,
             has_rows=False,

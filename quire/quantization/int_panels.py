@@ -2,6 +2,7 @@
 
 import torch
 
+from quire.kernels.int_linear import LOOKED_UP
 from quire.kernels.native import quantized
 from quire.kernels.native.quantized import GROUP, Packed
 from quire.quantization.int_weight import IntWeight
@@ -19,6 +20,8 @@ def pack_int_weight(weight: IntWeight, exact: bool) -> PackedInt | str:
     A group of 128 becomes four of 32 with the same scale. exact: scales must not be rounded at all; else to float16, by
     less than dequantized weights would be in bfloat16.
     """
+    if weight.kind in LOOKED_UP:
+        return f"its {weight.kind} codes are no integers"
     weight, order = weight.as_integers().in_group_order()
     outputs, inputs = weight.codes.shape
     if inputs % GROUP:

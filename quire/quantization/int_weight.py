@@ -49,6 +49,14 @@ class IntWeight:
             return ordered, None
         return replace(ordered, codes=self.codes[:, order]), order
 
+    def checked(self) -> "IntWeight":
+        """Itself; a ValueError if a checkpoint's scales or zero points cannot be meant."""
+        if not bool(self.scales.isfinite().all()):
+            raise ValueError("its scales are not all finite numbers")
+        if self.zeros is not None and not bool(((self.zeros >= 0) & (self.zeros < 1 << self.bits)).all()):
+            raise ValueError(f"its zero points are not all numbers of {self.bits} bits")
+        return self
+
     def simplified(self) -> "IntWeight":
         """Without zero points that are all those of symmetric weights, which some formats store."""
         return replace(self, zeros=None) if self.zeros is not None and bool((self.zeros == self.zero).all()) else self
@@ -70,6 +78,7 @@ class IntWeight:
         """4-bit floats as integers of 8 bits, exactly: twice e2m1 is whole."""
         if self.kind == "int":
             return self
+        assert self.kind == "e2m1"
         doubled = torch.tensor([int(2 * value) for value in E2M1], dtype=torch.int16, device=self.codes.device)
         codes = (doubled[self.codes.int()] + 128).to(torch.uint8)
         scales = self.scales / 2 if self.factors is None else self.scales / 2 * self.factors[:, None]

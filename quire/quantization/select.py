@@ -79,6 +79,8 @@ def _checkpoint_quantization(
     requested: str | None, stored: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> Quantization:
     method = stored.get("quant_method", COMPRESSED)
+    if not isinstance(method, str):
+        raise ValueError(f"the checkpoint's quantization_config has quant_method {method!r}; it must be a name")
     if method in _registered and requested in (None, method):
         return _registered[method](stored, dtype, device)
     if method not in FORMATS and method not in _registered:

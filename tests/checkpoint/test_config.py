@@ -130,6 +130,13 @@ def test_a_mixture_needs_its_experts(tmp_path):
         gguf_config(tmp_path, tensors=flat, metadata={"llama.expert_count": 8})
 
 
+def test_a_mixture_that_claims_billions_of_layers(tmp_path):
+    tensors = {"blk.0.ffn_down_exps.weight": (random_floats(4, 8, 32), None)}
+    metadata = {"qwen3moe.expert_used_count": 2, "qwen3moe.block_count": 2**31 - 1}
+    _, config = gguf_config(tmp_path, tensors=tensors, architecture="qwen3moe", metadata=metadata)
+    assert config["num_experts"] == 4 and len(config["mlp_only_layers"]) <= 1
+
+
 def test_yarn(tmp_path):
     metadata = {
         "llama.rope.scaling.type": "yarn",

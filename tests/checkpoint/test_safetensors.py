@@ -89,3 +89,41 @@ def test_wrong_shape(tmp_path):
 
 def test_dummy_has_no_tensors(tmp_path):
     assert list(open_tensors(Checkpoint("test", "dummy", tmp_path, ()))) == []
+
+
+def test_integers_are_read_without_loss_or_refused(tmp_path):
+    files = {
+        "fits": torch.tensor([1.0, -3.0]),
+        "wide": torch.tensor([7, -128]),
+        "words": torch.tensor([2**32 - 1, 5], dtype=torch.uint32),
+        "fraction": torch.tensor([0.5, 1.0]),
+        "large": torch.tensor([128, 0]),
+        "nan": torch.tensor([torch.nan, 0]),
+    }
+    found = {t.name: t for t in open_tensors(checkpoint(save(tmp_path / "model.safetensors", **files)))}
+    assert read(found["fits"], torch.int8).tolist() == [1, -3] and read(found["wide"], torch.int8).tolist() == [7, -128]
+    assert read(found["words"], torch.int32).tolist() == [-1, 5]
+    for name in ("fraction", "large", "nan"):
+        with pytest.raises(ValueError, match=rf"Tensor {name} .*that torch\.int8 does not hold"):
+            read(found[name], torch.int8)
+
+
+def test_fp8_is_read_without_loss_or_refused(tmp_path):
+    files = {
+        "fits": torch.tensor([1.5, -448.0]),
+        "octets": torch.arange(256).to(torch.uint8),
+        "fine": torch.tensor([0.3]),
+    }
+    found = {t.name: t for t in open_tensors(checkpoint(save(tmp_path / "model.safetensors", **files)))}
+    assert read(found["fits"], torch.float8_e4m3fn).float().tolist() == [1.5, -448.0]
+    for name in ("octets", "fine"):
+        with pytest.raises(ValueError, match=rf"Tensor {name} .*that torch\.float8_e4m3fn does not hold"):
+            read(found[name], torch.float8_e4m3fn)
+
+
+def test_exponents_are_read_as_bytes_or_numbers(tmp_path):
+    stored = torch.tensor([120, 127, 130], dtype=torch.uint8)
+    file = save(tmp_path / "model.safetensors", scale=stored.view(torch.float8_e8m0fnu))
+    (tensor,) = open_tensors(checkpoint(file))
+    assert torch.equal(read(tensor, torch.uint8), stored)
+    assert read(tensor, torch.float32).tolist() == [2.0**-7, 1.0, 8.0]

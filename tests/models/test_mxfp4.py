@@ -158,3 +158,11 @@ def test_shapes_that_do_not_fit_are_an_error():
     scales = MemoryTensor("a_scales", torch.zeros(1, 3, 1, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"a_blocks .* and a_scales .* do not fit"):
         list(pair_mxfp4([blocks, scales]))
+
+
+def test_exponents_that_are_no_numbers_are_refused():
+    experts = Mxfp4Experts(2, 1, 32, 32, torch.bfloat16, CPU)
+    for slot in experts.load_slots().values():
+        slot.view.fill_(255)
+    with pytest.raises(ValueError, match="experts in mxfp4: some of their scales are no numbers; allowed"):
+        experts.process_after_loading()

@@ -122,6 +122,12 @@ def test_configs_that_are_refused(differences, message):
         BitsAndBytesConfig.parse(bitsandbytes(**differences).config)
 
 
+def state(**differences):
+    """A weight's [24, 128]; None: without that key."""
+    found = {"blocksize": 64, "shape": [24, 128], "nested_blocksize": 256, "nested_offset": 0.1} | differences
+    return torch.tensor(list(json.dumps({k: v for k, v in found.items() if v is not None}).encode()), dtype=torch.uint8)
+
+
 def changed(stored, end, data):
     """With other data where a name ends so; None: without it."""
     return [
@@ -141,6 +147,13 @@ def changed(stored, end, data):
         ("bitsandbytes__nf4", torch.tensor(list(b"{}"), dtype=torch.uint8), "cannot be used: 'shape'"),
         ("bitsandbytes__nf4", torch.tensor([1, 2], dtype=torch.uint8), "cannot be used"),
         ("nested_quant_map", torch.zeros(3), "allowed: one for each group, and 256"),
+        ("bitsandbytes__nf4", torch.full((100_000,), ord("["), dtype=torch.uint8), "up_proj.*cannot be used"),
+        ("bitsandbytes__nf4", state(shape=[-24, -128]), "up_proj.*a size of its shape is -24"),
+        ("bitsandbytes__nf4", state(nested_blocksize=0), "up_proj.*nested_blocksize is 0; it must be"),
+        ("bitsandbytes__nf4", state(nested_blocksize="x"), "up_proj.*nested_blocksize is 'x'; it must be"),
+        ("bitsandbytes__nf4", state(nested_offset=None), "up_proj.*cannot be used: 'nested_offset'"),
+        ("bitsandbytes__nf4", state(nested_offset=float("nan")), "up_proj.*nested_offset is nan"),
+        ("bitsandbytes__nf4", state(nested_blocksize=None), "up_proj.*nested_absmax, but no nested_blocksize"),
     ],
 )
 def test_states_that_are_refused(name, data, message):
@@ -148,6 +161,16 @@ def test_states_that_are_refused(name, data, message):
     with pytest.raises(ValueError, match=message):
         for tensor in regrouped(changed(stored, name, data), "nf4"):
             tensor.read_into(torch.empty(tensor.shape, dtype=torch.float32))
+
+
+def test_large_nested_groups_need_no_memory():
+    stored, _ = tensors_of(torch.randn(24, 128))
+    scales = []
+    for size in (256, 2**31 - 1):  # both hold all of them
+        *_, absmax = regrouped(changed(stored, "bitsandbytes__nf4", state(nested_blocksize=size)), "nf4")
+        scales.append(torch.empty(absmax.shape))
+        absmax.read_into(scales[-1])
+    assert torch.equal(*scales)
 
 
 def test_another_kind_than_the_config_says():

@@ -261,6 +261,10 @@ def test_configs_that_are_refused(stored, complaint):
         (nvfp4(True), {"input_global_scale": None}, rf"lacks {Q_PROJ}\.input_global_scale"),
         (nvfp4(True), {"input_global_scale": torch.zeros(1)}, rf"{Q_PROJ}: its input_global_scale is 0\.0; allowed"),
         (nvfp4(), {"weight_global_scale": torch.zeros(1)}, rf"{Q_PROJ}: its weight_global_scale is 0\.0; allowed"),
+        (nvfp4(), {"weight_global_scale": -torch.ones(1)}, rf"{Q_PROJ}: its weight_global_scale is -1\.0; allowed"),
+        (nvfp4(), {"weight_global_scale": torch.tensor([1e-42])}, rf"{Q_PROJ}: its weight_global_scale .*from 1e-30"),
+        (modelopt(), {"input_scale": -torch.ones(1)}, rf"{Q_PROJ}: its input_scale is -1\.0; allowed"),
+        (mxfp4(), {"weight_scale": torch.full((64, 2), 255, dtype=torch.uint8)}, rf"{Q_PROJ}: its scales are not all"),
         (nvfp4(), {"weight_packed": torch.zeros(64, 30, dtype=torch.uint8)}, r"weight_packed has shape \[64, 30\]"),
         (mxfp4(), {"weight_scale": torch.zeros(64, 4, dtype=torch.uint8)}, r"weight_scale has shape \[64, 4\]"),
         (modelopt(), {"weight_scale_2": None}, rf"lacks {Q_PROJ}\.weight_scale_2"),
@@ -275,6 +279,15 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, made, changes, complaint):
     save_file(tensors, ours / "model.safetensors")
     with pytest.raises(ValueError, match=complaint):
         load(ours)
+
+
+def test_exponents_of_their_own_type(tmp_path):
+    ours, _ = checkpoints(tmp_path, "llama", mxfp4(), **WIDE)
+    tensors = load_file(ours / "model.safetensors")
+    wanted = load(ours).layers[0].self_attn.o_proj(torch.ones(1, 64))
+    exponents = {n: t.view(torch.float8_e8m0fnu) for n, t in tensors.items() if n.endswith("weight_scale")}
+    save_file(tensors | exponents, ours / "model.safetensors")
+    assert torch.equal(load(ours).layers[0].self_attn.o_proj(torch.ones(1, 64)), wanted)
 
 
 def test_groups_that_do_not_divide(tmp_path):

@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from quire.layers.linear_experts import LinearExperts
 from quire.layers.parallel import TensorParallel
 from quire.quantization import select
 from quire.quantization.fp8_blocks import GroupedFp8LinearMethod
 from quire.quantization.fp8_config import Fp8Scheme
+from quire.quantization.fp8_dequantized import DequantizedFp8LinearMethod
 from quire.quantization.fp8_linear import CheckpointFp8LinearMethod
 from tests.quantization import rounded_inputs
 from tests.quantization.fp8_checkpoints import INPUT_SCALE, block_fp8, compressed_fp8, modelopt_fp8, quantize
@@ -165,3 +168,47 @@ def test_blocks_too_small_for_a_part_are_named():
     layer = RowParallelLinear(96, 64, False, torch.float32, CPU, TensorParallel(1, 2), method)
     with pytest.raises(ValueError, match=r"mlp\.down_proj: .*64 outputs and 16 inputs.*allowed: at least 16 and 32"):
         fill(layer, {None: written((64, 64), 64, 96)[0]})
+
+
+def test_a_scale_of_several_members_may_have_more_dimensions(tmp_path):
+    ours, _ = checkpoints(tmp_path, "phi3", modelopt_fp8(), intermediate_size=128)
+    wanted, tensors = generated(ours), load_file(ours / "model.safetensors")
+    wider = {name: tensor.view(1, 1) for name, tensor in tensors.items() if name.endswith("_scale")}
+    save_file(tensors | wider, ours / "model.safetensors")
+    assert wider
+    assert_same(generated(ours), wanted)
+
+
+@pytest.mark.parametrize("method", [CheckpointFp8LinearMethod, DequantizedFp8LinearMethod])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("weight_scale", torch.nan), ("weight_scale", torch.inf), ("input_scale", 0.0), ("input_scale", -1)],
+)
+def test_scales_that_cannot_be_meant_are_named(method, name, scale):
+    layer = ColumnParallelLinear(
+        64, 32, False, torch.float32, CPU, method=method(Fp8Scheme(activations="static"), "up")
+    )
+    tensors = written("tensor", 32, 64)[0] | {"input_scale": torch.ones(1)}
+    with pytest.raises(ValueError, match=f"up: its {name} "):
+        fill(layer, {None: tensors | {name: torch.tensor([float(scale)])}})
+
+
+def test_scales_of_inputs_of_experts_are_not_used():
+    """Those that no text of the calibration has reached have zeros."""
+    method = CheckpointFp8LinearMethod(Fp8Scheme(activations="static"), "model.layers.0.mlp.experts.3.up_proj")
+    layer = ColumnParallelLinear(64, 32, False, torch.float32, CPU, method=method)
+    fill(layer, {None: written("tensor", 32, 64)[0] | {"input_scale": torch.zeros(1)}})
+
+
+def test_experts_that_differ_in_their_inputs_are_not_one_weight():
+    def experts(*activations):
+        methods = [method_of(Fp8Scheme(per_channel=True, activations=each)) for each in activations]
+        made = LinearExperts(2, 1, 64, 32, torch.float32, CPU, [(method, method) for method in methods])
+        for layer in made.gate_up:
+            fill(layer, {shard: written("channel", 32, 64)[0] for shard in (0, 1)})
+        for layer in made.down:
+            fill(layer, {None: written("channel", 64, 32)[0]})
+        return made._stacked_fp8()
+
+    assert experts("dynamic", "dynamic").quantizes and not experts("none", "none").quantizes
+    assert experts("dynamic", "none") is None

@@ -112,6 +112,7 @@ def test_members_of_a_fused_layer_may_differ():
         (compressed(config_groups={}), "one group"),
         (compressed(weights="block", inputs="group"), r"block with block_structure \(config_groups: group_0\)"),
         (compressed(weights="block", inputs="tensor", dynamic=False), "block_structure"),
+        ({"quant_method": ["fp8"]}, r"quant_method \['fp8'\]; it must be a name"),
         ({"quant_method": "torchao"}, "'torchao'.*supported: fp8, compressed-tensors, gptq, awq, mxfp4, modelopt"),
     ],
 )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.config import load_hf_config
@@ -173,6 +174,20 @@ def test_one_tensor_for_several_members(tmp_path):
     for i, made in enumerate((gptq(sym=False), awq(), w4a16(sym=False), w8a8())):
         ours, plain = checkpoints(tmp_path / str(i), "phi3", made, **WIDE)
         assert_same(generated(ours, quantization="dequantized"), generated(plain))
+
+
+def test_scales_of_several_members_in_another_shape(tmp_path):
+    ours, _ = checkpoints(tmp_path, "phi3", w4a16(), **WIDE)
+    tensors = load_file(ours / "model.safetensors")
+    name = "model.layers.0.self_attn.qkv_proj.weight_scale"
+    for data in (tensors[name].t().contiguous(), tensors[name].flatten()[:-1], torch.ones(3, 5, 7)):
+        save_file(tensors | {name: data}, ours / "model.safetensors")
+        with pytest.raises(ValueError, match=f"{name} has"):
+            generated(ours, quantization="dequantized")
+    name = name.removesuffix("scale") + "packed"
+    save_file(tensors | {name: torch.tensor(1, dtype=torch.int32)}, ours / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} has"):
+        generated(ours, quantization="dequantized")
 
 
 def leaving(made, *parts):

@@ -33,6 +33,7 @@ from tests.quantization.int_checkpoints import (
     plain_tensors,
     quantize,
     save_checkpoints,
+    w4a16,
     w8a8,
 )
 from tests.quantization.rounded_inputs import round_inputs
@@ -227,6 +228,14 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         (gptq(), {"scales": None}, rf"lacks {Q_PROJ}\.scales"),
         (gptq(), {"qzeros": None}, rf"lacks {Q_PROJ}\.qzeros"),
         (gptq(), {"qweight": torch.zeros(8, 60, dtype=torch.int32)}, rf"{Q_PROJ}\.qweight has shape \[8, 60\]"),
+        (gptq(), {"scales": torch.full((2, 64), torch.nan)}, rf"{Q_PROJ}: its scales are not all finite numbers"),
+        (w4a16(), {"weight_scale": torch.full((64, 2), torch.inf)}, rf"{Q_PROJ}: its scales are not all finite"),
+        (w8a8(), {"weight": torch.full((64, 64), 0.5)}, rf"{Q_PROJ}\.weight .*torch.float32 that torch.int8 does not"),
+        (
+            w8a8(sym=False),
+            {"weight_zero_point": torch.full((64, 1), 200, dtype=torch.int16)},
+            "zero points are not all",
+        ),
         (gptq(), {"g_idx": torch.full((64,), 2)}, rf"{Q_PROJ}: its inputs are in groups 2 to 2; allowed: 0 to 1"),
         (gptq(), {"bias": torch.ones(64)}, rf"{Q_PROJ} has a bias in the checkpoint"),
         (awq(), {"scales": torch.zeros(1, 64)}, rf"{Q_PROJ}\.scales has shape \[1, 64\]"),
@@ -270,3 +279,9 @@ def test_scales_that_float16_rounds_to_nothing_are_not_packed():
     for scale in (2e-8, 9.2e-7):
         weight = IntWeight(4, codes, torch.full((16, 1), scale), None, 32, None)
         assert pack_int_weight(weight, exact=False) == "its scales do not fit float16"
+
+
+def test_codes_of_a_table_are_not_packed_as_integers():
+    codes = torch.randint(0, 16, (16, 64), dtype=torch.uint8)
+    weight = IntWeight(4, codes, torch.ones(16, 1), None, 64, kind="nf4")
+    assert pack_int_weight(weight, exact=False) == "its nf4 codes are no integers"

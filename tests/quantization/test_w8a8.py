@@ -53,6 +53,15 @@ def test_members_of_a_fused_layer(name):
     torch.testing.assert_close(layer(x), wanted, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan, torch.inf])
+def test_scales_of_inputs_that_cannot_be_meant(scale):
+    scheme = next(scheme for scheme in SCHEMES.values() if scheme.static_inputs)
+    method = IntLinearMethod(scheme, W8A8Kernel(torch.float32), "model.layers.0.mlp.down_proj")
+    layer = ColumnParallelLinear(256, 48, False, torch.float32, CPU, method=method)
+    with pytest.raises(ValueError, match=r"mlp\.down_proj: its input_scale is \[.*\]; allowed: positive numbers"):
+        fill(layer, {None: written(scheme, 48, 256)[0] | {"input_scale": torch.tensor([scale])}})
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_two_ranks_summed_by_hand(name):
     scheme = SCHEMES[name]

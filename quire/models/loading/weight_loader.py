@@ -147,8 +147,7 @@ def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) ->
             tensor.read_into(view)
             return
         full = _read_whole(tensor, target, view)
-        if slot.any_shape and [n for n in full.shape if n != 1] == [n for n in slot.full_shape if n != 1]:
-            full = full.view(slot.full_shape)
+        full = _reshaped(full, slot, slot.full_shape)
         _check_shape(tensor.name, full.shape, slot)
         view.copy_(slot.part_of(full))
 
@@ -167,11 +166,10 @@ def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[Load
             if parts is None:
                 full = _read_whole(tensor, target, view)
                 if slot.any_shape and full.numel() == 1:
-                    full = full.expand(sum(sizes))  # one scale for all partitions
-                elif slot.any_shape:
-                    full = full.view(-1, *slot.full_shape[1:])
-                if full.shape[dim] != sum(sizes):
-                    found, expected = full.shape[dim], sum(sizes)
+                    full = full.view(1).expand(sum(sizes))  # one scale for all partitions
+                full = _reshaped(full, slot, (sum(sizes), *slot.full_shape[1:]))
+                found, expected = full.shape[dim] if dim < full.dim() else 1, sum(sizes)
+                if found != expected or dim >= full.dim():
                     raise ValueError(
                         f"{tensor.name} has {found} {'columns' if dim else 'rows'} in the checkpoint; the config "
                         f"specifies {expected}"
@@ -185,6 +183,13 @@ def _read_whole(tensor: CheckpointTensor, target: Target, like: torch.Tensor) ->
     full = torch.empty(tensor.shape, dtype=like.dtype, device=like.device)
     tensor.read_into(full)
     return full if target.transform is None else target.transform(full)
+
+
+def _reshaped(full: torch.Tensor, slot: LoadSlot, shape: tuple[int, ...]) -> torch.Tensor:
+    """With more or fewer dimensions of one, where the slot allows that."""
+    if slot.any_shape and [n for n in full.shape if n != 1] == [n for n in shape if n != 1]:
+        return full.view(shape)
+    return full
 
 
 def _check_shape(name: str, shape: Iterable[int], slot: LoadSlot) -> None:
