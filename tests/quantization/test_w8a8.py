@@ -108,7 +108,7 @@ def test_through_the_engine(tmp_path, monkeypatch, family, static):
     rounded_inputs.register()
     ours, plain = checkpoints(tmp_path, family, w8a8(static=static))
 
-    def choose(dtype, device, dequantize, int8_inputs=False):
+    def choose(dtype, device, dequantize, int8_inputs=False, **_):
         return W8A8Kernel(dtype) if int8_inputs else chosen(dtype, device, True)
 
     from quire.quantization import compressed_tensors
