@@ -121,11 +121,12 @@ def _kept(method: LinearMethod) -> tuple[str, str]:
 
 
 def speed(name: str, option: str | None) -> str:
-    """On a GPU by how much faster than bfloat16; on a CPU milliseconds of a token."""
+    """By how much faster than bfloat16."""
     row = (name, option)
     if row in ON_A_CPU:
-        runs = json.loads((RESULTS / CPU_FILE).read_text("utf-8"))["runs"][ON_A_CPU[row]]
-        return f"CPU: {1000 * statistics.median(run['seconds'] for run in runs):.1f} ms"
+        runs = json.loads((RESULTS / CPU_FILE).read_text("utf-8"))["runs"]
+        bf16, here = (statistics.median(run["seconds"] for run in runs[case]) for case in ("bf16", ON_A_CPU[row]))
+        return f"CPU: decode {bf16 / here:.2f}x"
     if row not in ON_A_GPU:
         return ""
     here, bf16 = _figures(*ON_A_GPU[row]), _figures(*UNQUANTIZED)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu.int_checkpoints [--rounds 3] [--output FILE.json]
 
-The embedded model, written as GPTQ (4 bits), W8A16 and W8A8, beside its own Q4_1 and --quantization int8. Each run is
-a process of its own with one request of many tokens; a figure is the median of the rounds. Bytes are those of the
-packed weights that a step reads, the head among them.
+The embedded model, written as GPTQ (4 bits), W8A16 and W8A8, beside its own Q4_1, bf16 and --quantization int8. Each
+run is a process of its own with one request of many tokens; a figure is the median of the rounds. Bytes are those of
+the packed weights that a step reads, the head among them.
 """
 
 import argparse
@@ -64,8 +64,11 @@ def run_one(model: str | None, quantization: str | None) -> dict[str, float]:
         llm.generate(prompt, params, use_tqdm=False)
         seconds.append((time.perf_counter() - began) / TOKENS)
     network = llm.llm_engine.client.core.executor.worker.runner.model  # type: ignore[attr-defined]
-    packed = {id(part): part.nbytes for w in block_quantized_weights(network) for part in w.parts if part is not None}
-    if not any(w is getattr(network.lm_head, "block_weight", None) for w in block_quantized_weights(network)):
+    weights = block_quantized_weights(network)
+    packed = {id(part): part.nbytes for w in weights for part in w.parts if part is not None}
+    if not weights:
+        packed[0] = network.num_parameters * 2
+    elif not any(w is getattr(network.lm_head, "block_weight", None) for w in weights):
         packed[0] = network.embed_tokens.weight.numel() * 2  # the head, in bfloat16
     llm.shutdown()
     return {"seconds": min(seconds), "bytes": float(sum(packed.values()))}
@@ -83,7 +86,8 @@ def main() -> None:
         return
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        cases = {"Q4_1": ("-", "-"), "int8": (str(Path(folder) / "bf16"), "int8")}
+        unquantized = str(Path(folder) / "bf16")
+        cases = {"bf16": (unquantized, "-"), "Q4_1": ("-", "-"), "int8": (unquantized, "int8")}
         write(Path(folder) / "bf16", Format({}, lambda name, weight: ({"weight": weight.bfloat16()}, weight)))
         (Path(folder) / "bf16" / "config.json").write_text(
             json.dumps(load_hf_config(resolve_model(None)) | {"quantization_config": None}, default=str)

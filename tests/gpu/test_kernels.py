@@ -82,7 +82,7 @@ def test_attention_over_an_fp8_cache(mix):
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(32, 8, 128), (9, 3, 64), (8, 1, 256)])
-@pytest.mark.parametrize("mix", cases.MIXES)
+@pytest.mark.parametrize("mix", MIXES)
 def test_a_cache_with_a_scale_per_token_and_head(mix, heads, kv_heads, head_size, cache_dtype):
     shape = (torch.bfloat16, heads, kv_heads, head_size)
     for features in ("", "all"):
@@ -91,7 +91,7 @@ def test_a_cache_with_a_scale_per_token_and_head(mix, heads, kv_heads, head_size
     cases.check_attention("decode", "cuda", *shape, cache_dtype=cache_dtype, scales="token", prefix=256, padding=2)
 
 
-@pytest.mark.parametrize("mix", cases.MIXES)
+@pytest.mark.parametrize("mix", MIXES)
 def test_a_cache_with_a_scale_per_layer(mix):
     fp8 = {"cache_dtype": torch.float8_e4m3fn, "scales": "layer"}
     cases.check_attention(mix, "cuda", torch.bfloat16, 32, 8, 128, **fp8)
