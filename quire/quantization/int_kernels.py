@@ -52,6 +52,29 @@ class IntKernel(Protocol):
         ...
 
 
+class MultipliesByKernel:
+    """The products of a LinearMethod, made by its `kernel`."""
+
+    kernel: IntKernel
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.kernel.apply(layer, x, bias)
+
+    def can_fuse(self, layer: nn.Module) -> bool:
+        return self.kernel.can_fuse(layer)
+
+    def apply_fused(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNormParams | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        return self.kernel.apply_fused(layer, x, bias, norm, residual, silu)
+
+
 def choose_int_kernel(
     dtype: torch.dtype,
     device: torch.device,

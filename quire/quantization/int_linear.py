@@ -8,12 +8,11 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, keep
 from quire.quantization.block_quantized import BlockQuantizedWeight, weight_of
 from quire.quantization.fp8 import UNUSED_SCALES
-from quire.quantization.int_kernels import IntKernel
+from quire.quantization.int_kernels import IntKernel, MultipliesByKernel
 from quire.quantization.int_weight import IntWeight
 
 
@@ -135,7 +134,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
-class IntLinearMethod:
+class IntLinearMethod(MultipliesByKernel):
     """Reads a format's tensors, decodes them to an IntWeight for each partition, and has a kernel multiply by these."""
 
     scheme: IntScheme
@@ -163,23 +162,6 @@ class IntLinearMethod:
         parts: list[StoredPart] = layer.stored_parts  # type: ignore[assignment]
         del layer.stored_parts
         self.kernel.prepare(layer, (part.weight() for part in parts), self.module)
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.kernel.apply(layer, x, bias)
-
-    def can_fuse(self, layer: nn.Module) -> bool:
-        return self.kernel.can_fuse(layer)
-
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RMSNormParams | None = None,
-        residual: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> torch.Tensor:
-        return self.kernel.apply_fused(layer, x, bias, norm, residual, silu)
 
 
 class IntConfig(Protocol):

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from quire.kernels.int_linear import PLANES, pack_int_weight, prepare_int_linear
-from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.quantization.base import LinearMethod, Partition, keep
 from quire.quantization.block_quantized import BlockQuantizedWeight
+from quire.quantization.int_kernels import MultipliesByKernel
 from quire.quantization.int_triton import IntPart, TritonIntKernel, keep_parts
 from quire.quantization.staging import Staging
 
@@ -48,7 +48,7 @@ def _nonzero(scales: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class OnlineIntLinearMethod:
+class OnlineIntLinearMethod(MultipliesByKernel):
     """Quantizes a layer as soon as its parts are loaded: the model is never in memory unquantized."""
 
     bits: int
@@ -83,23 +83,6 @@ class OnlineIntLinearMethod:
         assert hasattr(layer, "int_parts"), "not all parts of the weight were loaded"
         _, _, device = layer.staged  # type: ignore[misc]
         prepare_int_linear(device)
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.kernel.apply(layer, x, bias)
-
-    def can_fuse(self, layer: nn.Module) -> bool:
-        return self.kernel.can_fuse(layer)
-
-    def apply_fused(
-        self,
-        layer: nn.Module,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RMSNormParams | None = None,
-        residual: torch.Tensor | None = None,
-        silu: bool = False,
-    ) -> torch.Tensor:
-        return self.kernel.apply_fused(layer, x, bias, norm, residual, silu)
 
 
 class OnlineIntQuantization:
