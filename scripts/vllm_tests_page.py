@@ -75,7 +75,8 @@ The tests in vLLM's repository that talk to a server over HTTP or run a command,
 with SmolLM2-135M in place of every model that they name: as it is, and as a copy that `python -m scripts.vllm_stand_in`
 has trained for some minutes to write tool calls and reasoning. A test that passes with one of them counts as passed;
 tests of vLLM's own classes are not counted. Made by `python -m scripts.vllm_tests_page` from what
-`python -m scripts.vllm_online_tests` reports; the outcomes below are of one run with each.
+`python -m scripts.vllm_online_tests` reports; the outcomes below are of one run with each, those of `test_run_batch.py`
+and `test_render.py` of a second.
 """
 
 
