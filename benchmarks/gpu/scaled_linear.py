@@ -23,14 +23,13 @@ from torch import nn
 
 from benchmarks.gpu.int_linear import (
     EXPERT_ROWS,
-    QWEN3_30B,
     ROTATED_BYTES,
     SHAPES,
     attempt,
     in_processes,
     microseconds,
 )
-from benchmarks.gpu.moe import KIND
+from benchmarks.gpu.moe import KIND, QWEN3_30B
 from quire.kernels.moe import Fp8ExpertWeights, ScaledWeight, fused_layer, moe_triton, prepare_moe
 from quire.kernels.quantize_fp8 import FP8, quantize_fp8, quantize_int8
 from quire.kernels.scaled_linear import _library_blocks, has_library_blocks, scaled_linear

@@ -18,6 +18,7 @@ class DraftRows(Protocol):
     num_tokens: torch.Tensor  # [rows] int64: known tokens, without drafts
     num_computed: torch.Tensor  # [rows] int64: after the step, drafts included
     token_limit: torch.Tensor  # [rows] int64: the most tokens a row may have
+    num_found: torch.Tensor  # [rows] int32: drafts behind the known tokens, where a proposer may find none
 
 
 def accept_drafts_torch(

@@ -24,6 +24,7 @@ Outputs are padded to a multiple of 16 and inputs to one of the chunk, with scal
 before these.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -288,6 +289,12 @@ def _by_plane(values: torch.Tensor, plane: int, inputs: int, padded_k: int, padd
     return F.pad(bits, (0, 0, 0, padded_n - values.shape[-2]))
 
 
+@functools.cache
+def _numbers(kind: Kind, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What codes stand for, as `dtype` rounds it. Kept: a graph cannot copy it from the host."""
+    return torch.tensor(NUMBERS[kind], device=device).to(dtype).float()
+
+
 def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[(E,) N, K], in the weight's dtype unless told; computed in float32."""
     w = weight
@@ -298,7 +305,7 @@ def dequantize_torch(weight: PackedIntWeight, dtype: torch.dtype | None = None) 
         scales = scales.repeat_interleave(w.plane // w.parts, -1)
         others = None if others is None else others.repeat_interleave(w.plane, -1)
     if w.kind in NUMBERS:
-        values = torch.tensor(NUMBERS[w.kind], device=codes.device).to(w.dtype).float()[codes] * scales
+        values = _numbers(w.kind, w.dtype, codes.device)[codes] * scales
     elif w.has_centres:
         assert others is not None
         values = (codes - middle) * scales + others

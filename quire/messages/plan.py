@@ -90,6 +90,7 @@ class ModelRunnerOutput:
     num_sampled: np.ndarray  # [n] int32
     logprobs: Logprobs | None = None
     drafts: np.ndarray | None = None  # [n, k] int32: for the next step, if a row has a grammar
+    num_found: np.ndarray | None = None  # [n] int32: drafts found for the next step; None: as many as may be
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float32, by plan row that pools and is done
     transfers: tuple[FinishedTransfers, ...] = ()  # by KV connector

@@ -1,27 +1,54 @@
-"""What a proposer must offer, and finding the one that was configured."""
+"""What a proposer of drafts must offer, and finding the one that was configured."""
 
 import importlib
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.messages.plan import NewRow, SchedulerOutput
+
+# Methods by name: the module and class of each, imported when it is configured.
+PROPOSERS: dict[str, str] = {}
 
 
-class Proposer(Protocol):
+@dataclass(slots=True)
+class DraftStep:
+    """What a step leaves for a proposer, after its tokens are drawn and the state is advanced by those accepted."""
+
+    plan: SchedulerOutput  # what the host knows of the step
+    rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
+    state: DraftRows
+
+
+class Proposer:
     """Made as `Class(config, device)`. Any drafts are safe: a wrong one costs its part of a step, never a token."""
 
-    def propose(self, rows: torch.Tensor, state: DraftRows) -> None:
-        """After every step: write guesses behind the known tokens of rows ([n], -1 for padding) that may decode next,
+    # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
+    finds: ClassVar[bool] = False
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.num_drafts = config.speculative.num_drafts
+
+    def add_row(self, new: NewRow) -> None:
+        """A request gets a row: for the first time, or when resumed after preemption."""
+
+    def remove_row(self, row: int) -> None:
+        """Its request has finished or was preempted."""
+
+    def propose(self, step: DraftStep) -> None:
+        """After every step: write guesses behind the known tokens of rows that may decode next,
         state.token_ids[row, num_tokens : num_tokens + num_drafts], on the current stream, without waiting for it."""
-        ...
+        raise NotImplementedError
 
 
 def make_proposer(config: EngineConfig, device: torch.device) -> Proposer | None:
-    place = config.speculative.method
-    if place is None:
+    method = config.speculative.method
+    if method is None:
         return None
+    place = PROPOSERS.get(method, method)
     module, _, name = place.partition(":")
     try:
         proposer: Proposer = getattr(importlib.import_module(module), name)(config, device)

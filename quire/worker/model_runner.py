@@ -24,7 +24,7 @@ from quire.models.base import LanguageModel
 from quire.pooling.pooler import Pooler
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
-from quire.spec_decode.proposer import Proposer
+from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.cache_pages import block_view, new_pages, page_views
 from quire.worker.features import FeatureStore
 from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs, graph_sizes
@@ -188,7 +188,8 @@ class ModelRunner:
             self.sampler,
             grammar,
             self.num_drafts,
-            functools.partial(self.proposer.propose, step.rows, self.rows),
+            self.proposer,
+            DraftStep(step.plan, step.rows, self.rows),
             functools.partial(self._complete, step),
         )
 
@@ -237,11 +238,15 @@ class ModelRunner:
             self.sampler.remove_row(row)
             self.prompt_logprobs.remove_row(row)
             self.pooler.remove_row(row)
+            if self.proposer is not None:
+                self.proposer.remove_row(row)
         self.rows.add(plan.new_rows)
         for new in plan.new_rows:
             self.sampler.add_row(new)
             self.prompt_logprobs.add_row(new)
             self.pooler.add_row(new)
+            if self.proposer is not None:
+                self.proposer.add_row(new)
         self.features.add(plan)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:

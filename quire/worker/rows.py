@@ -50,6 +50,7 @@ class RowState:
         # In one allocation, each at a multiple of 16 bytes: new rows are one write.
         self._counts = torch.zeros(3, aligned(num_rows, 8), dtype=torch.int64, device=device)
         self.num_tokens, self.num_computed, self.token_limit = self._counts[:, :num_rows]
+        self.num_found = torch.zeros(num_rows, dtype=torch.int32, device=device)  # drafts, if not always all
         self.block_sizes = [group.spec.block_size // pages for group, pages in counted]
         # All tables in one allocation, so that the blocks of every group are appended by one write.
         self._all_tables = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)

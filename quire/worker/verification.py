@@ -13,6 +13,7 @@ from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs
 from quire.sample.processors import SampleBatch
 from quire.sample.sampler import Sampler
+from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.rows import RowState, offsets_within
 from quire.worker.transfer import Pending
 
@@ -34,11 +35,13 @@ def sample_and_verify(
     sampler: Sampler,
     grammar: GrammarMask | None,
     num_drafts: int,
-    propose: Callable[[], None],
+    proposer: Proposer,
+    after: DraftStep,
     complete: Callable[[ModelRunnerOutput], ModelRunnerOutput],
 ) -> Pending[ModelRunnerOutput]:
     """Draw a token at every position as if the drafts before it were right; rows keep those up to the first surprise,
-    and get new drafts of up to `num_drafts`. The host gets these too if it has to make masks for them."""
+    and get new drafts of up to `num_drafts` from the proposer. The host gets these too if it has to make masks for
+    them, and their number if there may be fewer."""
     assert plan.num_drafts is not None
     counts = 1 + plan.num_drafts
     width = int(counts.max())
@@ -82,18 +85,24 @@ def sample_and_verify(
     def make(ids: np.ndarray, num_sampled: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
         return complete(ModelRunnerOutput(ids, num_sampled, Logprobs(where, *found) if found else None))
 
-    if not sampler.constrains(plan.rows.tolist()):
+    constrained = sampler.constrains(plan.rows.tolist())
+    if not (constrained or proposer.finds):
         pending = Pending(make, out, num_sampled, *found)
-        propose()  # results do not wait for it
+        proposer.propose(after)  # results do not wait for it
         return pending
-    propose()
+    proposer.propose(after)
+    drafts_found = [state.num_found[rows.long()]] if proposer.finds else []
+    new_drafts = [drafts_of(rows, state, num_drafts)] if constrained else []
 
-    def make_with_drafts(drafts: np.ndarray, *arrays: np.ndarray) -> ModelRunnerOutput:
-        output = make(*arrays)
-        output.drafts = drafts
+    def make_with_drafts(*arrays: np.ndarray) -> ModelRunnerOutput:
+        rest = list(arrays)
+        num_found = rest.pop(0) if drafts_found else None
+        drafts = rest.pop(0) if new_drafts else None
+        output = make(*rest)
+        output.num_found, output.drafts = num_found, drafts
         return output
 
-    return Pending(make_with_drafts, drafts_of(rows, state, num_drafts), out, num_sampled, *found)
+    return Pending(make_with_drafts, *drafts_found, *new_drafts, out, num_sampled, *found)
 
 
 def drafts_of(rows: torch.Tensor, state: RowState, num_drafts: int) -> torch.Tensor:

@@ -94,4 +94,4 @@ def test_experts_quantized_while_loading_are_one_weight():
     experts.process_after_loading()
     assert isinstance(experts.packed, Fp8ExpertWeights)
     assert experts.down[3].weight.data_ptr() == experts.packed.down.data[3].data_ptr()
-    assert off(experts(x, logits), apart) < 0.05
+    assert off(experts(x, logits), apart) < 0.06  # inputs of down are rounded to fp8 after sums in another order

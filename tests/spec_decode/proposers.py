@@ -3,20 +3,17 @@ One file, and a name: --speculative-config '{"method": "tests.spec_decode.propos
 
 import torch
 
-from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.spec_decode.proposer import DraftStep, Proposer
 
 KNOWN: list[list[int]] = []  # texts that right drafts come from: prompt and output of a run without drafts
 
 
-class Fixed:
+class Fixed(Proposer):
     """Writes its drafts behind the known tokens of rows, on the device."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self.num_drafts = config.speculative.num_drafts
-
-    def propose(self, rows: torch.Tensor, state: DraftRows) -> None:
-        rows = rows[rows >= 0].long()
+    def propose(self, step: DraftStep) -> None:
+        state, rows = step.state, step.rows[step.rows >= 0].long()
         at = state.num_tokens[rows].unsqueeze(1) + torch.arange(self.num_drafts, device=rows.device)
         at = at.clamp(max=state.token_ids.shape[1] - 1)
         state.token_ids[rows.unsqueeze(1), at] = self.drafts(rows, state, at).int()

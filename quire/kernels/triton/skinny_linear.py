@@ -423,6 +423,7 @@ def skinny_linear(
         x, weight, y, bias, residual, weight_scale, x_scale, space.partial, space.arrived,
         rows, config.splits, k, n, x.stride(0), x_scale.stride(-1) if x_scale is not None and groups is not None else 0,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.splits > 1, STAGES=stages,
-        LINES=min(8, triton.next_power_of_2(slab // per_line)) if pdl else 1, LINE=per_line, num_stages=stages, **flags,
+        LINES=min(8, triton.next_power_of_2(triton.cdiv(slab, per_line))) if pdl else 1, LINE=per_line,
+        num_stages=stages, **flags,
     )  # fmt: skip
     return y
