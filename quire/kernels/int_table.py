@@ -160,7 +160,58 @@ def _config(
 
 # (bits, rows, experts, chosen, hidden size, intermediate size) -> kernels; None: dequantize, then those of moe_table.
 # Tiles read whole chunks: no block_k.
-MEASURED_EXPERTS: dict[tuple[int, int, int, int, int, int], MoeConfig | None] = {}
+MEASURED_EXPERTS: dict[tuple[int, int, int, int, int, int], MoeConfig | None] = {
+    (4, 1, 128, 8, 2048, 768): FewConfig(SlabConfig(32, 0, warps=2, stages=3), SlabConfig(64, 0, stages=4)),
+    (4, 2, 128, 8, 2048, 768): FewConfig(SlabConfig(32, 0, warps=2, stages=4), SlabConfig(32, 0, warps=2, stages=4)),
+    (4, 4, 128, 8, 2048, 768): FewConfig(SlabConfig(32, 0, warps=2, stages=3), SlabConfig(128, 0, stages=3)),
+    (4, 8, 128, 8, 2048, 768): FewConfig(SlabConfig(32, 0, warps=2, stages=3), SlabConfig(128, 0, stages=3)),
+    (4, 16, 128, 8, 2048, 768): GroupedConfig(
+        16, TileConfig(64, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)
+    ),
+    (4, 32, 128, 8, 2048, 768): GroupedConfig(
+        16, TileConfig(64, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)
+    ),
+    (4, 64, 128, 8, 2048, 768): GroupedConfig(
+        16, TileConfig(64, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)
+    ),
+    (4, 128, 128, 8, 2048, 768): GroupedConfig(
+        16, TileConfig(64, 0, stages=2, tma=False), TileConfig(64, 0, tma=False)
+    ),
+    (4, 256, 128, 8, 2048, 768): GroupedConfig(
+        16, TileConfig(64, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)
+    ),
+    (4, 512, 128, 8, 2048, 768): GroupedConfig(
+        64, TileConfig(64, 0, stages=3, tma=False), TileConfig(128, 0, warps=8, stages=3, tma=False)
+    ),
+    (4, 1024, 128, 8, 2048, 768): GroupedConfig(
+        64, TileConfig(64, 0, stages=3, tma=False), TileConfig(128, 0, warps=8, stages=3, tma=False)
+    ),
+    (4, 4096, 128, 8, 2048, 768): GroupedConfig(
+        128, TileConfig(128, 0, warps=8, stages=3, tma=False), TileConfig(64, 0, stages=3, tma=False)
+    ),
+    (4, 1, 32, 4, 2880, 2880): FewConfig(SlabConfig(32, 0, warps=2, stages=4), SlabConfig(16, 0, warps=1, stages=4)),
+    (4, 2, 32, 4, 2880, 2880): FewConfig(SlabConfig(32, 0, warps=2, stages=4), SlabConfig(16, 0, warps=1, stages=4)),
+    (4, 4, 32, 4, 2880, 2880): FewConfig(SlabConfig(16, 0, warps=1, stages=4), SlabConfig(32, 0, warps=2, stages=4)),
+    (4, 8, 32, 4, 2880, 2880): GroupedConfig(16, TileConfig(64, 0, tma=False), TileConfig(64, 0, tma=False)),
+    (4, 16, 32, 4, 2880, 2880): GroupedConfig(16, TileConfig(64, 0, tma=False), TileConfig(64, 0, tma=False)),
+    (4, 32, 32, 4, 2880, 2880): GroupedConfig(16, TileConfig(64, 0, tma=False), TileConfig(64, 0, tma=False)),
+    (4, 64, 32, 4, 2880, 2880): GroupedConfig(16, TileConfig(64, 0, tma=False), TileConfig(64, 0, tma=False)),
+    (4, 128, 32, 4, 2880, 2880): GroupedConfig(
+        32, TileConfig(64, 0, stages=3, tma=False), TileConfig(64, 0, stages=3, tma=False)
+    ),
+    (4, 256, 32, 4, 2880, 2880): GroupedConfig(
+        64, TileConfig(64, 0, stages=3, tma=False), TileConfig(128, 0, warps=8, stages=3, tma=False)
+    ),
+    (4, 512, 32, 4, 2880, 2880): GroupedConfig(
+        64, TileConfig(64, 0, stages=3, tma=False), TileConfig(64, 0, stages=3, tma=False)
+    ),
+    (4, 1024, 32, 4, 2880, 2880): GroupedConfig(
+        128, TileConfig(64, 0, stages=3, tma=False), TileConfig(128, 0, warps=8, stages=3, tma=False)
+    ),
+    (4, 4096, 32, 4, 2880, 2880): GroupedConfig(
+        128, TileConfig(64, 0, stages=3, tma=False), TileConfig(128, 0, warps=8, stages=3, tma=False)
+    ),
+}
 
 
 def choose_experts(bits: int, rows: int, shape: Shape) -> MoeConfig | None:

@@ -244,7 +244,8 @@ def _few_experts(
     from quire.kernels.triton import int_experts, moe_few
 
     if isinstance(w, IntExpertWeights):
-        return int_experts.few_experts(x, weights, experts, w, config, norm, residual, pdl)
+        assert norm is None
+        return int_experts.few_experts(x, weights, experts, w, config, residual, pdl)
     return moe_few.few_experts(x, weights, experts, w, config, norm, residual, pdl)
 
 
@@ -299,7 +300,13 @@ def fused_layer(
         config = choose_few_experts(w.gate_up.bits, len(x), w.shape(top_k))
     config = config or choose_few(len(x), w.shape(top_k))
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
-    routes = moe_route.router(x, router, router_bias, norm, top_k, renormalize or scoring == "topk_softmax")
+    of_chosen = renormalize or scoring == "topk_softmax"
+    if norm is not None and isinstance(w, IntExpertWeights):
+        # Their products are too short to hide a norm in each program.
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        routes = moe_route.router(x, router, router_bias, norm, top_k, of_chosen, normed)
+        return _few_experts(normed, *routes, w, config, None, residual, pdl)
+    routes = moe_route.router(x, router, router_bias, norm, top_k, of_chosen)
     return _few_experts(x, *routes, w, config, norm, residual, pdl)
 
 

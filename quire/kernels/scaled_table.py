@@ -21,7 +21,28 @@ class ScaledConfig:
 
 
 # (kind, rows, inputs, outputs) -> kernel; None: the library. Rows are the bucket's upper end. On an H200.
-MEASURED: dict[tuple[Kind, int, int, int], ScaledConfig | None] = {}
+MEASURED: dict[tuple[Kind, int, int, int], ScaledConfig | None] = {
+    ("blocks", 128, 4096, 6144): ScaledConfig(block_m=64, block_n=64, warps=4, stages=6),
+    ("blocks", 256, 4096, 6144): None,
+    ("blocks", 512, 4096, 6144): ScaledConfig(block_m=64, block_n=128, warps=4, stages=3),
+    ("blocks", 1024, 4096, 6144): None,
+    ("blocks", 4096, 4096, 6144): None,
+    ("blocks", 128, 4096, 4096): ScaledConfig(block_m=64, block_n=64, warps=4, stages=6),
+    ("blocks", 256, 4096, 4096): ScaledConfig(block_m=128, block_n=64, warps=4),
+    ("blocks", 512, 4096, 4096): None,
+    ("blocks", 1024, 4096, 4096): None,
+    ("blocks", 4096, 4096, 4096): None,
+    ("blocks", 128, 4096, 28672): None,
+    ("blocks", 256, 4096, 28672): None,
+    ("blocks", 512, 4096, 28672): None,
+    ("blocks", 1024, 4096, 28672): None,
+    ("blocks", 4096, 4096, 28672): None,
+    ("blocks", 128, 14336, 4096): ScaledConfig(block_m=64, block_n=64, warps=4, stages=6),
+    ("blocks", 256, 14336, 4096): None,
+    ("blocks", 512, 14336, 4096): None,
+    ("blocks", 1024, 14336, 4096): None,
+    ("blocks", 4096, 14336, 4096): None,
+}
 
 
 def choose(kind: Kind, rows: int, k: int, n: int, has_library: bool) -> ScaledConfig | None:

@@ -15,11 +15,8 @@ from quire.kernels.int_linear import PANEL, PackedIntWeight
 from quire.kernels.int_table import MIN_BLOCK_M
 from quire.kernels.moe import IntExpertWeights
 from quire.kernels.moe_table import FewConfig, TileConfig
-from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.triton.int_linear import (
-    NORM_BLOCK,
     PREFETCHED,
-    inverse_norms,
     layout_flags,
     multiply,
     prefetch,
@@ -41,9 +38,7 @@ def _few_gate_up_kernel(
     factors,  # [E, 2 * D] float32
     inner,  # [rows * TOP_K, D]
     bias,  # [E, 2 * D]
-    gain,  # [H] of an RMSNorm of x
     experts,  # [rows * TOP_K]
-    rows,
     H,
     D,
     chunks,
@@ -51,12 +46,10 @@ def _few_gate_up_kernel(
     scales_stride,
     scale_stride,  # of chunks
     x_stride,
-    eps,
     X_EACH: tl.constexpr,  # pairs of a row of x
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NORM_BLOCK: tl.constexpr,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -67,7 +60,6 @@ def _few_gate_up_kernel(
     FACTORS: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     SWIGLUOAI: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -88,17 +80,13 @@ def _few_gate_up_kernel(
     m = tl.arange(0, BLOCK_M)
     x_rows = x + row.to(tl.int64) * x_stride + m[None, :] * 0
     acc, acc_up = multiply(
-        x_rows, (m < EACH)[None, :], gain, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
+        x_rows, (m < EACH)[None, :], None, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
         scales + expert * scales_stride + inside_n * COUNT, factors + expert * 2 * D + inside_n if FACTORS else None,
         (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT, D, 0, chunks, H, scale_stride,
-        BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, HAS_NORM, True,
+        BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, True,
         PLANE, False, STAGES, INTERPRETED,
     )  # fmt: skip
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
-    if HAS_NORM:
-        factor = tl.sum(inverse_norms(x, row, rows, H, x_stride, eps, BLOCK_M, 1, NORM_BLOCK), 0)
-        total *= factor
-        total_up *= factor
     if HAS_BIAS:
         added = bias + expert * 2 * D + n
         total += tl.load(added, mask=n < D, other=0.0).to(tl.float32)
@@ -265,7 +253,6 @@ def few_experts(
     experts: torch.Tensor,
     w: IntExpertWeights,
     config: FewConfig,
-    norm: RMSNormParams | None,
     residual: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
@@ -276,18 +263,15 @@ def few_experts(
     y = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     launch: dict[str, Any] = {"TOP_K": top_k, "PDL": pdl, "BLOCK_M": MIN_BLOCK_M}
     launch |= {"launch_pdl": True} if pdl else {}
-    gain, eps = norm if norm is not None else (None, 0.0)
     each = top_k
     if w.rounding is not None:
-        assert norm is None
         x, each = w.rounding.rounded(x, experts)
     first, second = config.gate_up, config.down
     stages = stages_for(w.gate_up, first.stages, first.block_n, MIN_BLOCK_M, 2)
     _few_gate_up_kernel[(rows * top_k, triton.cdiv(width, first.block_n))](
-        x, w.gate_up.words, w.gate_up.scales, w.gate_up.factors, inner, w.gate_up_bias, gain, experts, rows, hidden,
-        width, *_strides(w.gate_up), x.stride(0), eps, BLOCK_N=first.block_n,
-        NORM_BLOCK=min(NORM_BLOCK, triton.next_power_of_2(hidden)), HAS_BIAS=w.gate_up_bias is not None,
-        HAS_NORM=norm is not None, SWIGLUOAI=w.activation == "swigluoai", STAGES=stages, num_warps=first.warps,
+        x, w.gate_up.words, w.gate_up.scales, w.gate_up.factors, inner, w.gate_up_bias, experts, hidden, width,
+        *_strides(w.gate_up), x.stride(0), BLOCK_N=first.block_n, HAS_BIAS=w.gate_up_bias is not None,
+        SWIGLUOAI=w.activation == "swigluoai", STAGES=stages, num_warps=first.warps,
         num_stages=stages, X_EACH=each, **launch, **layout_flags(w.gate_up),
     )  # fmt: skip
     if w.rounding is not None:

@@ -96,6 +96,7 @@ def _router_kernel(
     arrived,  # [MAX_FUSED_ROWS] int32: zero before and after
     weights,  # [N, TOP_K] float32
     experts,  # [N, TOP_K] int32
+    normed,  # [N, H]
     E,
     H,
     x_stride,
@@ -108,6 +109,7 @@ def _router_kernel(
     OF_CHOSEN: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    KEEPS_NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -126,6 +128,8 @@ def _router_kernel(
     values = tl.load(x + row * x_stride + h, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         values *= tl.rsqrt(tl.sum(values * values, 0) / H + eps) * gain
+    if KEEPS_NORMED and tl.program_id(1) == 0:
+        tl.store(normed + row * H + h, values.to(normed.dtype.element_ty), mask=inside)
     found = tl.sum(tile * values[None, :], 1)
     if HAS_BIAS:
         found += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
@@ -174,8 +178,9 @@ def router(
     norm: RMSNormParams | None,
     top_k: int,
     of_chosen: bool,
+    normed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """route() of x's product with the router's weight, in one kernel."""
+    """route() of x's product with the router's weight, in one kernel, which keeps the normed x if asked."""
     rows, hidden = x.shape
     assert rows <= MAX_FUSED_ROWS
     num_experts = weight.shape[0]
@@ -185,10 +190,10 @@ def router(
     block_n = max(1, TILE // block_h)
     gain, eps = norm if norm is not None else (None, 0.0)
     _router_kernel[(rows, triton.cdiv(num_experts, block_n))](
-        x, gain, weight, bias, logits, RouteWorkspace.of(x.device).arrived, weights, experts,
+        x, gain, weight, bias, logits, RouteWorkspace.of(x.device).arrived, weights, experts, normed,
         num_experts, hidden, x.stride(0), eps, TOP_K=top_k, BLOCK_E=block, CHUNK=_chunk(block), BLOCK_N=block_n,
-        BLOCK_H=block_h, OF_CHOSEN=of_chosen, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, num_warps=4,
-        **early_launch(x),
+        BLOCK_H=block_h, OF_CHOSEN=of_chosen, HAS_NORM=norm is not None, HAS_BIAS=bias is not None,
+        KEEPS_NORMED=normed is not None, num_warps=4, **early_launch(x),
     )  # fmt: skip
     return weights, experts
 
