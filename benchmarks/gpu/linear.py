@@ -1,7 +1,8 @@
 """Times the library and every candidate kernel for few rows, and prints the lines of quire/kernels/skinny_table.py.
 
-    python -m benchmarks.gpu.linear [--out DIR]
+    python -m benchmarks.gpu.linear [--models 0.6B,8B,gpt-oss] [--out DIR]
 
+Other than 0.6B and 8B, models are measured in bfloat16 alone.
 Every figure is one launch's share of a CUDA graph of launches over enough copies of the weight to defeat the L2 cache.
 fp8 figures include quantizing the activations, except in gemv, which takes them as they are.
 """
@@ -37,8 +38,11 @@ SHAPES = {
     "8B gate_up": (4096, 28672),
     "8B down": (14336, 4096),
     "8B head": (4096, 128256),
+    "gpt-oss qkv": (2880, 5120),
+    "gpt-oss o": (4096, 2880),
+    "gpt-oss head": (2880, 201088),
 }
-HEADS = ("0.6B head", "8B head")  # stay unquantized
+HEADS = ("0.6B head", "8B head", "gpt-oss head")  # stay unquantized
 PDL_SHAPES = ("0.6B qkv", "0.6B o", "0.6B gate_up", "0.6B down", "8B o")
 LARGE_ROWS = (256, 2048, 8192)
 ROTATED_BYTES = 200 << 20
@@ -121,11 +125,17 @@ def compile_some(jobs: list[tuple[int, int, int, int, SkinnyConfig]]) -> int:
     return len(jobs)
 
 
-def compile_all() -> int:
+def formats(name: str) -> tuple[int, ...]:
+    """Bytes of a weight's elements."""
+    return (2, 1) if name not in HEADS and name.startswith(("0.6B", "8B")) else (2,)
+
+
+def compile_all(names: list[str]) -> int:
     """In parallel processes; kernels that differ only in sizes are compiled once."""
     jobs: dict[tuple[Any, ...], tuple[int, int, int, int, SkinnyConfig]] = {}
-    for name, (k, n) in SHAPES.items():
-        for itemsize in (2,) if name in HEADS else (2, 1):
+    for name in names:
+        k, n = SHAPES[name]
+        for itemsize in formats(name):
             for rows in BUCKETS:
                 for c in candidates(itemsize, rows, k, n):
                     m = rows if c.kind == "gemv" else max(16, rows)
@@ -238,16 +248,19 @@ def table_lines(results: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
-    out = Path(parser.parse_args().out)
+    parser.add_argument("--models", default="0.6B,8B,gpt-oss")
+    options = parser.parse_args()
+    out, models = Path(options.out), options.models.split(",")
+    names = [name for name in SHAPES if name.split()[0] in models]
     began = time.time()
-    compiled = compile_all()
+    compiled = compile_all(names)
     print(f"{compiled} kernels compiled in {time.time() - began:.0f} s", flush=True)
     prepare_skinny_linear(DEVICE)
     torch.manual_seed(0)
     results: list[dict[str, Any]] = []
     print("us per launch: library>best (TB/s of the faster), g: gemv, d: dot; columns: rows " + str(BUCKETS))
-    for name in SHAPES:
-        for itemsize in (2,) if name in HEADS else (2, 1):
+    for name in names:
+        for itemsize in formats(name):
             rows = measure(name, itemsize)
             results += rows
             cells = [
@@ -257,9 +270,9 @@ def main() -> None:
             pdl = [f"; with dependent launch {r['best_pdl_us']:.2f} at 1 row" for r in rows if r["best_pdl_us"]]
             print(f"{'':18}worst error {max(r['worst_error'] for r in rows):.4f}{''.join(pdl)}")
             (out / "linear.json").write_text(json.dumps(results))
-    fused = measure_fused(1)
+    fused = measure_fused(1) if "0.6B" in models else []
     print(*fused, sep="\n")
-    large = measure_large()
+    large = measure_large() if "8B" in models else []
     for r in large:
         print(f"{r['shape']} x{r['rows']}: " + ", ".join(f"{k} {v:.1f}" for k, v in r["us"].items()) + " us")
     (out / "linear.json").write_text(json.dumps({"few rows": results, "fused": fused, "many rows": large}))

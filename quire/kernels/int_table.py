@@ -242,7 +242,8 @@ def few_candidates() -> list[FewConfig]:
     slabs = [(32, 2, 4), (64, 4, 4), (64, 4, 3), (32, 2, 3), (16, 1, 4), (128, 4, 3)]
     slabs += [(32, 2, 8), (64, 4, 8)]  # for short planes
     tiles = [SlabConfig(block_n, 0, warps=warps, stages=stages) for block_n, warps, stages in slabs]
-    return [FewConfig(tile, tiles[0]) for tile in tiles] + [FewConfig(tiles[0], tile) for tile in tiles[1:]]
+    shared = [replace(tile, splits=splits) for splits in (2, 4) for tile in tiles[:5]]
+    return [FewConfig(tile, tiles[0]) for tile in (*tiles, *shared)] + [FewConfig(tiles[0], tile) for tile in tiles[1:]]
 
 
 def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:

@@ -27,9 +27,15 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(Tuning, "programs", 64)
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("window", [None, 6, 40])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+# Every mix with every window, by turns of a key head per head and of groups.
+TURNS = [
+    (mix, window, *((4, 4) if (i + j) % 2 else (6, 2)))
+    for i, mix in enumerate(MIXES)
+    for j, window in enumerate((None, 6, 40))
+]
+
+
+@pytest.mark.parametrize(("mix", "window", "heads", "kv_heads"), TURNS)
 def test_attention(mix, window, heads, kv_heads):
     check_attention(mix, "cpu", heads=heads, kv_heads=kv_heads, window=window)
 
@@ -53,8 +59,7 @@ def test_padding_rows_stay_finite(features):
     check_attention("decode", "cpu", padding=3, features=features)
 
 
-@pytest.mark.parametrize("mix", ["decode", "mixed"])
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("mix", "window"), [("decode", 6), ("mixed", None)])
 @pytest.mark.parametrize("features", FEATURES)
 def test_features(mix, window, features):
     check_attention(mix, "cpu", heads=6, window=window, features=features)

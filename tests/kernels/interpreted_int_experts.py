@@ -28,6 +28,7 @@ torch.set_num_threads(1)  # tensors are tiny
 E, TOP_K, H, WIDTH = 6, 3, 160, 96
 CONFIGS = {
     "few": FewConfig(SlabConfig(32, 0, stages=2), SlabConfig(64, 0, stages=2)),
+    "few, inputs shared": FewConfig(SlabConfig(32, 0, stages=2, splits=3), SlabConfig(64, 0, stages=2)),
     "grouped": GroupedConfig(16, TileConfig(32, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)),
 }
 LAYOUTS = {
@@ -60,9 +61,11 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 7])
+# Every layout with every kernel, by turns of one row and of several.
+TURNS = [(1 if (i + j) % 2 else 7, layout, name) for i, layout in enumerate(LAYOUTS) for j, name in enumerate(CONFIGS)]
+
+
+@pytest.mark.parametrize(("rows", "layout", "name"), TURNS)
 def test_rows(rows, layout, name):
     packed, wide = make_experts(layout)
     x, logits, residual = tensor(rows, 2 * H)[:, :H], tensor(rows, E), tensor(rows, H)
