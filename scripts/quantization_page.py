@@ -71,6 +71,7 @@ ON_A_CPU = {
 }
 CPU_FILE = "2026-11-16-cpu-int-checkpoints.json"
 ON_A_GPU = {
+    ("fp8 in blocks", None): ("2026-11-16-h200-card-llama3-8b-fp8-blocks.json", "llama3-8b"),
     ("unquantized", "int4"): ("2026-11-16-h200-card-llama3-8b-int4.json", "llama3-8b"),
     ("unquantized", "fp8"): ("2026-11-15-h200-card-llama3-8b-fp8.json", "llama3-8b-fp8"),
 }

@@ -83,6 +83,8 @@ MEASURED_FUSED: dict[tuple[int, int, int, int], IntConfig] = {
     (4, 2, 4096, 14336): IntConfig(64, stages=3, norm_apart=True),
     (4, 1, 14336, 4096): IntConfig(32, warps=2, splits=4),
     (4, 2, 14336, 4096): IntConfig(32, warps=2, splits=4),
+    (4, 1, 2048, 5120): IntConfig(64, stages=6, norm_apart=True),
+    (4, 2, 2048, 5120): IntConfig(64, stages=6, norm_apart=True),
 }
 
 # The same for short chunks, which the key has behind the bits.
@@ -242,8 +244,7 @@ def few_candidates() -> list[FewConfig]:
     slabs = [(32, 2, 4), (64, 4, 4), (64, 4, 3), (32, 2, 3), (16, 1, 4), (128, 4, 3)]
     slabs += [(32, 2, 8), (64, 4, 8)]  # for short planes
     tiles = [SlabConfig(block_n, 0, warps=warps, stages=stages) for block_n, warps, stages in slabs]
-    shared = [replace(tile, splits=splits) for splits in (2, 4) for tile in tiles[:5]]
-    return [FewConfig(tile, tiles[0]) for tile in (*tiles, *shared)] + [FewConfig(tiles[0], tile) for tile in tiles[1:]]
+    return [FewConfig(tile, tiles[0]) for tile in tiles] + [FewConfig(tiles[0], tile) for tile in tiles[1:]]
 
 
 def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:

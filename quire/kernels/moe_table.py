@@ -20,7 +20,6 @@ class SlabConfig:
     block_k: int  # inputs it reads at a time
     warps: int = 4
     stages: int = 1  # of loads in flight through shared memory
-    splits: int = 1  # of the inputs, among programs: only gate_up of integers
 
 
 @dataclass(frozen=True)

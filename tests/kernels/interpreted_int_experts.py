@@ -28,7 +28,6 @@ torch.set_num_threads(1)  # tensors are tiny
 E, TOP_K, H, WIDTH = 6, 3, 160, 96
 CONFIGS = {
     "few": FewConfig(SlabConfig(32, 0, stages=2), SlabConfig(64, 0, stages=2)),
-    "few, inputs shared": FewConfig(SlabConfig(32, 0, stages=2, splits=3), SlabConfig(64, 0, stages=2)),
     "grouped": GroupedConfig(16, TileConfig(32, 0, stages=2, tma=False), TileConfig(64, 0, stages=2, tma=False)),
 }
 LAYOUTS = {

@@ -63,7 +63,7 @@ def test_linear(codes, plane, count):
 def test_experts(codes, plane, count):
     common = layout(codes, plane, count) | {"TOP_K": 4, "HAS_BIAS": True, "STAGES": 3, "PDL": True}
     first = common | {
-        "X_EACH": 4, "BLOCK_M": 8, "BLOCK_N": 32, "SPLIT": True, "SWIGLUOAI": True
+        "X_EACH": 4, "BLOCK_M": 8, "BLOCK_N": 32, "SWIGLUOAI": True
     }  # fmt: skip
     compiled(int_experts._few_gate_up_kernel, first, warps=2)
     second = common | {"BLOCK_M": 8, "BLOCK_N": 32, "HAS_RESIDUAL": True, "PREFETCHED": 4}

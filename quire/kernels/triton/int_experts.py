@@ -30,7 +30,7 @@ from quire.kernels.triton.skinny_linear import COUNTERS, WORKSPACE_FLOATS, Split
 MANY_ROWS = 16  # of a tile, above which weights are scaled rather than sums
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def _few_gate_up_kernel(
     x,  # [rows, H], or [rows * TOP_K, H]
     words,  # [E, 2 * D / 16, chunks, 16, PLANE]
@@ -39,9 +39,6 @@ def _few_gate_up_kernel(
     inner,  # [rows * TOP_K, D]
     bias,  # [E, 2 * D]
     experts,  # [rows * TOP_K]
-    partial,
-    arrived,
-    splits,
     H,
     D,
     chunks,
@@ -53,7 +50,6 @@ def _few_gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,  # whether splits > 1
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -83,25 +79,14 @@ def _few_gate_up_kernel(
     EACH: tl.constexpr = COUNT if CODES == "mxfp4" or CODES == "nvfp4" else 1
     m = tl.arange(0, BLOCK_M)
     x_rows = x + row.to(tl.int64) * x_stride + m[None, :] * 0
-    steps = tl.cdiv(chunks, splits)
-    begin = tl.program_id(2) * steps
     acc, acc_up = multiply(
         x_rows, (m < EACH)[None, :], None, word_rows(words + expert * words_stride, inside_n, chunks, PLANE),
         scales + expert * scales_stride + inside_n * COUNT, factors + expert * 2 * D + inside_n if FACTORS else None,
-        (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT, D, begin, tl.minimum(begin + steps, chunks), H,
-        scale_stride,
+        (D // 16).to(tl.int64) * (chunks * 16 * PLANE), D * COUNT, D, 0, chunks, H, scale_stride,
         BLOCK_M, BLOCK_N, PLANE, BITS, COUNT, CODES, ZEROS, PER_CHANNEL, SCALE_BF16, FACTORS, EVEN_K, False, True,
         PLANE, False, STAGES, INTERPRETED,
     )  # fmt: skip
     total, total_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
-    if SPLIT:
-        tile = pair * tl.num_programs(1) + tl.program_id(1)
-        sums, sums_up, is_last = share_sums(
-            total[:, None], total_up[:, None], partial, arrived, tile, tl.program_id(2), splits, 1, BLOCK_N, True
-        )
-        if not is_last:
-            return
-        total, total_up = tl.sum(sums, 1), tl.sum(sums_up, 1)
     if HAS_BIAS:
         added = bias + expert * 2 * D + n
         total += tl.load(added, mask=n < D, other=0.0).to(tl.float32)
@@ -283,19 +268,15 @@ def few_experts(
         x, each = w.rounding.rounded(x, experts)
     first, second = config.gate_up, config.down
     stages = stages_for(w.gate_up, first.stages, first.block_n, MIN_BLOCK_M, 2)
-    space = SplitWorkspace.of(x.device)
-    tiles = rows * top_k * triton.cdiv(width, first.block_n)
-    splits = min(first.splits, w.gate_up.num_chunks)
-    if splits > 1 and (2 * tiles * splits * first.block_n > WORKSPACE_FLOATS or tiles > COUNTERS):
-        splits = 1
-    _few_gate_up_kernel[(rows * top_k, triton.cdiv(width, first.block_n), splits)](
-        x, w.gate_up.words, w.gate_up.scales, w.gate_up.factors, inner, w.gate_up_bias, experts, space.partial,
-        space.arrived, splits, hidden, width, *_strides(w.gate_up), x.stride(0), BLOCK_N=first.block_n,
-        SPLIT=splits > 1, HAS_BIAS=w.gate_up_bias is not None, SWIGLUOAI=w.activation == "swigluoai",
-        STAGES=stages, num_warps=first.warps, num_stages=stages, X_EACH=each, **launch, **layout_flags(w.gate_up),
+    _few_gate_up_kernel[(rows * top_k, triton.cdiv(width, first.block_n))](
+        x, w.gate_up.words, w.gate_up.scales, w.gate_up.factors, inner, w.gate_up_bias, experts, hidden, width,
+        *_strides(w.gate_up), x.stride(0), BLOCK_N=first.block_n, HAS_BIAS=w.gate_up_bias is not None,
+        SWIGLUOAI=w.activation == "swigluoai", STAGES=stages, num_warps=first.warps,
+        num_stages=stages, X_EACH=each, **launch, **layout_flags(w.gate_up),
     )  # fmt: skip
     if w.rounding is not None:
         inner = w.rounding.rounded_inner(inner, experts.flatten())
+    space = SplitWorkspace.of(x.device)
     tiles = triton.cdiv(hidden, second.block_n)
     if rows * tiles * top_k * second.block_n > WORKSPACE_FLOATS or rows * tiles > COUNTERS:
         raise ValueError(f"{rows} rows are too many for the kernel of few rows; there are {WORKSPACE_FLOATS} floats")
