@@ -18,9 +18,10 @@ LAYERS: list[set[str]] = [
     {"core"},  # decides: scheduler, KV-cache manager
     {"executor"},  # distributes
     {"worker"},  # executes: model runner, persistent batch
+    {"spec_decode"},  # guesses what the worker verifies
     {"models"},
     {"lora", "quantization", "layers"},
-    {"attention", "pooling", "sample", "spec_decode"},
+    {"attention", "pooling", "sample"},
     {"kernels"},
     {"distributed", "platforms"},
 ]
@@ -29,7 +30,7 @@ LAYERS: list[set[str]] = [
 BESIDE: dict[str, set[str]] = {
     "tokenizer": {"entrypoints", "bench", "engine"},
     "structured_output": {"core"},
-    "checkpoint": {"engine", "worker", "models", "tokenizer"},
+    "checkpoint": {"engine", "worker", "spec_decode", "models", "tokenizer"},
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
     "metrics": {"entrypoints", "bench", "engine"},

@@ -1,11 +1,14 @@
 """Options of speculative decoding."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quire.config.fields import option, require_object, validate
 
 MAX_DRAFTS = 16
+HEADS = ("medusa", "eagle", "eagle3", "mtp")
 
 
 @dataclass
@@ -24,12 +27,12 @@ class SpeculativeConfig:
         given = self.speculative_config or {}
         if not given:
             return
-        if not isinstance(self.method, str) or ":" not in self.method:
+        if not isinstance(self.method, str) or (":" not in self.method and self.method not in HEADS):
             raise ValueError(
                 f"speculative_config: method is {self.method!r}, which is not available yet; allowed: a proposer of "
                 "your own as 'module:Class'"
             )
-        unknown = given.keys() - {"method", "num_speculative_tokens"}
+        unknown = given.keys() - {"method", "num_speculative_tokens", "model"}
         if unknown:
             raise ValueError(f"speculative_config has {sorted(unknown)}; allowed: method, num_speculative_tokens")
         count = given.get("num_speculative_tokens")
@@ -41,6 +44,14 @@ class SpeculativeConfig:
     @property
     def method(self) -> str | None:
         return (self.speculative_config or {}).get("method")
+
+    @property
+    def model(self) -> str | None:
+        return (self.speculative_config or {}).get("model")
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        return json.loads((Path(self.model or "") / "config.json").read_text())
 
     @property
     def num_drafts(self) -> int:

@@ -4,14 +4,18 @@ import importlib
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
 from quire.messages.plan import NewRow, SchedulerOutput
+from quire.models.base import LanguageModel
 
 # Methods by name: the module and class of each, imported when it is configured.
-PROPOSERS: dict[str, str] = {}
+PROPOSERS: dict[str, str] = {
+    "medusa": "quire.spec_decode.medusa:MedusaProposer",
+}
 
 
 @dataclass(slots=True)
@@ -21,6 +25,14 @@ class DraftStep:
     plan: SchedulerOutput  # what the host knows of the step
     rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
     state: DraftRows
+    hidden: torch.Tensor | None = None  # [tokens of the plan, width]: the target's, if the proposer has hidden_outputs
+    num_sampled: torch.Tensor | None = None  # [n] int32: tokens that rows got; 0 where more of a prompt is to come
+
+    @property
+    def last_token(self) -> np.ndarray:
+        """[n]: which of the step's tokens got the logits that a row's first token was drawn from."""
+        drafts = self.plan.num_drafts
+        return np.cumsum(self.plan.num_tokens) - 1 - (0 if drafts is None else drafts)
 
 
 class Proposer:
@@ -28,9 +40,14 @@ class Proposer:
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
     finds: ClassVar[bool] = False
+    # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
+    hidden_outputs: tuple[int | str, ...] = ()
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
+
+    def prepare(self, model: LanguageModel) -> None:
+        """The target is loaded: load what belongs to it."""
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""
@@ -42,6 +59,14 @@ class Proposer:
         """After every step: write guesses behind the known tokens of rows that may decode next,
         state.token_ids[row, num_tokens : num_tokens + num_drafts], on the current stream, without waiting for it."""
         raise NotImplementedError
+
+
+def write_drafts(state: DraftRows, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+    """drafts [n, k] behind the known tokens of rows [n], which are int64 and no padding."""
+    at = state.num_tokens[rows].unsqueeze(1) + torch.arange(drafts.shape[1], device=rows.device)
+    # Behind the last token that a row may have there is nothing to verify.
+    at = at.clamp(max=state.token_ids.shape[1] - 1)
+    state.token_ids[rows.unsqueeze(1), at] = drafts.int()
 
 
 def make_proposer(config: EngineConfig, device: torch.device) -> Proposer | None:

@@ -24,10 +24,11 @@ from quire.models.base import LanguageModel
 from quire.pooling.pooler import Pooler
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
+from quire.spec_decode.hidden_states import HiddenStates
 from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.cache_pages import block_view, new_pages, page_views
 from quire.worker.features import FeatureStore
-from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs, graph_sizes
+from quire.worker.graphs import DECODE_ROWS, MIXED_TOKENS, GraphKey, StepBuffers, StepGraphs, graph_sizes
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
@@ -92,6 +93,7 @@ class ModelRunner:
         self.share_prefixes = share_prefixes
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
+        self.hidden: HiddenStates | None = None  # that the proposer reads
         self._pending: PendingStep | None = None
         self._compiling: bool | None = None  # whether kernels are being collected; None: not done yet
         self._deferred_jobs: list[Any] = []  # kernels to compile once the engine serves
@@ -116,9 +118,13 @@ class ModelRunner:
                 views = page_views(tensor, group.spec, count)
                 layers[layer].bind(views, index, self.backends.by_group[index])
                 self._block_views[layer] = block_view(tensor, group.spec)
+        if self.proposer is not None and self.proposer.hidden_outputs:
+            most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1])  # of a graph
+            self.hidden = HiddenStates(self.proposer.hidden_outputs, most)
         if self.backends.supports_replay:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
-            self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora)
+            wanted = () if self.hidden is None else self.hidden.layers
+            self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
         """After `initialize`: hand them the cache of each layer, by block."""
@@ -180,6 +186,7 @@ class ModelRunner:
         if step.plan.num_drafts is None:
             return self._sample(step, step.logits, grammar)
         assert self.proposer is not None, "a plan with drafts, which no one proposes"
+        hidden = None if self.hidden is None else self.hidden.of_step(step.plan.total_tokens)
         return sample_and_verify(
             step.plan,
             step.logits,
@@ -189,7 +196,7 @@ class ModelRunner:
             grammar,
             self.num_drafts,
             self.proposer,
-            DraftStep(step.plan, step.rows, self.rows),
+            DraftStep(step.plan, step.rows, self.rows, hidden),
             functools.partial(self._complete, step),
         )
 
@@ -397,10 +404,12 @@ class ModelRunner:
             embeds, inputs.positions = overlay(inputs.input_ids, inputs.positions)
         if self.lora is not None:
             self.lora.start_step(rows, token_rows, adapters)
+        streams = None if self.hidden is None else self.hidden.streams()
         if self.recorded is not None and self._layer_hooks is None and overlay is None:
-            hidden = self.recorded.run(rows, query_start, inputs, int(prefix_len) if prefix_len is not None else 0)
+            shared = int(prefix_len) if prefix_len is not None else 0
+            hidden = self.recorded.run(rows, query_start, inputs, shared, streams)
             if hidden is not None:
-                return hidden
+                return self._keep(streams, hidden)
         if self._compiling:
             # Nothing was launched that would have filled them, and they index tables.
             inputs.input_ids.zero_()
@@ -420,10 +429,16 @@ class ModelRunner:
             prefix_len=prefix_len,
         )
         metadata = self.backends.build(step, tables, sizes, query_blocks)
-        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks, adapters)
+        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks, adapters, streams)
         if embeds is None:
-            return self.model(inputs.input_ids, inputs.positions, ctx)
-        return self.model(inputs.input_ids, inputs.positions, ctx, inputs_embeds=embeds)
+            return self._keep(streams, self.model(inputs.input_ids, inputs.positions, ctx))
+        return self._keep(streams, self.model(inputs.input_ids, inputs.positions, ctx, inputs_embeds=embeds))
+
+    def _keep(self, streams: dict[int, torch.Tensor | None] | None, hidden: torch.Tensor) -> torch.Tensor:
+        """For the proposer, if it reads them."""
+        if self.hidden is not None and streams is not None:
+            self.hidden.keep(streams, hidden)
+        return hidden
 
     @staticmethod
     def _query_blocks(planned: list[np.ndarray | None], copied: list[torch.Tensor]) -> list[torch.Tensor | None] | None:

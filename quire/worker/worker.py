@@ -27,7 +27,7 @@ from quire.models.registry import ModelRegistry
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
-from quire.spec_decode.proposer import make_proposer
+from quire.spec_decode.proposer import Proposer, make_proposer
 from quire.worker.features import feature_support
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
@@ -94,6 +94,7 @@ class Worker:
         self.adapters = self._make_adapters()
         if self.cache_format.has_layer_scales:
             use_checkpoint_scales(self.model.cache_layers())
+        proposer = self._make_proposer()
         backends = self._choose_backends()
         self.runner = ModelRunner(
             self.model,
@@ -103,7 +104,7 @@ class Worker:
             config.model.logprobs_mode,
             use_graphs=backends.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
-            proposer=make_proposer(config, self.platform.device),
+            proposer=proposer,
             num_drafts=config.speculative.num_drafts,
             lora=self.adapters.state if self.adapters is not None else None,
             graph_sizes=device.cudagraph_capture_sizes,
@@ -126,6 +127,17 @@ class Worker:
         assert max_tokens is not None
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
         return Adapters(self.model, config.lora, self.max_num_seqs, most, self.dtype, self.platform.device)
+
+    def _make_proposer(self) -> Proposer | None:
+        proposer = make_proposer(self.config, self.platform.device)
+        if proposer is not None:
+            proposer.prepare(self.model)
+            if proposer.hidden_outputs and not isinstance(self.model, DecoderModel):
+                raise ValueError(
+                    f"speculative_config: method {self.config.speculative.method!r} reads hidden states, which "
+                    f"{type(self.model).__name__} does not give; use 'ngram', 'suffix' or a draft model"
+                )
+        return proposer
 
     def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
         self._require_adapters().set(lora_id, weights)
