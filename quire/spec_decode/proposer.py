@@ -1,6 +1,7 @@
 """What a proposer of drafts must offer, and finding the one that was configured."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +9,10 @@ import torch
 
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.layers.cache_layer import CacheLayer
+from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
+from quire.models.base import LanguageModel
 
 # Methods by name: the module and class of each, imported when it is configured.
 PROPOSERS: dict[str, str] = {}
@@ -27,10 +31,24 @@ class Proposer:
     """Made as `Class(config, device)`. Any drafts are safe: a wrong one costs its part of a step, never a token."""
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
-    finds: ClassVar[bool] = False
+    finds: bool = False
+    # Whether it computes with hidden states of the target, which do not exist for the tokens of a prefix hit.
+    needs_hidden: ClassVar[bool] = False
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
+
+    def prepare(self, model: LanguageModel) -> None:
+        """The target is loaded: load what belongs to it."""
+
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """Its layers with a part in the KV cache, once prepared; their indices follow those of the target's."""
+        return ()
+
+    @property
+    def needs(self) -> DraftNeeds:
+        # The last of k drafts needs no pass of its own, but a step's last token is computed after it.
+        return DraftNeeds(self.num_drafts if self.cache_layers() else 0, self.needs_hidden)
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""
