@@ -17,8 +17,7 @@ LAYERS: list[set[str]] = [
     {"engine"},  # text <-> tokens
     {"core"},  # decides: scheduler, KV-cache manager
     {"executor"},  # distributes
-    {"worker"},  # executes: model runner, persistent batch
-    {"spec_decode"},  # guesses what the worker verifies
+    {"worker", "spec_decode"},  # executes: model runner, persistent batch, proposers of drafts
     {"models"},
     {"lora", "quantization", "layers"},
     {"attention", "pooling", "sample"},

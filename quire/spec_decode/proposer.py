@@ -1,14 +1,16 @@
 """What a proposer of drafts must offer, and finding the one that was configured."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.layers.cache_layer import CacheLayer
+from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.models.base import LanguageModel
 
@@ -39,7 +41,7 @@ class Proposer:
     """Made as `Class(config, device)`. Any drafts are safe: a wrong one costs its part of a step, never a token."""
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
-    finds: ClassVar[bool] = False
+    finds: bool = False
     # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
     hidden_outputs: tuple[int | str, ...] = ()
 
@@ -48,6 +50,17 @@ class Proposer:
 
     def prepare(self, model: LanguageModel) -> None:
         """The target is loaded: load what belongs to it."""
+
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """Its layers with a part in the KV cache, once prepared; their indices follow those of the target's."""
+        return ()
+
+    @property
+    def needs(self) -> DraftNeeds:
+        # The last of k drafts needs no pass of its own, but a step's last token is computed after it.
+        # For the tokens of a prefix hit there are no hidden states that its layers could compute with.
+        layers = self.cache_layers()
+        return DraftNeeds(self.num_drafts if layers else 0, bool(layers and self.hidden_outputs))
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""

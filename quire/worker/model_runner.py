@@ -101,7 +101,10 @@ class ModelRunner:
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int) -> None:
         """Allocate rows and cache; hand every layer its part."""
         pages = self.backends.pages_per_block(config.groups)
-        self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages)
+        drafting = self.proposer.cache_layers() if self.proposer is not None else ()
+        self.rows = RowState(
+            max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages, clears_tables=len(drafting) > 0
+        )
         self._last_position = max_model_len - 1
         self.features = FeatureStore(self.model, max_num_seqs, self.device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
@@ -109,7 +112,7 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
         self.pooler = Pooler()
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
-        layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
+        layers = {layer.layer_index: layer for layer in (*self.model.cache_layers(), *drafting)}
         # Tensor i backs layer i of every group.
         self.kv_tensors = [new_pages(config, self.device) for _ in range(config.num_tensors)]
         self._block_views: dict[int, torch.Tensor] = {}  # by layer
