@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.checkpoint.tensors import CheckpointTensor, open_tensors
 from quire.config import EngineConfig
@@ -31,6 +33,10 @@ def open_head(config: EngineConfig) -> Checkpoint:
         load_format="dummy" if config.load.load_format == "dummy" else "auto",
         download_dir=config.load.download_dir,
     )
+
+
+def head_hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    return config.speculative.hf_config or load_hf_config(checkpoint)
 
 
 def head_tensors(checkpoint: Checkpoint) -> list[CheckpointTensor]:

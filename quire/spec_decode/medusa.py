@@ -15,7 +15,7 @@ from quire.layers.linear import ColumnParallelLinear
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.weight_map import Rule, WeightMap
-from quire.spec_decode.head_checkpoint import head_tensors, load_head, open_head
+from quire.spec_decode.head_checkpoint import head_hf_config, head_tensors, load_head, open_head
 from quire.spec_decode.hidden_states import FINAL
 from quire.spec_decode.proposer import DraftStep, Proposer, write_drafts
 
@@ -53,7 +53,8 @@ class MedusaProposer(Proposer):
     def prepare(self, model: LanguageModel) -> None:
         if not isinstance(model, DecoderModel):
             return  # refused by the worker, for its hidden states
-        checkpoint, hf = open_head(self.config), self.config.speculative.hf_config
+        checkpoint = open_head(self.config)
+        hf = head_hf_config(self.config, checkpoint)
         num_heads, num_layers = _counts(hf)
         if self.num_drafts > num_heads:
             raise ValueError(

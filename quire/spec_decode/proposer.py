@@ -7,16 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.attention.group_backends import GroupBackends
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.models.base import LanguageModel
+from quire.worker.rows import RowState
 
 # Methods by name: the module and class of each, imported when it is configured.
 PROPOSERS: dict[str, str] = {
     "medusa": "quire.spec_decode.medusa:MedusaProposer",
+    "draft_model": "quire.spec_decode.draft_model:DraftModelProposer",
 }
 
 
@@ -54,6 +57,21 @@ class Proposer:
     def cache_layers(self) -> Sequence[CacheLayer]:
         """Its layers with a part in the KV cache, once prepared; their indices follow those of the target's."""
         return ()
+
+    def initialize(self, state: RowState, backends: GroupBackends, last_position: int) -> None:
+        """Rows and cache are allocated; again once their sizes are known. Positions behind the last are not computed:
+        models have no embeddings for them."""
+
+    def launch_kernels(self, row_counts: Sequence[int], max_tokens: int) -> None:
+        """On a GPU, run over padding whatever kernels a proposal may launch, after steps of one token in as many rows
+        and of up to `max_tokens`. They are only collected, to be compiled ahead: values have no meaning."""
+
+    def run_padding(self, num_tokens: int) -> None:
+        """Run a proposal over padding, after a step of `num_tokens`: allocates the memory of a real one."""
+
+    def capture_graphs(self, row_counts: Sequence[int]) -> None:
+        """On a GPU, capture a proposal after steps that verify drafts in as many rows, instead of those captured
+        before."""
 
     @property
     def needs(self) -> DraftNeeds:
