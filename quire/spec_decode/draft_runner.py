@@ -10,8 +10,9 @@ import torch
 from quire.attention.base import ForwardContext
 from quire.attention.group_backends import GroupBackends
 from quire.attention.step_batch import StepBatch
+from quire.kernels.dispatch import use_triton
 from quire.kernels.prepare_inputs import PreparedInputs, prepare_inputs
-from quire.kernels.sample_tokens import Draw, DrawParameters, sample_and_append
+from quire.kernels.sample_tokens import Draw, DrawParameters, sample_and_append, sample_tokens
 from quire.kernels.transfer import aligned, write_to
 from quire.worker.graphs import capture
 from quire.worker.rows import RowState
@@ -73,6 +74,12 @@ class DraftRunner:
         """For layers to compute what was prepared."""
         state = self.state
         return batch.context(inputs, inputs.positions, self.backends, state.block_tables, state.block_sizes)
+
+    def likeliest(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[n, vocab] -> ids [n]."""
+        if not use_triton(logits):
+            return logits.argmax(dim=-1)
+        return sample_tokens(logits, rows, self.num_tokens, self._greedy, Draw.GREEDY)
 
     def append_likeliest(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """The likeliest token of each row [n] by logits [n, vocab] is its next draft, if the layers have computed all

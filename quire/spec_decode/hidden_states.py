@@ -12,12 +12,17 @@ class HiddenStates:
     (layer 0 is the first; as many as there are layers: what leaves the last), FINAL the head's input. Steps of up to
     `max_tokens` leave them at one address, where captured steps write and captured proposals read."""
 
-    def __init__(self, outputs: Sequence[int | str], max_tokens: int) -> None:
+    def __init__(self, outputs: Sequence[int | str], num_rows: int, max_tokens: int, device: torch.device) -> None:
         self.outputs = tuple(outputs)
         self.layers = tuple(dict.fromkeys(output for output in outputs if isinstance(output, int)))
         self.max_tokens = max_tokens
         self.states: torch.Tensor | None = None  # [max_tokens, width]
+        self.first_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)  # of the step, by row
         self._large: torch.Tensor | None = None  # of the last step with more tokens
+
+    def begin(self, num_computed: torch.Tensor) -> None:
+        """A step begins, before which rows [num_rows] had computed so many tokens."""
+        self.first_positions.copy_(num_computed)
 
     def streams(self) -> dict[int, torch.Tensor | None]:
         """For the model to fill (ForwardContext.streams)."""

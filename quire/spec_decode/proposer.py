@@ -14,10 +14,13 @@ from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.models.base import LanguageModel
+from quire.spec_decode.hidden_states import HiddenStates
 from quire.worker.rows import RowState
 
 # Methods by name: the module and class of each, imported when it is configured.
 PROPOSERS: dict[str, str] = {
+    "eagle": "quire.spec_decode.eagle:EagleProposer",
+    "eagle3": "quire.spec_decode.eagle:Eagle3Proposer",
     "medusa": "quire.spec_decode.medusa:MedusaProposer",
     "draft_model": "quire.spec_decode.draft_model:DraftModelProposer",
 }
@@ -34,7 +37,7 @@ class DraftStep:
     num_sampled: torch.Tensor | None = None  # [n] int32: tokens that rows got; 0 where more of a prompt is to come
 
     @property
-    def last_token(self) -> np.ndarray:
+    def first_logits(self) -> np.ndarray:
         """[n]: which of the step's tokens got the logits that a row's first token was drawn from."""
         drafts = self.plan.num_drafts
         return np.cumsum(self.plan.num_tokens) - 1 - (0 if drafts is None else drafts)
@@ -47,6 +50,7 @@ class Proposer:
     finds: bool = False
     # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
     hidden_outputs: tuple[int | str, ...] = ()
+    hidden: HiddenStates | None = None  # where they are, before `initialize`
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts

@@ -123,7 +123,8 @@ class ModelRunner:
                 self._block_views[layer] = block_view(tensor, group.spec)
         if self.proposer is not None and self.proposer.hidden_outputs:
             most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1])  # of a graph
-            self.hidden = HiddenStates(self.proposer.hidden_outputs, most)
+            self.hidden = HiddenStates(self.proposer.hidden_outputs, max_num_seqs, most, self.device)
+            self.proposer.hidden = self.hidden
         if self.backends.supports_replay:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             wanted = () if self.hidden is None else self.hidden.layers
@@ -367,6 +368,8 @@ class ModelRunner:
     ) -> torch.Tensor:
         state, rows, query_start, token_rows = self.rows, batch.rows, batch.query_start, batch.token_rows
         tables, sizes = state.block_tables, state.block_sizes
+        if self.hidden is not None:
+            self.hidden.begin(state.num_computed)
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
         if self.num_drafts:
             # Drafts may lie past the row's limit while results are in flight. They are not accepted there, but have to

@@ -49,7 +49,9 @@ class RowState:
                 "can be indexed; lower one of them (--max-num-seqs, --max-model-len)"
             )
         self.device = device
-        self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
+        # One more where there are drafts: a head reads, at a position, the token after it.
+        width = max_model_len + (num_drafts > 0)
+        self.token_ids = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         # In one allocation, each at a multiple of 16 bytes: new rows are one write.
         self._counts = torch.zeros(3, aligned(num_rows, 8), dtype=torch.int64, device=device)
         self.num_tokens, self.num_computed, self.token_limit = self._counts[:, :num_rows]
