@@ -17,10 +17,10 @@ LAYERS: list[set[str]] = [
     {"engine"},  # text <-> tokens
     {"core"},  # decides: scheduler, KV-cache manager
     {"executor"},  # distributes
-    {"worker"},  # executes: model runner, persistent batch
+    {"worker", "spec_decode"},  # executes: model runner, persistent batch, proposers of drafts
     {"models"},
     {"lora", "quantization", "layers"},
-    {"attention", "pooling", "sample", "spec_decode"},
+    {"attention", "pooling", "sample"},
     {"kernels"},
     {"distributed", "platforms"},
 ]
@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
 BESIDE: dict[str, set[str]] = {
     "tokenizer": {"entrypoints", "bench", "engine"},
     "structured_output": {"core"},
-    "checkpoint": {"engine", "worker", "models", "tokenizer"},
+    "checkpoint": {"engine", "worker", "spec_decode", "models", "tokenizer"},
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
     "metrics": {"entrypoints", "bench", "engine"},

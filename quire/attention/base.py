@@ -62,6 +62,8 @@ class ForwardContext:
     slot_mapping: list[torch.Tensor]  # per group, [N]: block * block_size + offset; in the null block for padding
     layer_hooks: LayerHooks | None = None
     adapters: bool = False  # linear layers add the terms of adapters, which fused ones do not
+    # The residual stream [N, hidden] that enters a layer, for those of the keys; the model sets the values.
+    streams: dict[int, torch.Tensor | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,9 @@ class Admission:
         max_model_len: int,
         chunk_limit: int,
         chunked_prefill: bool,
+        num_lookahead: int = 0,
     ) -> None:
+        """`num_lookahead` as the scheduler's."""
         self._kv = kv
         self._running = running
         self._blocks = blocks
@@ -59,6 +61,7 @@ class Admission:
         self._max_model_len = max_model_len
         self._chunk_limit = chunk_limit
         self._chunked_prefill = chunked_prefill
+        self._num_lookahead = num_lookahead
 
     def admit(self, budget: int, plans_in_flight: bool) -> Admitted:
         """As many of the waiting requests as rows, blocks and `budget` tokens allow."""
@@ -83,9 +86,7 @@ class Admission:
         if (
             not count
             or (not self._chunked_prefill and count < known - computed)
-            or not self._allocate(
-                request, start, computed if start.external.loads_async else computed + count, admitted
-            )
+            or not self._allocate(request, start, self._end_of_step(start, count, known), admitted)
         ):
             self._features.leave(request)
             return None
@@ -106,6 +107,13 @@ class Admission:
         self._blocks.register(request, computed + count, admitting=True)
         return count
 
+    def _end_of_step(self, start: Start, count: int, known: int) -> int:
+        """Positions that blocks are needed for."""
+        if start.external.loads_async:
+            return start.num_computed
+        end = start.num_computed + count
+        return end if end < known else min(end + self._num_lookahead, max(end, self._max_model_len))
+
     def _find_start(self, request: Request) -> Start:
         if request.has_blocks:  # loaded by a connector
             return Start(request.num_computed)
@@ -121,7 +129,7 @@ class Admission:
     def _allocate(self, request: Request, start: Start, num_tokens: int, admitted: Admitted) -> bool:
         if start.parent is None:
             return self._kv.allocate(request, num_tokens, start.hit, start.num_computed)
-        copies = self._kv.fork(start.parent, request)
+        copies = self._kv.fork(start.parent, request, num_tokens)
         admitted.block_copies += copies or []
         return copies is not None
 

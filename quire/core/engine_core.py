@@ -16,7 +16,7 @@ from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
 from quire.distributed.kv_connector import make_connectors
 from quire.executor.base import Executor, PendingOutput, WorkerMethod
-from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.kv_cache import DraftNeeds, KVCacheConfig
 from quire.messages.kv_transfer import ConnectorError
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import EngineSummary
@@ -40,7 +40,8 @@ class EngineCore:
         self.max_num_seqs = config.scheduler.max_num_seqs
         # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
         num_drafts = config.speculative.num_drafts
-        span = max(step_tokens, (self.depth + 1) * (1 + num_drafts) + 1)
+        needs: DraftNeeds = executor.collective_rpc("draft_needs", (), {})[0] if num_drafts else DraftNeeds()
+        span = max(step_tokens, (self.depth + 1) * (1 + num_drafts) + 1) + needs.num_lookahead
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
         # Where a token attends to later ones, a prompt is computed at once.
@@ -77,6 +78,7 @@ class EngineCore:
             root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
+            recomputes_last_block=needs.recomputes_last_block,
         )
         self.scheduler = Scheduler(
             kv,
@@ -89,6 +91,7 @@ class EngineCore:
             transfers=transfers,
             num_drafts=num_drafts,
             encoder_cache_tokens=cache_tokens,
+            num_lookahead=needs.num_lookahead,
         )
         self.grammars = StructuredOutputManager.of_engine(config)
         self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned

@@ -31,8 +31,10 @@ class KVCacheManager:
         root: bytes = b"",
         hash_algorithm: str = "sha256",
         residency_sample: float | None = None,
+        recomputes_last_block: bool = False,
     ) -> None:
-        """`residency_sample`: the part of blocks of which is measured how long they stay."""
+        """`residency_sample`: the part of blocks of which is measured how long they stay. `recomputes_last_block`: hits
+        are a block shorter than what is cached."""
         self.pool = BlockPool(config.num_blocks)
         if residency_sample is not None:
             self.pool = MeasuredBlockPool(config.num_blocks, residency_sample)
@@ -43,6 +45,7 @@ class KVCacheManager:
         self.window_groups = [group for group in self.groups if isinstance(group, SlidingWindowGroup)]
         caching = enable_caching and all(group.spec.chunkable for group in config.groups)
         self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if caching else None
+        self.recomputes_last_block = recomputes_last_block
         self._deferred: list[tuple[KVCacheBlock, BlockKey]] = []  # not to be found by the plan that is being made
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -58,7 +61,19 @@ class KVCacheManager:
         self.hasher.extend(
             request.block_hashes, request.token_ids, num_tokens, request.extra_keys, request.core.content_keys
         )
-        hashes, length, before = request.block_hashes, num_tokens - 1, -1
+        hashes = request.block_hashes
+        length = self._longest_hit(hashes, num_tokens - 1)
+        if self.recomputes_last_block and length:
+            # A head that predicts from hidden states has, at a position, keys and values of the token after it. Those
+            # at the end of the last block belong to a token that its hash does not name. Without that block, the token
+            # after the last position kept is in a block that was found, so that it is the right one; unless the kept
+            # block was first computed before another one: that can cost drafts, and never changes a token.
+            length = self._longest_hit(hashes, length - self.alignment)
+        return Hit(length, [group.hit_blocks(hashes, length) for group in self.groups])
+
+    def _longest_hit(self, hashes: list[bytes], length: int) -> int:
+        """The most leading tokens, at most `length`, that all groups have."""
+        before = -1
         if len(self.groups) == 1:
             length = before = self.groups[0].longest_hit(hashes, length, self.alignment)
         while length != before:
@@ -66,7 +81,7 @@ class KVCacheManager:
             before = length
             for group in self.groups:
                 length = group.longest_hit(hashes, length, self.alignment)
-        return Hit(length, [group.hit_blocks(hashes, length) for group in self.groups])
+        return length
 
     def count_lookup(self, num_tokens: int, hit: Hit) -> None:
         """For the hit rate: a request of `num_tokens` was admitted with this hit."""
@@ -127,21 +142,22 @@ class KVCacheManager:
         """Tokens that the request's blocks can hold."""
         return min(len(b) * g.block_size for b, g in zip(request.blocks, self.groups, strict=True))
 
-    def fork(self, parent: Request, child: Request) -> list[tuple[int, int]] | None:
-        """Share the parent's blocks of the prompt, but for its last token; returns the block copies to make.
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Share the parent's blocks of the prompt, but for its last token, and extend them to hold `num_tokens`;
+        returns the block copies to make.
 
         None if blocks are short; a parent with freed blocks of the prompt cannot be forked (`can_fork`).
         """
-        num_tokens = child.num_prompt_tokens - 1
+        num_shared = child.num_prompt_tokens - 1
         shared: list[list[KVCacheBlock]] = []
         sources: list[KVCacheBlock | None] = []
         for group, blocks in zip(self.groups, parent.blocks, strict=True):
-            full = num_tokens // group.block_size
+            full = num_shared // group.block_size
             shared.append(blocks[:full])
-            sources.append(blocks[full] if num_tokens % group.block_size else None)
+            sources.append(blocks[full] if num_shared % group.block_size else None)
         # The copied block is a fresh one of the child's own: allocate() supplies it, as the block after the shared
         # ones.
-        if not self.allocate(child, child.num_prompt_tokens, Hit(num_tokens, shared), num_tokens):
+        if not self.allocate(child, num_tokens, Hit(num_shared, shared), num_shared):
             return None
         return [
             (source.id, blocks[len(kept)].id)

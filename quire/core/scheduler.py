@@ -45,12 +45,14 @@ class Scheduler:
         transfers: KVTransfers | None = None,
         num_drafts: int = 0,
         encoder_cache_tokens: int | None = None,
+        num_lookahead: int = 0,
     ) -> None:
         """`num_drafts`: the most drafts that a decoding row verifies in a step. `encoder_cache_tokens`: the most that
-        encoder outputs hold, by default as many as a step computes."""
+        encoder outputs hold, by default as many as a step computes. `num_lookahead`: positions behind those of a step
+        that a proposer's layers write after it; without blocks for them drafts are worse, so no one waits for these."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_drafts = num_drafts
+        self.num_drafts, self.num_lookahead = num_drafts, num_lookahead
         self.by_priority = policy == "priority"
         threshold = long_prefill_token_threshold if chunked_prefill else 0
         self.chunk_limit = threshold or max_num_batched_tokens
@@ -75,6 +77,7 @@ class Scheduler:
             max_model_len=max_model_len,
             chunk_limit=self.chunk_limit,
             chunked_prefill=chunked_prefill,
+            num_lookahead=num_lookahead,
         )
         self.num_preemptions = 0
         self._preempted: list[int] = []  # since the last outputs
@@ -219,10 +222,12 @@ class Scheduler:
         counts = np.maximum(np.minimum(self.max_num_batched_tokens - ahead, wanted), 0)
         if self.features.active:
             self.features.limit_rows(rows, computed, counts)
-        end = self._end_of_step(rows, computed + counts)
+        end = self._end_of_step(rows, computed + counts + self.num_lookahead)
         short = self.blocks.extend(rows, end, appended)
         if self.num_drafts and len(short):
             # Drafts are dropped before anyone is preempted for them.
+            fits = [self.blocks.extend_one(run.requests[rows[i]], int(end[i]), appended) for i in short]
+            short = short[~np.array(fits)]
             counts[short] = np.minimum(counts[short], certain[short])
             end = self._end_of_step(rows, computed + counts)
         preempted = len(short) > 0 and self._extend_or_preempt(rows, short, end, counts, appended)

@@ -162,6 +162,14 @@ class KVCacheGroup:
 
 
 @dataclass(frozen=True)
+class DraftNeeds:
+    """What a proposer of drafts needs of the cache, beside pages for its layers."""
+
+    num_lookahead: int = 0  # positions behind a step's that its layers write
+    recomputes_last_block: bool = False  # of a prefix hit (`KVCacheManager.find_hit`)
+
+
+@dataclass(frozen=True)
 class KVCacheConfig:
     """`num_blocks` usable blocks; tensors hold one more, block 0, the null block."""
 

@@ -1,6 +1,6 @@
 """The decoder shared by Llama-like models. A family is this plus the differences it declares."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
 from quire.checkpoint.tensors import CheckpointTensor
-from quire.kernels.add import add_rows
+from quire.kernels.add import add, add_rows
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.rotary import RotaryEmbedding
@@ -142,15 +142,25 @@ class DecoderModel(nn.Module):
         if len(x) <= self.max_fused_rows and not ctx.adapters:
             return self._forward_fused(x, angles, ctx)
         residual: torch.Tensor | None = None
-        for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
+        streams = ctx.streams
+        for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary_of_layer, strict=True)):
+            if streams is not None and i in streams and residual is not None:
+                streams[i] = add(x, residual)
             x, residual = layer(x, residual, None if rotary is None else angles[rotary], ctx)
         if residual is None:
             return self.norm(x)
+        if streams is not None:
+            _set_last(streams, lambda: add(x, residual))
         return self.norm.add(x, residual)[0]
 
     def _forward_fused(self, stream: torch.Tensor, angles: list[Angles], ctx: ForwardContext) -> torch.Tensor:
-        for layer, rotary in zip(self._layers(), self.rotary_of_layer, strict=True):
+        streams = ctx.streams
+        for i, (layer, rotary) in enumerate(zip(self._layers(), self.rotary_of_layer, strict=True)):
+            if streams is not None and i in streams:
+                streams[i] = stream
             stream = layer.forward_fused(stream, None if rotary is None else angles[rotary], ctx)
+        if streams is not None:
+            _set_last(streams, lambda: stream)
         return self.norm(stream)
 
     @property
@@ -241,6 +251,12 @@ class DecoderModel(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer
+
+
+def _set_last(streams: dict[int, torch.Tensor | None], stream: Callable[[], torch.Tensor]) -> None:
+    """What no layer was entered with leaves the last one."""
+    for i in [i for i, found in streams.items() if found is None]:
+        streams[i] = stream()
 
 
 def _head_method(quantization: Quantization, tied: bool) -> LinearMethod | None:

@@ -1,17 +1,29 @@
 """What a proposer of drafts must offer, and finding the one that was configured."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
+import numpy as np
 import torch
 
+from quire.attention.group_backends import GroupBackends
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.layers.cache_layer import CacheLayer
+from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
+from quire.models.base import LanguageModel
+from quire.spec_decode.hidden_states import HiddenStates
+from quire.worker.rows import RowState
 
 # Methods by name: the module and class of each, imported when it is configured.
-PROPOSERS: dict[str, str] = {}
+PROPOSERS: dict[str, str] = {
+    "eagle": "quire.spec_decode.eagle:EagleProposer",
+    "eagle3": "quire.spec_decode.eagle:Eagle3Proposer",
+    "medusa": "quire.spec_decode.medusa:MedusaProposer",
+    "draft_model": "quire.spec_decode.draft_model:DraftModelProposer",
+}
 
 
 @dataclass(slots=True)
@@ -21,16 +33,56 @@ class DraftStep:
     plan: SchedulerOutput  # what the host knows of the step
     rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
     state: DraftRows
+    hidden: torch.Tensor | None = None  # [tokens of the plan, width]: the target's, if the proposer has hidden_outputs
+    num_sampled: torch.Tensor | None = None  # [n] int32: tokens that rows got; 0 where more of a prompt is to come
+
+    @property
+    def first_logits(self) -> np.ndarray:
+        """[n]: which of the step's tokens got the logits that a row's first token was drawn from."""
+        drafts = self.plan.num_drafts
+        return np.cumsum(self.plan.num_tokens) - 1 - (0 if drafts is None else drafts)
 
 
 class Proposer:
     """Made as `Class(config, device)`. Any drafts are safe: a wrong one costs its part of a step, never a token."""
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
-    finds: ClassVar[bool] = False
+    finds: bool = False
+    # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
+    hidden_outputs: tuple[int | str, ...] = ()
+    hidden: HiddenStates | None = None  # where they are, before `initialize`
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
+
+    def prepare(self, model: LanguageModel) -> None:
+        """The target is loaded: load what belongs to it."""
+
+    def cache_layers(self) -> Sequence[CacheLayer]:
+        """Its layers with a part in the KV cache, once prepared; their indices follow those of the target's."""
+        return ()
+
+    def initialize(self, state: RowState, backends: GroupBackends, last_position: int) -> None:
+        """Rows and cache are allocated; again once their sizes are known. Positions behind the last are not computed:
+        models have no embeddings for them."""
+
+    def launch_kernels(self, row_counts: Sequence[int], max_tokens: int) -> None:
+        """On a GPU, run over padding whatever kernels a proposal may launch, after steps of one token in as many rows
+        and of up to `max_tokens`. They are only collected, to be compiled ahead: values have no meaning."""
+
+    def run_padding(self, num_tokens: int) -> None:
+        """Run a proposal over padding, after a step of `num_tokens`: allocates the memory of a real one."""
+
+    def capture_graphs(self, row_counts: Sequence[int]) -> None:
+        """On a GPU, capture a proposal after steps that verify drafts in as many rows, instead of those captured
+        before."""
+
+    @property
+    def needs(self) -> DraftNeeds:
+        # The last of k drafts needs no pass of its own, but a step's last token is computed after it.
+        # For the tokens of a prefix hit there are no hidden states that its layers could compute with.
+        layers = self.cache_layers()
+        return DraftNeeds(self.num_drafts if layers else 0, bool(layers and self.hidden_outputs))
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""
@@ -42,6 +94,14 @@ class Proposer:
         """After every step: write guesses behind the known tokens of rows that may decode next,
         state.token_ids[row, num_tokens : num_tokens + num_drafts], on the current stream, without waiting for it."""
         raise NotImplementedError
+
+
+def write_drafts(state: DraftRows, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+    """drafts [n, k] behind the known tokens of rows [n], which are int64 and no padding."""
+    at = state.num_tokens[rows].unsqueeze(1) + torch.arange(drafts.shape[1], device=rows.device)
+    # Behind the last token that a row may have there is nothing to verify.
+    at = at.clamp(max=state.token_ids.shape[1] - 1)
+    state.token_ids[rows.unsqueeze(1), at] = drafts.int()
 
 
 def make_proposer(config: EngineConfig, device: torch.device) -> Proposer | None:

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from quire.attention.group_backends import GroupBackends
 from quire.kernels.transfer import aligned, write_to
 
 logger = logging.getLogger("quire")
+
+Result = TypeVar("Result")
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
@@ -200,23 +203,29 @@ class StepGraphs:
             buffers.fill_decode(no_rows, key.num_rows, 0)
         else:
             buffers.fill(no_rows, no_rows, [no_rows] * len(self.backends.distinct))
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                self.compute(key, buffers)  # warm-up: nothing may be compiled or loaded during the capture
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    logits = self.compute(key, buffers)
-                except BaseException:
-                    with contextlib.suppress(Exception):  # the first error is the one to report
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            current.wait_stream(self._stream)
+        graph, logits = capture(lambda: self.compute(key, buffers), self._stream, self._pool)
         self._captured[key] = CapturedStep(graph, unowned(logits))
+
+
+def capture(compute: Callable[[], Result], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """The graph of what `compute` launches, and its result, which every replay writes again."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            compute()  # warm-up: nothing may be compiled or loaded during the capture
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        current.wait_stream(stream)
+    return graph, result
 
 
 class _Memory:

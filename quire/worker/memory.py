@@ -53,6 +53,8 @@ def measure_steps(
     logits = runner.run_padding(max_tokens, adapters=runner.lora is not None)
     copies = [torch.empty(logits.shape, dtype=torch.float32, device=device) for _ in range(SAMPLING_COPIES)]
     del copies, logits
+    if runner.proposer is not None:
+        runner.proposer.run_padding(max_tokens)
     torch.cuda.synchronize(device)
     eager = DeviceMemory.measure(device)
     runner.capture_graphs(max_tokens, largest_only=True)
@@ -61,6 +63,8 @@ def measure_steps(
     graphs = runner.graphs.max_growth if runner.graphs is not None else 0.0
     by_driver = int(max(0, captured.outside - eager.outside) * graphs)
     runner.graphs = None
+    if runner.proposer is not None:
+        runner.proposer.capture_graphs(())  # drops those it has
     torch.cuda.empty_cache()
     return reserved, DeviceMemory(eager.total, eager.outside + by_driver)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.base import ForwardContext, StepInputs
 from quire.attention.group_backends import GroupBackends
+from quire.attention.step_batch import StepBatch, first_tokens
 from quire.kernels.dispatch import supports_triton
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
@@ -24,10 +24,11 @@ from quire.models.base import LanguageModel
 from quire.pooling.pooler import Pooler
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampler
+from quire.spec_decode.hidden_states import HiddenStates
 from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.cache_pages import block_view, new_pages, page_views
 from quire.worker.features import FeatureStore
-from quire.worker.graphs import DECODE_ROWS, GraphKey, StepBuffers, StepGraphs, graph_sizes
+from quire.worker.graphs import DECODE_ROWS, MIXED_TOKENS, GraphKey, StepBuffers, StepGraphs, graph_sizes
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
@@ -92,6 +93,7 @@ class ModelRunner:
         self.share_prefixes = share_prefixes
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
+        self.hidden: HiddenStates | None = None  # that the proposer reads
         self._pending: PendingStep | None = None
         self._compiling: bool | None = None  # whether kernels are being collected; None: not done yet
         self._deferred_jobs: list[Any] = []  # kernels to compile once the engine serves
@@ -99,7 +101,10 @@ class ModelRunner:
     def initialize(self, config: KVCacheConfig, max_num_seqs: int, max_model_len: int) -> None:
         """Allocate rows and cache; hand every layer its part."""
         pages = self.backends.pages_per_block(config.groups)
-        self.rows = RowState(max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages)
+        drafting = self.proposer.cache_layers() if self.proposer is not None else ()
+        self.rows = RowState(
+            max_num_seqs, max_model_len, config, self.device, self.num_drafts, pages, clears_tables=len(drafting) > 0
+        )
         self._last_position = max_model_len - 1
         self.features = FeatureStore(self.model, max_num_seqs, self.device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
@@ -107,7 +112,7 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
         self.pooler = Pooler()
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
-        layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
+        layers = {layer.layer_index: layer for layer in (*self.model.cache_layers(), *drafting)}
         # Tensor i backs layer i of every group.
         self.kv_tensors = [new_pages(config, self.device) for _ in range(config.num_tensors)]
         self._block_views: dict[int, torch.Tensor] = {}  # by layer
@@ -116,9 +121,16 @@ class ModelRunner:
                 views = page_views(tensor, group.spec, count)
                 layers[layer].bind(views, index, self.backends.by_group[index])
                 self._block_views[layer] = block_view(tensor, group.spec)
+        if self.proposer is not None and self.proposer.hidden_outputs:
+            most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1])  # of a graph
+            self.hidden = HiddenStates(self.proposer.hidden_outputs, max_num_seqs, most, self.device)
+            self.proposer.hidden = self.hidden
         if self.backends.supports_replay:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
-            self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora)
+            wanted = () if self.hidden is None else self.hidden.layers
+            self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
+        if self.proposer is not None:
+            self.proposer.initialize(self.rows, self.backends, self._last_position)
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
         """After `initialize`: hand them the cache of each layer, by block."""
@@ -147,6 +159,8 @@ class ModelRunner:
                 graph_sizes(max_rows, max_tokens, self.graph_sizes, self.largest_graph),
             )
             self.graphs.capture_at_start(largest_only)
+            if self.proposer is not None:
+                self.proposer.capture_graphs(self.graphs.decode_rows[-1:] if largest_only else self.graphs.decode_rows)
             if not largest_only:
                 from quire.kernels.triton.precompile import compile_in_background
 
@@ -180,6 +194,7 @@ class ModelRunner:
         if step.plan.num_drafts is None:
             return self._sample(step, step.logits, grammar)
         assert self.proposer is not None, "a plan with drafts, which no one proposes"
+        hidden = None if self.hidden is None else self.hidden.of_step(step.plan.total_tokens)
         return sample_and_verify(
             step.plan,
             step.logits,
@@ -189,7 +204,7 @@ class ModelRunner:
             grammar,
             self.num_drafts,
             self.proposer,
-            DraftStep(step.plan, step.rows, self.rows),
+            DraftStep(step.plan, step.rows, self.rows, hidden),
             functools.partial(self._complete, step),
         )
 
@@ -274,27 +289,13 @@ class ModelRunner:
             if replayed is not None:
                 pending.rows, pending.logits = replayed
                 return
-        query_start = np.zeros(len(plan.rows) + 1, np.int32)
-        np.cumsum(plan.num_tokens, out=query_start[1:])
-        token_rows = np.repeat(np.arange(len(plan.rows), dtype=np.int32), plan.num_tokens)
-        blocks = self.backends.plan_queries(plan.num_tokens)
-        arrays: list[np.ndarray | Sequence[int]] = [
-            plan.rows,
-            query_start,
-            token_rows,
-            logit_positions(query_start, plan.num_drafts),
-            [prefix_len],
-        ]
-        arrays += [part for part in blocks if part is not None]
-        rows, query_start_, token_rows_, last, prefix, *rest = to_device(self.device, *arrays)
-        pending.rows = rows
+        query_start = first_tokens(plan.num_tokens)
+        more = (logit_positions(query_start, plan.num_drafts), [prefix_len])
+        batch, (last, prefix) = StepBatch.planned(plan.rows, plan.num_tokens, self.backends, self.device, more)
+        pending.rows = batch.rows
         hidden = self._compute_hidden(
-            rows,
-            query_start_,
-            None if decode_only else token_rows_,
-            self._query_blocks(blocks, rest),
+            batch,
             prefix if prefix_len else None,
-            has_decode_rows=bool((plan.num_tokens == 1).any()),
             adapters=adapters,
             overlay=None
             if plan.features is None
@@ -327,6 +328,8 @@ class ModelRunner:
             for num_rows in (MIN_SHARING_ROWS, len(self.rows.num_tokens)):
                 if num_rows <= len(self.rows.num_tokens) and len(self.rows.block_sizes) == 1:
                     self._captured_step(GraphKey(num_rows, num_rows, decode_only=True, shared_prefix=True), buffers)
+            if self.proposer is not None:
+                self.proposer.launch_kernels([n for n in COMPILED_ROWS if n <= len(self.rows.num_tokens)], max_tokens)
             for draw in Draw:
                 self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
@@ -339,49 +342,34 @@ class ModelRunner:
     def run_padding(self, num_tokens: int, adapters: bool = False) -> torch.Tensor:
         """Logits of a step of padding: allocates the memory and compiles the kernels of a real step of that size."""
         rows = min(num_tokens, len(self.rows.num_tokens))
-        query_start = np.minimum(np.arange(rows + 1), rows - 1)
-        query_start[-1] = num_tokens
-        arrays = (np.full(rows, -1), query_start, np.zeros(num_tokens), [-1, -1])
-        rows_, query_start_, token_rows, blocks = to_device(self.device, *arrays)
-        no_blocks = [blocks.view(-1, 2)] * len(self.backends.distinct)
-        hidden = self._compute_hidden(rows_, query_start_, token_rows, no_blocks, None, adapters=adapters)
+        batch = StepBatch.padding(rows, num_tokens, self.backends, self.device)
+        hidden = self._compute_hidden(batch, None, adapters=adapters)
         return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
-        if key.tokens_per_row > 1:
-            # Each token is a row of the attention's, with its own length: it goes through the kernel that splits keys.
-            tokens = torch.arange(key.num_tokens, dtype=torch.int32, device=self.device)
-            starts = torch.arange(key.num_rows + 1, dtype=torch.int32, device=self.device) * key.tokens_per_row
-            token_rows = tokens // key.tokens_per_row
-            hidden = self._compute_hidden(
-                rows, starts, token_rows, None, None, attend_as_rows=True, adapters=key.adapters
-            )
-            return self.model.compute_logits(hidden)
         if key.decode_only:
             prefix = buffers.prefix_len if key.shared_prefix else None
-            hidden = self._compute_hidden(rows, buffers.query_start, None, None, prefix, adapters=key.adapters)
-            return self.model.compute_logits(hidden)
+            batch = StepBatch.of_equal(rows, key.tokens_per_row, buffers.query_start)
+            return self.model.compute_logits(self._compute_hidden(batch, prefix, adapters=key.adapters))
         token_rows = buffers.token_rows[: key.num_tokens]
         limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
         blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
-        hidden = self._compute_hidden(rows, buffers.query_start, token_rows, blocks, None, adapters=key.adapters)
+        batch = StepBatch(rows, buffers.query_start, token_rows, blocks)
+        hidden = self._compute_hidden(batch, None, adapters=key.adapters)
         return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]])
 
     def _compute_hidden(
         self,
-        rows: torch.Tensor,
-        query_start: torch.Tensor,
-        token_rows: torch.Tensor | None,  # None: one token each
-        query_blocks: Sequence[torch.Tensor | None] | None,  # by distinct backend
+        batch: StepBatch,
         prefix_len: torch.Tensor | None,
-        has_decode_rows: bool = True,
-        attend_as_rows: bool = False,  # every token by itself
         adapters: bool = False,  # some rows may have one
         overlay: Overlay | None = None,
     ) -> torch.Tensor:
-        state = self.rows
+        state, rows, query_start, token_rows = self.rows, batch.rows, batch.query_start, batch.token_rows
         tables, sizes = state.block_tables, state.block_sizes
+        if self.hidden is not None:
+            self.hidden.begin(state.num_computed)
         inputs = prepare_inputs(rows, query_start, token_rows, state.token_ids, state.num_computed, tables, sizes)
         if self.num_drafts:
             # Drafts may lie past the row's limit while results are in flight. They are not accepted there, but have to
@@ -397,39 +385,27 @@ class ModelRunner:
             embeds, inputs.positions = overlay(inputs.input_ids, inputs.positions)
         if self.lora is not None:
             self.lora.start_step(rows, token_rows, adapters)
+        streams = None if self.hidden is None else self.hidden.streams()
         if self.recorded is not None and self._layer_hooks is None and overlay is None:
-            hidden = self.recorded.run(rows, query_start, inputs, int(prefix_len) if prefix_len is not None else 0)
+            shared = int(prefix_len) if prefix_len is not None else 0
+            hidden = self.recorded.run(rows, query_start, inputs, shared, streams)
             if hidden is not None:
-                return hidden
+                return self._keep(streams, hidden)
         if self._compiling:
             # Nothing was launched that would have filled them, and they index tables.
             inputs.input_ids.zero_()
             inputs.positions.zero_()
-        seq_lens, decode_only = inputs.seq_lens, token_rows is None
-        if attend_as_rows:
-            assert token_rows is not None
-            rows, decode_only = rows[token_rows.long()], True
-            seq_lens = torch.where(rows >= 0, indices.int() + 1, 0)
-        step = StepInputs(
-            rows=rows,
-            num_tokens=len(inputs.input_ids),
-            query_start=query_start,
-            seq_lens=seq_lens,
-            decode_only=decode_only,
-            has_decode_rows=has_decode_rows,
-            prefix_len=prefix_len,
-        )
-        metadata = self.backends.build(step, tables, sizes, query_blocks)
-        ctx = ForwardContext(step, metadata, inputs.slot_mapping, self._layer_hooks, adapters)
+        ctx = batch.context(inputs, indices, self.backends, tables, sizes, prefix_len)
+        ctx.layer_hooks, ctx.adapters, ctx.streams = self._layer_hooks, adapters, streams
         if embeds is None:
-            return self.model(inputs.input_ids, inputs.positions, ctx)
-        return self.model(inputs.input_ids, inputs.positions, ctx, inputs_embeds=embeds)
+            return self._keep(streams, self.model(inputs.input_ids, inputs.positions, ctx))
+        return self._keep(streams, self.model(inputs.input_ids, inputs.positions, ctx, inputs_embeds=embeds))
 
-    @staticmethod
-    def _query_blocks(planned: list[np.ndarray | None], copied: list[torch.Tensor]) -> list[torch.Tensor | None] | None:
-        """What backends planned, as it is on the device."""
-        parts = iter(copied)
-        return [None if part is None else next(parts).view(-1, 2) for part in planned] if copied else None
+    def _keep(self, streams: dict[int, torch.Tensor | None] | None, hidden: torch.Tensor) -> torch.Tensor:
+        """For the proposer, if it reads them."""
+        if self.hidden is not None and streams is not None:
+            self.hidden.keep(streams, hidden)
+        return hidden
 
     def _needs_hidden(self, plan: SchedulerOutput) -> bool:
         """Whether logits, which are all that graphs return, are not enough."""

@@ -43,18 +43,25 @@ class RecordedSteps:
         tables: Sequence[torch.Tensor],
         sizes: list[int],
         lora: LoRAState | None = None,
+        stream_layers: Sequence[int] = (),
     ) -> None:
+        """`stream_layers`: keys of ForwardContext.streams."""
         self.model, self.backends, self.tables, self.sizes = model, backends, tables, sizes
-        self.lora = lora
+        self.lora, self.stream_layers = lora, stream_layers
         self.replays = 0
         self._recorded: dict[bool, RecordedStep] = {}  # with and without the terms of adapters
         self._replayable = {False, True} if model.embed_tokens is not None else set()
 
     def run(
-        self, rows: torch.Tensor, query_start: torch.Tensor, inputs: PreparedInputs, shared: int
+        self,
+        rows: torch.Tensor,
+        query_start: torch.Tensor,
+        inputs: PreparedInputs,
+        shared: int,
+        streams: dict[int, torch.Tensor | None] | None = None,
     ) -> torch.Tensor | None:
-        """Hidden states of a step, valid until the next one; None if it cannot be replayed. `shared` as
-        StepInputs.prefix_len."""
+        """Hidden states of a step, valid until the next one, as are `streams`, which it sets; None if it cannot be
+        replayed. `shared` as StepInputs.prefix_len."""
         tokens, count = len(inputs.input_ids), len(rows)
         adapted = self.lora is not None and self.lora.active
         if adapted not in self._replayable or tokens > MAX_TOKENS:
@@ -79,6 +86,9 @@ class RecordedSteps:
         step.seq_lens[:count].copy_(inputs.seq_lens)
         step.run(tokens, count, shared)
         self.replays += 1
+        for i, stream in (step.ctx.streams or {}).items():
+            assert streams is not None and stream is not None
+            streams[i] = stream[:tokens]
         return step.hidden[:tokens]
 
     def _record(self, like: torch.Tensor) -> RecordedStep:
@@ -94,7 +104,7 @@ class RecordedSteps:
         starts, lens = torch.arange(size + 1, dtype=torch.int32), torch.ones(size, dtype=torch.int32)
         step = StepInputs(rows=rows, num_tokens=size, query_start=starts, seq_lens=lens, decode_only=True)
         metadata = self.backends.build(step, self.tables, self.sizes)
-        ctx = ForwardContext(step, metadata, slots, None)
+        ctx = ForwardContext(step, metadata, slots, None, streams=dict.fromkeys(self.stream_layers) or None)
         with Recording(size) as recording:
             hidden = self.model(ids, positions, ctx, inputs_embeds=embeds)
         run = recording.replayed()

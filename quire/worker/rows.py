@@ -32,10 +32,13 @@ class RowState:
         device: torch.device,
         num_drafts: int = 0,
         pages_per_block: Sequence[int] | None = None,
+        clears_tables: bool = False,
     ) -> None:
         """`num_drafts`: the most that a row may hold behind its known tokens. `pages_per_block`: by group; tables are
-        of the kernels' pages, by default one to a block."""
+        of the kernels' pages, by default one to a block. `clears_tables`: positions behind a row's blocks may be
+        written, and must not find those of the request before."""
         max_model_len += num_drafts
+        self._clears_tables = clears_tables
         self._pages = list(pages_per_block or [1] * len(config.groups))
         self._has_several_pages = any(count > 1 for count in self._pages)
         counted = list(zip(config.groups, self._pages, strict=True))
@@ -46,7 +49,9 @@ class RowState:
                 "can be indexed; lower one of them (--max-num-seqs, --max-model-len)"
             )
         self.device = device
-        self.token_ids = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
+        # One more where there are drafts: a head reads, at a position, the token after it.
+        width = max_model_len + (num_drafts > 0)
+        self.token_ids = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         # In one allocation, each at a multiple of 16 bytes: new rows are one write.
         self._counts = torch.zeros(3, aligned(num_rows, 8), dtype=torch.int64, device=device)
         self.num_tokens, self.num_computed, self.token_limit = self._counts[:, :num_rows]
@@ -78,6 +83,9 @@ class RowState:
         rows_, counts_, token_at_, tokens_, block_at_, blocks_ = arrays
         self._counts.index_copy_(1, rows_, counts_.view(-1, 3).T)
         self.token_ids.view(-1).index_copy_(0, token_at_, tokens_.int())
+        if self._clears_tables:
+            for table in self.block_tables:
+                table.index_fill_(0, rows_, 0)  # the null block
         self._all_tables.index_copy_(0, block_at_, blocks_.int())
 
     @staticmethod

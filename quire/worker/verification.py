@@ -77,6 +77,7 @@ def sample_and_verify(
     out = torch.empty(len(counts), width, dtype=torch.int32, device=logits.device)
     num_sampled = torch.empty(len(counts), dtype=torch.int32, device=logits.device)
     accept_drafts(tokens, first_, rows, state, out, num_sampled)
+    after.num_sampled = num_sampled
     if batch is not None and verifies:
         batch.done = offset_ < num_sampled[place_.long()]
         sampler.keep_accepted(tokens, batch)

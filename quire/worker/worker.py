@@ -14,10 +14,11 @@ from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import make_connectors
 from quire.kernels import native
+from quire.layers.cache_layer import CacheLayer
 from quire.layers.parallel import TensorParallel
 from quire.lora.adapters import Adapters, AdapterWeights
 from quire.messages.features import FeatureSupport
-from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
+from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
@@ -27,7 +28,7 @@ from quire.models.registry import ModelRegistry
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
-from quire.spec_decode.proposer import make_proposer
+from quire.spec_decode.proposer import Proposer, make_proposer
 from quire.worker.features import feature_support
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
@@ -87,13 +88,15 @@ class Worker:
             packed_weights_cache=config.load.packed_weights_cache,
         )
         self._check_length()
+        self.proposer = self._make_proposer()
+        self.cache_layers = self._number_cache_layers()
         # After loading: the threads that it starts would all inherit this one's core.
         self.pinned = native.pin_threads(self.platform.cores_to_pin())
         assert config.scheduler.max_num_seqs is not None
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.adapters = self._make_adapters()
         if self.cache_format.has_layer_scales:
-            use_checkpoint_scales(self.model.cache_layers())
+            use_checkpoint_scales(self.cache_layers)
         backends = self._choose_backends()
         self.runner = ModelRunner(
             self.model,
@@ -103,7 +106,7 @@ class Worker:
             config.model.logprobs_mode,
             use_graphs=backends.supports_graphs and self.model.capturable and not config.device.enforce_eager,
             processors=processors,
-            proposer=make_proposer(config, self.platform.device),
+            proposer=self.proposer,
             num_drafts=config.speculative.num_drafts,
             lora=self.adapters.state if self.adapters is not None else None,
             graph_sizes=device.cudagraph_capture_sizes,
@@ -127,6 +130,17 @@ class Worker:
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
         return Adapters(self.model, config.lora, self.max_num_seqs, most, self.dtype, self.platform.device)
 
+    def _make_proposer(self) -> Proposer | None:
+        proposer = make_proposer(self.config, self.platform.device)
+        if proposer is not None:
+            proposer.prepare(self.model)
+            if proposer.hidden_outputs and not isinstance(self.model, DecoderModel):
+                raise ValueError(
+                    f"speculative_config: method {self.config.speculative.method!r} reads hidden states, which "
+                    f"{type(self.model).__name__} does not give; use 'ngram', 'suffix' or a draft model"
+                )
+        return proposer
+
     def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
         self._require_adapters().set(lora_id, weights)
 
@@ -138,8 +152,21 @@ class Worker:
             raise ValueError("the engine was started without capacity for adapters (enable_lora)")
         return self.adapters
 
+    def _number_cache_layers(self) -> list[CacheLayer]:
+        """The model's and, with indices after theirs, the proposer's."""
+        layers = list(self.model.cache_layers())
+        if self.proposer is not None:
+            first = 1 + max((layer.layer_index for layer in layers), default=-1)
+            for index, layer in enumerate(self.proposer.cache_layers(), first):
+                layer.layer_index = index
+                layers.append(layer)
+        return layers
+
+    def draft_needs(self) -> DraftNeeds:
+        return DraftNeeds() if self.proposer is None else self.proposer.needs
+
     def _choose_backends(self) -> GroupBackends:
-        layers = {layer.layer_index: layer for layer in self.model.cache_layers()}
+        layers = {layer.layer_index: layer for layer in self.cache_layers}
         # Where drafts are verified, each of a row's tokens is attended to as a row.
         max_rows = self.max_num_seqs * (1 + self.config.speculative.num_drafts)
         groups = make_groups(self.kv_cache_specs())
@@ -173,7 +200,7 @@ class Worker:
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size
-        layers, kept = self.model.cache_layers(), self.cache_format
+        layers, kept = self.cache_layers, self.cache_format
         specs = {layer.layer_index: layer.kv_cache_spec(size, kept.dtype) for layer in layers}
         return {i: spec.with_scales("float32") for i, spec in specs.items()} if kept.by_token else specs
 

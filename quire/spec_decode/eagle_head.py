@@ -1,0 +1,241 @@
+"""EAGLE heads: a decoder layer or a few that continue the target's hidden states, and their checkpoints.
+
+At position p a head sees the target's hidden state there and the token at p + 1, and predicts the token at p + 2.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.attention.base import Angles, ForwardContext
+from quire.config.shown import shown
+from quire.config.values import whole_number
+from quire.kernels.add import add
+from quire.layers.cache_layer import CacheLayer
+from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear
+from quire.layers.norm import Norm
+from quire.layers.rotary import RotaryEmbedding
+from quire.models.decoder import DECODER_WEIGHTS, DecoderModel, HasProcessAfterLoading
+from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer
+from quire.models.llama import LlamaForCausalLM
+from quire.models.loading.weight_map import Rule, WeightMap
+from quire.models.options import ModelOptions
+from quire.spec_decode.hidden_states import FINAL
+
+
+class EagleHead(nn.Module):
+    """What EAGLE-1 and EAGLE-3 share. Embedding and LM head are the target's unless the checkpoint has its own."""
+
+    hidden_outputs: tuple[int | str, ...] = (FINAL,)
+
+    def __init__(
+        self,
+        hf: dict[str, Any],
+        options: ModelOptions,
+        target: DecoderModel,
+        own_embedding: bool = False,
+        draft_vocab: int | None = None,
+        fc_inputs: int = 0,
+        fc_bias: bool = False,
+    ) -> None:
+        """`draft_vocab`: of its own LM head; None: it has none. `fc_inputs`: of the layer that widths come together in;
+        0: there is none."""
+        super().__init__()
+        self.config = c = head_config(hf, options.max_model_len)
+        dtype, device = options.dtype, options.device
+        if not own_embedding and c.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the head's hidden_size is {c.hidden_size} and the target's {target.hidden_size}: it cannot share the "
+                "target's embedding, and its checkpoint has no embed_tokens of its own"
+            )
+        self.embed_tokens = VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device) if own_embedding else None
+        self.fc = ColumnParallelLinear(fc_inputs, c.hidden_size, fc_bias, dtype, device) if fc_inputs else None
+        build = BuildContext(c, options)
+        self.layers = nn.ModuleList(DecoderLayer(build, i, MLP(build, i)) for i in range(c.num_layers))
+        self.lm_head = LMHead(draft_vocab, c.hidden_size, dtype, device) if draft_vocab else None
+        assert c.ropes[0] is not None
+        self.rotary = RotaryEmbedding(c.ropes[0], dtype, device)
+        # Outside of nn.Module's registry: they are the target's.
+        self._shared: tuple[DecoderModel] = (target,)
+        self.to_target: torch.Tensor | None = None  # [draft vocab]: ids of the target's vocabulary
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        own = self.embed_tokens
+        return self._shared[0].embed_tokens(token_ids) if own is None else own(token_ids)
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states [n, width] as `forward` takes them, [n, hidden]."""
+        return hidden
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, hidden] each: the LM head's input, and the hidden states that the next pass continues."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, draft vocab]; `to_target` has the target's ids of these."""
+        own = self.lm_head
+        return self._shared[0].compute_logits(hidden_rows) if own is None else own(hidden_rows)
+
+    def cache_layers(self) -> list[CacheLayer]:
+        return [module for module in self.modules() if isinstance(module, CacheLayer)]
+
+    def process_after_loading(self) -> None:
+        for module in reversed(list(self.modules())):
+            if module is not self and isinstance(module, HasProcessAfterLoading):
+                module.process_after_loading()
+
+    def _run_layers(
+        self, x: torch.Tensor, residual: torch.Tensor | None, first: int, angles: Angles, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers[first:]:
+            x, residual = layer(x, residual, angles, ctx)
+        assert residual is not None
+        return x, residual
+
+
+class Eagle1Head(EagleHead):
+    """fc joins embedding and hidden state; the first layer does not norm its input, and there is no norm at the end."""
+
+    def __init__(self, hf: dict[str, Any], options: ModelOptions, target: DecoderModel, names: Sequence[str]) -> None:
+        if hf.get("add_para_norm") or hf.get("layernorms"):
+            raise ValueError("EAGLE heads with norms of embedding and hidden state (HASS) are not supported")
+        if hf.get("hidden_size") != target.hidden_size:
+            raise ValueError(
+                f"the head's hidden_size is {shown(hf.get('hidden_size'))}; of an EAGLE-1 head it must be the "
+                f"target's, {target.hidden_size}"
+            )
+        draft_vocab = hf.get("vocab_size") if _has(names, "lm_head.weight") else None
+        super().__init__(
+            hf,
+            options,
+            target,
+            _has(names, "embed_tokens.weight"),
+            draft_vocab,
+            2 * target.hidden_size,
+            _has(names, "fc.bias", "fusion_fc.bias"),
+        )
+        assert isinstance(self.layers[0], DecoderLayer)
+        self.layers[0].attention_norm = None
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.fc is not None
+        x = self.fc(torch.cat((embeds, hidden), dim=-1))
+        out = add(*self._run_layers(x, None, 0, self.rotary(positions), ctx))
+        return out, out
+
+
+class Eagle3Head(EagleHead):
+    """fc joins hidden states of several of the target's layers; the first layer attends from embedding and hidden
+    state side by side, each with its norm. It has an LM head of its own, usually of fewer tokens."""
+
+    def __init__(self, hf: dict[str, Any], options: ModelOptions, target: DecoderModel, names: Sequence[str]) -> None:
+        layers = aux_layers(hf, target.config.num_layers)
+        own_head = _has(names, "lm_head.weight") or not names
+        draft_vocab = whole_number("draft_vocab_size", hf.get("draft_vocab_size") or hf.get("vocab_size"))
+        super().__init__(
+            hf,
+            options,
+            target,
+            _has(names, "embed_tokens.weight"),
+            draft_vocab if own_head else None,
+            len(layers) * target.hidden_size,
+        )
+        self.hidden_outputs = layers or (FINAL,)
+        c, build = self.config, BuildContext(self.config, options)
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        first.self_attn.qkv_proj = QKVParallelLinear(
+            2 * c.hidden_size, c.head_dim, c.num_heads, c.num_kv_heads, c.qkv_bias, options.dtype, options.device
+        )
+        self.hidden_norm = build.norm()
+        self.norm = build.norm()
+        self.norm_before_residual = bool(hf.get("norm_before_residual", False))
+
+    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.fc is None else self.fc(hidden)
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first, angles = self.layers[0], self.rotary(positions)
+        assert isinstance(first, DecoderLayer) and first.attention_norm is not None and first.mlp_norm is not None
+        normed = self.hidden_norm(hidden)
+        x = first.self_attn(torch.cat((first.attention_norm(embeds), normed), dim=-1), angles, ctx)
+        # The sum is written over the residual, which may be the caller's or hold another layer's input.
+        residual = normed if self.norm_before_residual else hidden.clone()
+        mlp_norm: Norm = first.mlp_norm
+        x, residual = mlp_norm.add(x, residual)
+        x, residual = self._run_layers(first.mlp(x), residual, 1, angles, ctx)
+        carried = add(x, residual)
+        return self.norm(carried), carried
+
+
+def aux_layers(hf: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers of the target whose inputs an EAGLE-3 head reads; () if it reads the final hidden states."""
+    nested = hf.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"eagle_config is {shown(nested)}; it must be an object")
+    if not nested.get("use_aux_hidden_state", True):
+        return ()
+    name = "eagle_aux_hidden_state_layer_ids"
+    given = hf.get(name) or nested.get(name) or [2, num_layers // 2, num_layers - 3]
+    if not isinstance(given, list) or not all(type(i) is int and 1 <= i <= num_layers for i in given):
+        raise ValueError(
+            f"{name} is {shown(given)}; it must be a list of layers from 1 to the target's {num_layers}, which is what "
+            "leaves its last"
+        )
+    return tuple(given)
+
+
+def head_config(hf: dict[str, Any], max_model_len: int | None) -> DecoderConfig:
+    """Of a layer like Llama's. A head may have been trained on shorter texts than it is used for."""
+    length = max(hf.get("max_position_embeddings") or 0, max_model_len or 0)
+    if length:
+        hf = hf | {"max_position_embeddings": length}
+    return LlamaForCausalLM.read_config({"intermediate_size": 1, "num_hidden_layers": 1} | hf).limited_to(max_model_len)
+
+
+def flattened(hf: dict[str, Any]) -> dict[str, Any]:
+    """A config of the speculators library, whose layers' sizes are nested, in the keys of other checkpoints."""
+    layers = hf.get("transformer_layer_config")
+    if not isinstance(layers, dict):
+        return hf
+    outer = {name: value for name, value in hf.items() if name != "transformer_layer_config" and value is not None}
+    flat = layers | outer
+    flat.setdefault("num_hidden_layers", 1)
+    return flat
+
+
+def head_names(checkpoint_layers: Sequence[str] = ("midlayer", "transformer")) -> WeightMap:
+    """Names of the authors' checkpoints, of the speculators library's, and of those that have either below `model`."""
+    layers = [rule for rule in DECODER_WEIGHTS.rules if "{i}" in rule.checkpoint]
+    rules = [
+        Rule(
+            rule.checkpoint.replace("model.layers.{i}", place),
+            rule.parameter.replace("{i}", "0"),
+            rule.shard,
+        )
+        for place in checkpoint_layers
+        for rule in layers
+    ]
+    rules += [
+        Rule("layers.0.hidden_norm.weight", "hidden_norm.weight"),
+        *(Rule(f"{place}.hidden_norm.weight", "hidden_norm.weight") for place in checkpoint_layers),
+        Rule("fc.{p}", "fc.{p}"),
+        Rule("fusion_fc.{p}", "fc.{p}"),
+        *DECODER_WEIGHTS.also_without("model.").rules,
+    ]
+    prefixed = [Rule(f"model.{r.checkpoint}", r.parameter, r.shard) for r in rules if not r.checkpoint.startswith("m")]
+    return WeightMap((*rules, *prefixed), ("d2t", "t2d", *DECODER_WEIGHTS.ignored))
+
+
+def _has(names: Sequence[str], *wanted: str) -> bool:
+    return any(name.removeprefix("model.") in wanted for name in names)

@@ -1,0 +1,162 @@
+"""EAGLE heads through the real engine: the text of a run without them, and the very drafts that plain torch computes
+from the target's hidden states, whatever the batching, chunking and caching."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire import LLM, SamplingParams
+from tests.spec_decode import heads
+from tests.tiny_models import save_tiny
+
+SHARED = list(range(40, 80))
+PROMPTS = [[5, 6, 7], [*SHARED, 3], [9] * 20, [4, 8, 15, 16, 23, 42], [*SHARED, 9, 9]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=17, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1.2, top_k=20, top_p=0.9, seed=5, max_tokens=30, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "synchronous": {"async_scheduling": False},
+    "chunked": {"max_num_batched_tokens": 16, "block_size": 8},
+    "preempted": {"num_gpu_blocks_override": 10, "block_size": 16, "enable_prefix_caching": False},
+    "few rows": {"max_num_seqs": 2, "block_size": 8},
+    "deep": {"async_depth": 2, "enable_prefix_caching": False},
+}
+SAVED = {
+    "eagle": lambda folder: heads.save_eagle1(folder),
+    "eagle-speculators": lambda folder: heads.save_eagle1(folder, speculators=True, bias=False),
+    "eagle3": lambda folder: heads.save_eagle3(folder),
+    "eagle3-speculators": lambda folder: heads.save_eagle3(folder, speculators=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path):
+    """By name, each saved once."""
+
+    @cache
+    def saved(name: str) -> str:
+        place = folder / name
+        place.mkdir()
+        if name in SAVED:
+            return SAVED[name](place)
+        save_tiny(name, place)
+        return str(place)
+
+    return saved
+
+
+@pytest.fixture(scope="module")
+def singles(models):
+    """Texts of each target without drafts."""
+    return cache(lambda target: generate(models(target)))
+
+
+def generate(model: str, head: dict[str, Any] | None = None, rounds: int = 1, **options: Any) -> list[list[int]]:
+    """The texts; of the last round, where there are several that hit the prefix cache."""
+    options = {"speculative_config": head, "max_model_len": 128, "cpu_threads": 1, "dtype": "float32"} | options
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    with LLM(model, skip_tokenizer_init=True, use_tqdm_on_load=False, **options) as llm:
+        for _ in range(rounds):
+            found = llm.generate(prompts, PARAMS, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found]
+
+
+def method(head: str, saved: str, count: int = 3) -> dict[str, Any]:
+    """Noting what it proposes."""
+    name = "NotingEagle3" if head.startswith("eagle3") else "NotingEagle"
+    return {"method": f"tests.spec_decode.heads:{name}", "model": saved, "num_speculative_tokens": count}
+
+
+def check_drafts(target: str, head: str, count: int) -> None:
+    """The first `count` of every other proposal."""
+    assert len(heads.PROPOSED) > 30
+    reference = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    embed, unembed = reference.get_input_embeddings(), reference.get_output_embeddings()
+    longest = {}  # of the states of a longer text those of its beginnings are a part
+    for known, _ in sorted(heads.PROPOSED, key=lambda one: -len(one[0])):
+        if not any(text[: len(known)] == list(known) for text in longest.values()):
+            longest[tuple(known)] = list(known)
+    states = {}
+    with torch.inference_mode():
+        for key, text in longest.items():
+            out = reference.model(torch.tensor([text]), output_hidden_states=True)
+            eagle3 = Path(head).name.startswith("eagle3")
+            aux = [out.hidden_states[i] for i in (2, 2, 1)] if eagle3 else [out.last_hidden_state]
+            states[key] = torch.cat([state[0] for state in aux], -1)
+        for known, drafts in heads.PROPOSED[::2]:
+            key = next(key for key, text in longest.items() if text[: len(known)] == known)
+            wanted = heads.eagle_drafts(head, known, states[key][: len(known) - 1], embed, unembed, count)
+            assert drafts[:count] == wanted, len(known)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_text_and_drafts(models, singles, head: str, kind: str) -> None:
+    heads.PROPOSED.clear()
+    found = generate(models("llama"), method(head, models(head)), **OPTIONS[kind])
+    assert found == singles("llama")
+    # Where blocks are short there are none for the passes after the first, whose drafts are then worse.
+    check_drafts(models("llama"), models(head), 1 if kind == "preempted" else 3)
+
+
+@pytest.mark.parametrize("target", ["gemma3", "qwen3"])
+@pytest.mark.parametrize("head", ["eagle3", "eagle-speculators"])
+def test_other_targets(models, singles, head: str, target: str) -> None:
+    """Windows, several cache groups and heads of other sizes than the target's."""
+    heads.PROPOSED.clear()
+    found = generate(models(target), method(head, models(head), 2), max_num_batched_tokens=16, block_size=8)
+    assert found == singles(target)
+    check_drafts(models(target), models(head), 2)
+
+
+@pytest.mark.parametrize("head", ["eagle-speculators", "eagle3-speculators"])
+def test_checkpoints_of_the_speculators_library(models, singles, head: str) -> None:
+    heads.PROPOSED.clear()
+    assert generate(models("llama"), method(head, models(head))) == singles("llama")
+    check_drafts(models("llama"), models(head), 3)
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle3"])
+def test_prefix_hits(models, singles, head: str) -> None:
+    """The second round finds all prompts in the cache, but for the block that the head needs hidden states of."""
+    found = generate(models("llama"), method(head, models(head)), rounds=1, block_size=8)
+    assert found == singles("llama")
+    heads.PROPOSED.clear()
+    assert generate(models("llama"), method(head, models(head)), rounds=2, block_size=8) == singles("llama")
+    check_drafts(models("llama"), models(head), 3)
+
+
+@pytest.mark.parametrize(("name", "head"), [("eagle", "eagle"), ("eagle3", "eagle3-speculators")])
+def test_bf16_by_name(models, name: str, head: str) -> None:
+    config = {"method": name, "model": models(head), "num_speculative_tokens": 4}
+    assert generate(models("llama"), config, dtype="bfloat16") == generate(models("llama"), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"vocab_size": 99}, "a head of another model"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "from 1 to the target's 4"),
+        ({"draft_vocab_size": 95}, r"lm_head.weight has shape \[96, 64\].*must be \[95, 64\]"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "has unknown fc.weight"),
+        ({"hidden_size": 32}, "cannot share the target's embedding"),
+    ],
+)
+def test_heads_that_do_not_fit(tmp_path, models, keys: dict[str, Any], message: str) -> None:
+    saved = heads.save_eagle3(tmp_path, **keys)
+    with pytest.raises(ValueError, match=message):
+        generate(models("llama"), {"method": "eagle3", "model": saved, "num_speculative_tokens": 2})
