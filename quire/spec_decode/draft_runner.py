@@ -110,7 +110,7 @@ class DraftGraphs:
         for count in sorted(tokens_per_row, reverse=True):
             for num_rows in reversed(self._row_counts):
                 passes = functools.partial(self._compute, self._rows[:num_rows], count)
-                self._captured[num_rows, count], _ = capture(passes, stream, pool)
+                self._captured[num_rows, count], _ = capture(passes, self._rows.device, stream, pool)
 
     def run(self, rows: np.ndarray, tokens_per_row: int) -> bool:
         """False if there is no graph for it."""
