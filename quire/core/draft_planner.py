@@ -5,7 +5,7 @@ import numpy as np
 from quire.messages.speculation import DraftProfile, DraftStats
 
 MIN_GAIN = 1.02  # expected tokens per second, relative to a step without drafts: estimates are not exact
-DECAY = 0.9  # of a row's acceptance, with each draft
+DECAY = 0.85  # of a row's acceptance, with each draft
 PRIOR, PRIOR_TOKENS = 0.7, 4.0  # a new request's acceptance, as if so many tokens had been seen, before any is known
 ENGINE_DECAY = 0.99  # of the acceptance of all rows, with which requests begin
 # A row, or a step of equal rows, that was planned without drafts for so many plans gets some: texts change.
@@ -28,7 +28,7 @@ class DraftPlanner:
         """`num_drafts`: the most that a row verifies. Unless `adaptive`, every row that decodes gets that many."""
         profile = profile or DraftProfile()
         self.num_drafts, self.adaptive = num_drafts, adaptive
-        self.finds = profile.finds
+        self.finds, self.rests = profile.finds, profile.rests
         self.sizes = [size for size in profile.sizes if size <= num_drafts] if adaptive else []
         self.num_found = np.zeros(num_rows, np.int64)
         self._accepted = np.zeros(num_rows)
@@ -36,8 +36,9 @@ class DraftPlanner:
         self._all = np.array([PRIOR, 1.0]) * PRIOR_TOKENS  # of all rows
         self._idle = np.zeros(num_rows, np.int64)  # plans since the row had drafts
         self._idle_steps = 0
-        self._plain = _seconds(profile.plain, max_tokens)
-        self._drafted = _seconds(profile.drafted or profile.plain, max_tokens)
+        plain, drafted = profile.plain, profile.drafted or profile.plain
+        larger = tuple((tokens, seconds) for tokens, seconds in drafted if not plain or tokens > plain[-1][0])
+        self._plain, self._drafted = _seconds(plain + larger, max_tokens), _seconds(drafted, max_tokens)
         self._draft_tokens = 0
         self._histogram = np.zeros(1 + num_drafts, np.int64)  # drafts by tokens accepted
 
@@ -70,9 +71,9 @@ class DraftPlanner:
             return np.zeros_like(certain)
         pace = MIN_GAIN * count / self._plain[base]  # tokens per second that drafts have to beat
         full = min(base + count * self.num_drafts, longest)
-        if (count + full - base) / self._drafted[full] <= pace:
+        if (count + full - base) / max(self._drafted[full], self._plain[base]) <= pace:
             self.num_found[:] = 0  # of what it does not see
-            return None if self.finds else np.zeros_like(certain)
+            return None if self.rests else np.zeros_like(certain)
         if self.finds:
             most = np.minimum(most, self.num_found[rows])
         gains = self._gains(rows, most)
@@ -98,7 +99,8 @@ class DraftPlanner:
         order = np.sort(gains, axis=None)[::-1][: min(int(most.sum()), longest - base)]
         if not len(order):
             return np.zeros_like(most)
-        speed = (count + np.cumsum(order)) / self._drafted[base + 1 : base + 1 + len(order)]
+        seconds = np.maximum(self._drafted[base + 1 : base + 1 + len(order)], self._plain[base])
+        speed = (count + np.cumsum(order)) / seconds
         best = int(speed.argmax())
         if speed[best] <= pace:
             return np.zeros_like(most)
@@ -110,7 +112,8 @@ class DraftPlanner:
     ) -> int:
         """The number of drafts for every row; 0 also where a row does not decode, as such a step is not captured."""
         sizes = [size for size in self.sizes if base + count * size <= longest] if base == count else []
-        expected = {size: (count + gains[:, :size].sum()) / self._drafted[base + count * size] for size in sizes}
+        seconds = {size: max(self._drafted[base + count * size], self._plain[base]) for size in sizes}
+        expected = {size: (count + gains[:, :size].sum()) / seconds[size] for size in sizes}
         size = max(sizes, key=lambda size: expected[size], default=0)
         if size and expected[size] <= pace and (self._idle_steps < PROBE_STEP or not gains.any()):
             size = 0

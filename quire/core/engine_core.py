@@ -78,6 +78,7 @@ class EngineCore:
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
         )
+        adaptive = num_drafts > 0 and config.speculative.adaptive
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -88,6 +89,8 @@ class EngineCore:
             chunked_prefill=chunked_prefill,
             transfers=transfers,
             num_drafts=num_drafts,
+            adaptive_drafts=adaptive,
+            draft_profile=executor.collective_rpc("get_draft_profile", (), {})[0] if adaptive else None,
             encoder_cache_tokens=cache_tokens,
         )
         self.grammars = StructuredOutputManager.of_engine(config)

@@ -11,6 +11,7 @@ class DraftProfile:
     """What the worker's proposer and steps are like, for whoever plans drafts."""
 
     finds: bool = False  # rows may be without drafts, and results say so
+    rests: bool = False  # it may miss steps: nothing of its own has to follow the text
     # Drafts of a row, equal for all rows of a step, with which steps are captured; empty: rows may differ.
     sizes: tuple[int, ...] = ()
     # (tokens, seconds) of steps in which no row has drafts, and in which all have; empty: not measured.

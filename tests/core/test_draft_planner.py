@@ -80,7 +80,7 @@ def test_new_requests_begin_with_the_acceptance_of_the_others() -> None:
 
 def test_where_no_token_comes_free_there_are_no_drafts() -> None:
     assert decode(planner(seconds=LINEAR)) == [0, 0, 0, 0]
-    assert decode(planner(seconds=LINEAR, finds=True)) is None, "the proposer rests"
+    assert decode(planner(seconds=LINEAR, rests=True)) is None, "the proposer rests"
 
 
 def test_a_large_batch_suspends_drafts() -> None:
@@ -130,7 +130,7 @@ PROFILES = {
     "found": DraftProfile(finds=True),
     "equal": DraftProfile(sizes=(3,)),
     "equal, found": DraftProfile(sizes=(3,), finds=True, plain=((1, 1.0), (16, 1.0), (64, 4.0))),
-    "none pays": DraftProfile(plain=LINEAR, finds=True),
+    "none pays": DraftProfile(plain=LINEAR, finds=True, rests=True),
 }
 
 
