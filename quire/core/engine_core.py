@@ -80,6 +80,7 @@ class EngineCore:
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
         )
+        adaptive = num_drafts > 0 and config.speculative.adaptive
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -90,6 +91,8 @@ class EngineCore:
             chunked_prefill=chunked_prefill,
             transfers=transfers,
             num_drafts=num_drafts,
+            adaptive_drafts=adaptive,
+            draft_profile=executor.collective_rpc("get_draft_profile", (), {})[0] if adaptive else None,
             encoder_cache_tokens=cache_tokens,
             num_lookahead=needs.num_lookahead,
         )

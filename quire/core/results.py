@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from quire.core.draft_planner import DraftPlanner
 from quire.core.request import Request
 from quire.core.running_set import RunningSet
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
@@ -57,10 +58,11 @@ class AppliedStep:
 class ResultReader:
     """Results are read through the frames of their plans, in the order of plans."""
 
-    def __init__(self, running: RunningSet) -> None:
+    def __init__(self, running: RunningSet, drafts: DraftPlanner) -> None:
         self.num_prompt_tokens = 0  # of requests that got their first token
         self.num_generated_tokens = 0
         self._running = running
+        self._drafts = drafts
         self._frames: deque[Frame] = deque()
 
     @property
@@ -107,6 +109,8 @@ class ResultReader:
         frame, live, stale = self._pop_frame(plan)
         if output.drafts is not None:
             run.drafts[frame.rows[live]] = output.drafts[live]
+        if output.num_found is not None:
+            self._drafts.num_found[frame.rows[live]] = output.num_found[live]
         sampled = np.flatnonzero(live & frame.samples)
         rows = frame.rows[sampled]
         if frame.drafts is None:
@@ -181,16 +185,19 @@ class ResultReader:
         run = self._running
         matrix, counts = output.token_ids[sampled], output.num_sampled[sampled].astype(np.int64)
         assert (counts > 0).all(), "a row at its limit was planned"
+        self._drafts.observe(rows, drafts, np.minimum(counts - 1, drafts))
         width = matrix.shape[1]
-        stops = (matrix[None] == run.stop_ids[:, rows, None]).any(axis=0) & (np.arange(width) < counts[:, None])
+        column = np.arange(width)
+        stops = (matrix[None] == run.stop_ids[:, rows, None]).any(axis=0) & (column < counts[:, None])
         stopped = stops.any(axis=1)
         counts = np.where(stopped, stops.argmax(axis=1) + 1, counts)
-        run.append_several(rows, matrix, counts, drafts)
-        kept = np.arange(width) < counts[:, None]
+        kept = column < counts[:, None]
+        tokens = matrix[kept]
+        run.append_several(rows, tokens, kept, counts, drafts)
         offsets = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
-        places = (sampled[:, None] * width + np.arange(width))[kept]
-        return matrix[kept], matrix[np.arange(len(rows)), counts - 1], stopped, offsets, places
+        places = (sampled[:, None] * width + column)[kept]
+        return tokens, tokens[offsets[1:] - 1], stopped, offsets, places
 
     def fail(self, plan: SchedulerOutput, error: RequestError) -> AppliedStep:
         """The plan has no results: its requests end with the cause."""

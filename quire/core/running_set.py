@@ -106,11 +106,10 @@ class RunningSet:
         """Confirmed and pending tokens."""
         return self.num_tokens[rows] + self.num_pending[rows]
 
-    def draftable(self, rows: np.ndarray, num_drafts: int) -> np.ndarray:
-        """How many drafts, up to `num_drafts`, a plan may have of each row that decodes."""
+    def decodes(self, rows: np.ndarray) -> np.ndarray:
+        """Which rows have only a generated token to compute."""
         known = self.num_known(rows)
-        decodes = (known - self.num_computed[rows] == 1) & (known > self.num_prompt_tokens[rows])
-        return np.clip(self.token_limit[rows] - known - 1, 0, np.where(decodes, num_drafts, 0))
+        return (known - self.num_computed[rows] == 1) & (known > self.num_prompt_tokens[rows])
 
     def most_computed(self, rows: np.ndarray) -> np.ndarray:
         """If all drafts of plans in flight are accepted."""
@@ -141,11 +140,14 @@ class RunningSet:
         self.num_pending[rows] -= 1
         return lengths
 
-    def append_several(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray, drafts: np.ndarray) -> None:
-        """Confirm the first `counts` of each row's `tokens`, of which a plan with `drafts` drafts made one certain."""
+    def append_several(
+        self, rows: np.ndarray, tokens: np.ndarray, kept: np.ndarray, counts: np.ndarray, drafts: np.ndarray
+    ) -> None:
+        """Confirm `counts` tokens of each row, those that are `kept` of a plan's [rows, 1 + drafts]. The plan had
+        `drafts` drafts and made one token certain."""
         first = self.num_tokens[rows]
-        for row, at, count, new in zip(rows.tolist(), first.tolist(), counts.tolist(), tokens, strict=True):
-            self.token_ids[row, at : at + count] = new[:count]
+        places = (rows * self.token_ids.shape[1] + first)[:, None] + np.arange(kept.shape[1])
+        self.token_ids.reshape(-1)[places[kept]] = tokens
         self.num_tokens[rows] = first + counts
         self.num_computed[rows] += counts - 1
         self.num_pending[rows] -= 1

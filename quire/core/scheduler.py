@@ -12,6 +12,7 @@ import numpy as np
 
 from quire.core.admission import Admission
 from quire.core.admission_queue import AdmissionQueue
+from quire.core.draft_planner import DraftPlanner
 from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_transfers import Ended, KVTransfers
@@ -29,6 +30,7 @@ from quire.messages.requests import (
     RequestError,
     SchedulerStats,
 )
+from quire.messages.speculation import DraftProfile
 
 
 class Scheduler:
@@ -44,12 +46,15 @@ class Scheduler:
         chunked_prefill: bool = True,
         transfers: KVTransfers | None = None,
         num_drafts: int = 0,
+        adaptive_drafts: bool = False,
+        draft_profile: DraftProfile | None = None,
         encoder_cache_tokens: int | None = None,
         num_lookahead: int = 0,
     ) -> None:
-        """`num_drafts`: the most drafts that a decoding row verifies in a step. `encoder_cache_tokens`: the most that
-        encoder outputs hold, by default as many as a step computes. `num_lookahead`: positions behind those of a step
-        that a proposer's layers write after it; without blocks for them drafts are worse, so no one waits for these."""
+        """`num_drafts`: the most drafts that a decoding row verifies in a step, and with `adaptive_drafts` fewer where
+        more do not pay. `encoder_cache_tokens`: the most that encoder outputs hold, by default as many as a step
+        computes. `num_lookahead`: positions behind those of a step that a proposer's layers write after it; without
+        blocks for them drafts are worse, so no one waits for these."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_drafts, self.num_lookahead = num_drafts, num_lookahead
@@ -65,7 +70,8 @@ class Scheduler:
         if self.transfers.connectors:
             kv.pool.on_evict = self.transfers.evict
         self.features = PromptFeatures(encoder_cache_tokens or max_num_batched_tokens, max_num_batched_tokens)
-        self.results = ResultReader(self.running)
+        self.drafts = DraftPlanner(max_num_seqs, num_drafts, max_num_batched_tokens, adaptive_drafts, draft_profile)
+        self.results = ResultReader(self.running, self.drafts)
         self.admission = Admission(
             kv,
             self.running,
@@ -146,6 +152,7 @@ class Scheduler:
             step_tokens=tuple(self._step_tokens),
             step_tokens_sum=self._step_tokens_sum,
             residency=self.kv.pool.residency,
+            drafts=self.drafts.stats if self.num_drafts else None,
         )
 
     def _count_tokens(self, used: int, rows: np.ndarray, computed: np.ndarray) -> None:
@@ -174,9 +181,13 @@ class Scheduler:
         if admitted.rows:
             rows = np.concatenate([rows, np.asarray([new.row for new in admitted.rows], np.int64)])
             counts = np.concatenate([counts, np.asarray(admitted.num_tokens, np.int64)])
+            if self.num_drafts:
+                self.drafts.add_rows([new.row for new in admitted.rows])
             if drafts is not None:
                 drafts = np.concatenate([drafts, np.zeros(len(admitted.rows), np.int64)])
-            used += sum(admitted.num_tokens)
+                if self.drafts.uniform:  # a step with prompts is captured only without drafts
+                    counts, drafts = counts - drafts, np.zeros_like(drafts)
+            used = int(counts.sum())
         if not len(rows) and not self.transfers.needs_plan:
             return None
 
@@ -214,9 +225,11 @@ class Scheduler:
         computed = run.num_computed[rows]
         # Plans in flight may already sample a request's last token.
         wanted = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
-        certain = wanted
+        certain, planned = wanted, None
         if self.num_drafts:
-            wanted = wanted + np.where(wanted > 0, run.draftable(rows, self.num_drafts), 0)
+            room = np.minimum(run.token_limit[rows] - known - 1, self.num_drafts)
+            planned = self.drafts.plan(rows, wanted, run.decodes(rows), room, self.max_num_batched_tokens)
+            wanted = wanted if planned is None else wanted + planned
             computed = run.most_computed(rows)
         ahead = np.cumsum(wanted) - wanted
         counts = np.maximum(np.minimum(self.max_num_batched_tokens - ahead, wanted), 0)
@@ -231,7 +244,7 @@ class Scheduler:
             counts[short] = np.minimum(counts[short], certain[short])
             end = self._end_of_step(rows, computed + counts)
         preempted = len(short) > 0 and self._extend_or_preempt(rows, short, end, counts, appended)
-        drafts = np.maximum(counts - certain, 0) if self.num_drafts else None
+        drafts = np.maximum(counts - certain, 0) if planned is not None else None
         chosen = counts > 0
         if not chosen.all():
             rows, counts = rows[chosen], counts[chosen]

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config, text_part
+from quire.checkpoint.draft_config import resolve_drafts
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig
 from quire.config.environment import HF_TOKEN
@@ -79,7 +80,8 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         derived_max_model_len=longest,
         default_sampling=defaults,
     )
-    return config.replace(model=model), checkpoint
+    drafts = resolve_drafts(config.speculative, config.load, hf_config, model.vocab_size, model.trust_remote_code)
+    return config.replace(model=model, speculative=drafts), checkpoint
 
 
 def vocab_size(hf_config: dict[str, Any]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from quire.messages.features import Feature
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.speculation import DraftStats
 
 MAX_ERROR_CHARACTERS = 4096
 
@@ -183,6 +184,7 @@ class SchedulerStats(msgspec.Struct):
     # Seconds that blocks lived, were idle before eviction, and between two hits, if measured: each the blocks per
     # bucket of RESIDENCY_SECONDS, the last unbounded, and the sum.
     residency: tuple[tuple[float, ...], ...] = ()
+    drafts: DraftStats | None = None  # None: there is no proposer
 
 
 class EngineCoreOutputs(msgspec.Struct):

@@ -109,6 +109,10 @@ def make_proposer(config: EngineConfig, device: torch.device) -> Proposer | None
     if method is None:
         return None
     place = PROPOSERS.get(method, method)
+    if ":" not in place:
+        raise ValueError(
+            f"not available yet: drafts by {method}; allowed: {', '.join(PROPOSERS)}, or your own as module:Class"
+        )
     module, _, name = place.partition(":")
     try:
         proposer: Proposer = getattr(importlib.import_module(module), name)(config, device)

@@ -20,6 +20,7 @@ from quire.lora.adapters import Adapters, AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.messages.speculation import DraftProfile
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
@@ -35,6 +36,7 @@ from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, st
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profiler import TorchProfiler
 from quire.worker.recovery import Recovery
+from quire.worker.step_costs import measure_step_costs
 from quire.worker.transfer import Pending
 
 logger = logging.getLogger("quire")
@@ -113,6 +115,7 @@ class Worker:
             largest_graph=device.max_cudagraph_capture_size,
             share_prefixes=not device.disable_cascade_attn,
         )
+        self.draft_profile = DraftProfile()
         self.profiler = TorchProfiler(config.observability.profiler_config, rank)
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 
@@ -231,12 +234,17 @@ class Worker:
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
         self.runner.initialize(config, self.max_num_seqs, max_model_len)
-        connectors = make_connectors(self.config.transfer, config, "worker")
-        if connectors:
-            self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None
         self.runner.capture_graphs(max_tokens)
+        if self.runner.proposer is not None and self.config.speculative.adaptive:
+            self.draft_profile = measure_step_costs(self.runner, max_tokens, in_step=self.world > 1)
+        connectors = make_connectors(self.config.transfer, config, "worker")
+        if connectors:  # after the steps that no one has asked for
+            self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
+
+    def get_draft_profile(self) -> DraftProfile:
+        return self.draft_profile
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         try:

@@ -110,6 +110,7 @@ class FakeWorker:
         self.num_drafts = 0
         self.verified: dict[int, list[int]] = {}  # by row: the drafts of the newest plan
         self.propose = PROPOSERS["fixed"]
+        self.finds = False  # results say how many drafts there are
         self.shared: set[int] = set()  # blocks with several owners when the plan was made
 
     def _slots(self, row: dict, group: int, positions: np.ndarray) -> np.ndarray:
@@ -177,7 +178,14 @@ class FakeWorker:
                 row["drafts"] = self.propose(np.asarray(row["tokens"]), row["seed"], MOST_DRAFTS)
         proposed = [self.rows[int(r)]["drafts"] for r in plan.rows]
         most = np.asarray(proposed, np.int32).reshape(len(proposed), MOST_DRAFTS)[:, : self.num_drafts]
-        return ModelRunnerOutput(tokens, num_sampled, drafts=most if self.num_drafts else None, pooled=pooled)
+        output = ModelRunnerOutput(tokens, num_sampled, drafts=most if self.num_drafts else None, pooled=pooled)
+        if self.finds and plan.num_drafts is not None:
+            output.num_found = np.asarray([self._found(self.rows[int(r)]) for r in plan.rows], np.int32)
+        return output
+
+    def _found(self, row: dict) -> int:
+        """Of every three tokens of a row, one has nothing behind it."""
+        return len(row["tokens"]) % 3 and self.num_drafts
 
     def _pool(self, row: dict, count: int, place: int, pooled: dict[int, np.ndarray]) -> None:
         """Accumulates chunks; a vector if the prompt is complete."""
@@ -271,6 +279,8 @@ class FakeEngine:
         self.worker = FakeWorker(config, self.kv, max_model_len)
         self.worker.propose = PROPOSERS[proposer]
         self.worker.num_drafts = self.scheduler.num_drafts
+        self.worker.finds = self.scheduler.drafts.finds
+        self.plans: list[SchedulerOutput] = []
         self.unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need what is in flight
         self.depth = depth
         self.in_flight: deque = deque()
@@ -330,6 +340,7 @@ class FakeEngine:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.worker.verified = {}
+            self.plans.append(plan)
             self.in_flight.append((plan, self.worker.run(plan)))
             self.unsampled = plan
             self._make_masks()

@@ -59,8 +59,7 @@ def test_a_long_prefix_is_computed_once():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"speculative_config": {"method": "ngram", "prompt_lookup_max": 5, "num_speculative_tokens": 3}},
-        {"spec_method": "ngram", "spec_tokens": 5},
+        {"speculative_config": {"method": "mlp_speculator", "model": "a/b", "num_speculative_tokens": 3}},
         {"tensor_parallel_size": 4},
         {"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}},
     ],

@@ -19,7 +19,7 @@ SETTINGS = {
     "depth 2, chunks, preempted": {"async_depth": 2, "max_num_batched_tokens": 13, **FEW_BLOCKS},
     "no prefix caching": {"enable_prefix_caching": False},
     "sliding windows": {"family": "qwen2-mixed"},
-    "drafts": {"speculative_config": {"method": "tests.spec_decode.proposers:Fixed", "num_speculative_tokens": 2}},
+    "drafts": {"spec_method": "tests.spec_decode.proposers:Fixed", "spec_tokens": 2, "spec_adaptive": False},
     "engine process": {"multiprocess": True},
 }
 

@@ -18,7 +18,7 @@ SETTINGS = {
     "chunks of 7": {"max_num_batched_tokens": 7},
     "preempted": FEW_BLOCKS,
     "depth 2, chunks, preempted": {"async_depth": 2, "max_num_batched_tokens": 13, **FEW_BLOCKS},
-    "drafts": {"speculative_config": {"method": "tests.spec_decode.proposers:Fixed", "num_speculative_tokens": 2}},
+    "drafts": {"spec_method": "tests.spec_decode.proposers:Fixed", "spec_tokens": 2, "spec_adaptive": False},
 }
 
 

@@ -28,7 +28,7 @@ def texts(model, **options):
         dtype="float32",
         max_num_seqs=16,
         num_gpu_blocks_override=200,
-        **options,
+        **{"spec_adaptive": False} | options,
     )
     try:
         params = [

@@ -19,7 +19,7 @@ SETTINGS = {
     "chunks of 7": {"max_num_batched_tokens": 7},
     "preempted": {"num_gpu_blocks_override": 14, "max_model_len": 128},
     "eager": {"enforce_eager": True},
-    "drafts": {"speculative_config": {"method": "tests.spec_decode.proposers:Fixed", "num_speculative_tokens": 2}},
+    "drafts": {"spec_method": "tests.spec_decode.proposers:Fixed", "spec_tokens": 2, "spec_adaptive": False},
 }
 
 

@@ -100,7 +100,7 @@ def test_a_prefix_is_reused_where_the_method_allows(reference):
         {},
         {"max_num_batched_tokens": 24, "async_depth": 2},
         {**FEW_BLOCKS, "async_depth": 2},
-        {"speculative_config": {"method": "tests.spec_decode.proposers:Fixed", "num_speculative_tokens": 3}},
+        {"spec_method": "tests.spec_decode.proposers:Fixed", "spec_tokens": 3, "spec_adaptive": False},
     ],
     ids=["plain", "chunks", "preemption", "drafts"],
 )

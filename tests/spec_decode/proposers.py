@@ -49,3 +49,14 @@ class HalfRight(Right):
 
     def guess(self, token: int, position: int) -> int:
         return token if position % 3 else 0
+
+
+class Finds(Right):
+    """Has drafts only where a known text goes on."""
+
+    finds = True
+
+    def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
+        guesses = super().drafts(rows, state, at)
+        state.num_found[rows] = torch.where((guesses == 3).all(dim=1), 0, self.num_drafts).int()
+        return guesses

@@ -80,7 +80,7 @@ class Run:
 def generate(model: str, depth: int = 1, **options: Any) -> Run:
     asynchronous = {"async_depth": depth} if depth else {"async_scheduling": False}
     options = {"num_gpu_blocks_override": 400, "max_num_seqs": 64, "cpu_threads": 1} | asynchronous | options
-    options = {"logits_processors": [NoRepeat]} | options
+    options = {"logits_processors": [NoRepeat], "spec_adaptive": False} | options
     with LLM(model, dtype="float32", max_model_len=128, use_tqdm_on_load=False, **options) as llm:
         found = llm.generate(PROMPTS, [params(*request) for request in REQUESTS], use_tqdm=False)
         core = llm.llm_engine.client.core

@@ -153,10 +153,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "diffusion models": {
         "diffusion_config": ("json",),
     },
-    "speculative decoding by method": {
-        "spec_method": ("text",),
-        "spec_model": ("text",),
-        "spec_tokens": ("int", 0),
+    "figures of drafts by request": {
         "per_request_spec_decode_metrics": ("text", "none"),
     },
     "offloading of weights": {

@@ -125,6 +125,9 @@ WORKS: dict[str, str] = {
     "async_scheduling": "compat/test_engine_flags.py::test_steps_ahead",
     "stream_interval": "compat/test_engine_flags.py::test_tokens_come_in_parts",
     "speculative_config": "spec_decode/test_several_tokens.py::test_the_text_is_that_of_one_token_a_step",
+    "spec_method": "config/test_speculative.py::test_flags_of_single_keys",
+    "spec_model": "checkpoint/test_draft_config.py::test_the_method_is_read_from_the_draft_model",
+    "spec_tokens": "config/test_speculative.py::test_flags_of_single_keys",
     # Devices and kernels
     "distributed_executor_backend": "executor/test_ranks.py::test_two_ranks_say_what_one_says",
     "enforce_eager": "gpu/test_parity.py::test_sampling_parameters_run_on_the_device",

@@ -1,0 +1,146 @@
+"""How many drafts each row of a step verifies: as many as are expected to pay for the time that they take."""
+
+import numpy as np
+
+from quire.messages.speculation import DraftProfile, DraftStats
+
+MIN_GAIN = 1.02  # expected tokens per second, relative to a step without drafts: estimates are not exact
+DECAY = 0.85  # of a row's acceptance, with each draft
+PRIOR, PRIOR_TOKENS = 0.7, 4.0  # a new request's acceptance, as if so many tokens had been seen, before any is known
+ENGINE_DECAY = 0.99  # of the acceptance of all rows, with which requests begin
+# A row, or a step of equal rows, that was planned without drafts for so many plans gets some: texts change.
+PROBE_ROW, PROBE_STEP = 16, 64
+FREE_TOKENS = 64  # a step takes equally long up to here, where its costs were not measured
+
+
+class DraftPlanner:
+    """By row: how many drafts were found, and the decaying counts of those verified and accepted. Nothing here can
+    change a text, only how fast it comes."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_drafts: int,
+        max_tokens: int,
+        adaptive: bool = False,
+        profile: DraftProfile | None = None,
+    ) -> None:
+        """`num_drafts`: the most that a row verifies. Unless `adaptive`, every row that decodes gets that many."""
+        profile = profile or DraftProfile()
+        self.num_drafts, self.adaptive = num_drafts, adaptive
+        self.finds, self.rests = profile.finds, profile.rests
+        self.sizes = [size for size in profile.sizes if size <= num_drafts] if adaptive else []
+        self.num_found = np.zeros(num_rows, np.int64)
+        self._accepted = np.zeros(num_rows)
+        self._verified = np.ones(num_rows)
+        self._all = np.array([PRIOR, 1.0]) * PRIOR_TOKENS  # of all rows
+        self._idle = np.zeros(num_rows, np.int64)  # plans since the row had drafts
+        self._idle_steps = 0
+        plain, drafted = profile.plain, profile.drafted or profile.plain
+        larger = tuple((tokens, seconds) for tokens, seconds in drafted if not plain or tokens > plain[-1][0])
+        self._plain, self._drafted = _seconds(plain + larger, max_tokens), _seconds(drafted, max_tokens)
+        self._draft_tokens = 0
+        self._histogram = np.zeros(1 + num_drafts, np.int64)  # drafts by tokens accepted
+
+    @property
+    def uniform(self) -> bool:
+        """Only steps in which all rows have equally many drafts are captured."""
+        return bool(self.sizes)
+
+    @property
+    def stats(self) -> DraftStats:
+        return DraftStats(self._draft_tokens, tuple(self._histogram.tolist()))
+
+    def add_rows(self, rows: list[int]) -> None:
+        """Requests have entered these rows."""
+        self.num_found[rows] = self._idle[rows] = 0
+        self._accepted[rows], self._verified[rows] = PRIOR_TOKENS * self._all[0] / self._all[1], PRIOR_TOKENS
+
+    def plan(
+        self, rows: np.ndarray, certain: np.ndarray, decodes: np.ndarray, room: np.ndarray, max_tokens: int
+    ) -> np.ndarray | None:
+        """Drafts of rows that compute `certain` tokens and decode or not, with `room` before the limit, in a step of
+        up to `max_tokens`. None: the proposer may rest."""
+        decodes = decodes & (certain > 0)
+        most = np.where(decodes, room, 0)
+        if not self.adaptive:
+            return most
+        base, count = int(certain.sum()), int(decodes.sum())
+        longest = min(max_tokens, len(self._plain) - 1)
+        if not count or base >= longest:
+            return np.zeros_like(certain)
+        pace = MIN_GAIN * count / self._plain[base]  # tokens per second that drafts have to beat
+        full = min(base + count * self.num_drafts, longest)
+        if (count + full - base) / max(self._drafted[full], self._plain[base]) <= pace:
+            self.num_found[:] = 0  # of what it does not see
+            return None if self.rests else np.zeros_like(certain)
+        if self.finds:
+            most = np.minimum(most, self.num_found[rows])
+        gains = self._gains(rows, most)
+        if self.uniform:
+            return self._plan_equal(decodes, base, count, gains, pace, longest) * (certain > 0)
+        chosen = self._plan_each(most, base, count, gains, pace, longest)
+        probed = (chosen == 0) & (most > 0) & (self._idle[rows] >= PROBE_ROW)
+        chosen[probed] = 1
+        self._idle[rows] = np.where(chosen > 0, 0, self._idle[rows] + 1)
+        return chosen
+
+    def _gains(self, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """[rows, drafts]: the probability that a draft is accepted, with all before it; 0 where there is none."""
+        rate = np.minimum(self._accepted[rows] / self._verified[rows], 1.0)
+        gains = np.multiply.accumulate(np.repeat(rate[:, None], self.num_drafts, axis=1), axis=1)
+        gains[np.arange(self.num_drafts) >= most[:, None]] = 0
+        return gains
+
+    def _plan_each(
+        self, most: np.ndarray, base: int, count: int, gains: np.ndarray, pace: float, longest: int
+    ) -> np.ndarray:
+        """The likeliest drafts of all rows, as many as give the most tokens per second."""
+        order = np.sort(gains, axis=None)[::-1][: min(int(most.sum()), longest - base)]
+        if not len(order):
+            return np.zeros_like(most)
+        seconds = np.maximum(self._drafted[base + 1 : base + 1 + len(order)], self._plain[base])
+        speed = (count + np.cumsum(order)) / seconds
+        best = int(speed.argmax())
+        if speed[best] <= pace:
+            return np.zeros_like(most)
+        chosen: np.ndarray = (gains >= max(order[best], 1e-9)).sum(axis=1)
+        return chosen
+
+    def _plan_equal(
+        self, decodes: np.ndarray, base: int, count: int, gains: np.ndarray, pace: float, longest: int
+    ) -> int:
+        """The number of drafts for every row; 0 also where a row does not decode, as such a step is not captured."""
+        sizes = [size for size in self.sizes if base + count * size <= longest] if base == count else []
+        seconds = {size: max(self._drafted[base + count * size], self._plain[base]) for size in sizes}
+        expected = {size: (count + gains[:, :size].sum()) / seconds[size] for size in sizes}
+        size = max(sizes, key=lambda size: expected[size], default=0)
+        if size and expected[size] <= pace and (self._idle_steps < PROBE_STEP or not gains.any()):
+            size = 0
+        self._idle_steps = 0 if size else self._idle_steps + 1
+        return size
+
+    def observe(self, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """Rows verified so many drafts, and accepted so many of them."""
+        if not drafts.all():
+            had = drafts > 0
+            rows, drafts, accepted = rows[had], drafts[had], accepted[had]
+        if not len(rows):
+            return
+        self._draft_tokens += int(drafts.sum())
+        self._histogram += np.bincount(accepted, minlength=1 + self.num_drafts)
+        if self.adaptive:
+            verified = np.minimum(accepted + 1, drafts)  # those behind the first wrong one say nothing
+            self._accepted[rows] = DECAY * self._accepted[rows] + accepted
+            self._verified[rows] = DECAY * self._verified[rows] + verified
+            self._all = ENGINE_DECAY * self._all + (accepted.sum(), verified.sum())
+            self._idle[rows[accepted > 0]] = PROBE_ROW  # a probe that was right is followed by another
+
+
+def _seconds(measured: tuple[tuple[int, float], ...], max_tokens: int) -> np.ndarray:
+    """By number of tokens of a step. Beyond those measured a token costs what it does on average at the last."""
+    tokens, seconds = zip(*(measured or [(FREE_TOKENS, 1.0)]), strict=True)
+    counts = np.arange(max_tokens + 1)
+    table: np.ndarray = np.interp(counts, tokens, seconds)
+    table[tokens[-1] :] = seconds[-1] * counts[tokens[-1] :] / tokens[-1]
+    return np.maximum.accumulate(table)

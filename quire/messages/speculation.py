@@ -1,0 +1,42 @@
+"""What core, worker and front end tell each other about drafts."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgspec
+
+
+@dataclass(frozen=True)
+class DraftProfile:
+    """What the worker's proposer and steps are like, for whoever plans drafts."""
+
+    finds: bool = False  # rows may be without drafts, and results say so
+    rests: bool = False  # it may miss steps: nothing of its own has to follow the text
+    # Drafts of a row, equal for all rows of a step, with which steps are captured; empty: rows may differ.
+    sizes: tuple[int, ...] = ()
+    # (tokens, seconds) of steps in which no row has drafts, and in which all have; empty: not measured.
+    plain: tuple[tuple[int, float], ...] = ()
+    drafted: tuple[tuple[int, float], ...] = ()
+
+
+class DraftStats(msgspec.Struct, frozen=True):
+    """Since the engine's start; a draft is here what a row verifies in one step."""
+
+    num_draft_tokens: int
+    accepted: tuple[int, ...]  # number of drafts by how many of their tokens were accepted
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.accepted)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_position)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        return list(accumulate(reversed(self.accepted[1:])))[::-1]
+
+    def since(self, before: "DraftStats") -> "DraftStats":
+        pairs = zip(self.accepted, before.accepted, strict=True)
+        return DraftStats(self.num_draft_tokens - before.num_draft_tokens, tuple(a - b for a, b in pairs))

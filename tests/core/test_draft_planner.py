@@ -1,0 +1,176 @@
+"""How many drafts rows get: by what was found, what was accepted, and what a step costs."""
+
+import numpy as np
+import pytest
+
+from quire.core.draft_planner import PROBE_ROW, PROBE_STEP, DraftPlanner
+from quire.messages.speculation import DraftProfile
+from quire.messages.structured import StructuredOutputsParams
+from tests.core.fake_engine import FakeEngine, expected_tokens
+
+FLAT = ((1, 1.0), (1000, 1.0))  # a step takes as long with any number of tokens
+LINEAR = ((1, 1.0), (1000, 1000.0))  # no token comes free
+PROMPT = [3, 1, 4, 1, 5]
+GRAMMAR = StructuredOutputsParams(regex="any")
+
+
+def planner(num_rows: int = 4, seconds=FLAT, adaptive=True, **profile) -> DraftPlanner:
+    made = DraftPlanner(num_rows, 4, 256, adaptive, DraftProfile(plain=seconds, **profile))
+    made.add_rows(list(range(num_rows)))
+    return made
+
+
+def decode(made: DraftPlanner, rows=(0, 1, 2, 3), room=4) -> list[int] | None:
+    """What a step gets in which all rows decode."""
+    n = len(rows)
+    found = made.plan(np.array(rows), np.ones(n, np.int64), np.ones(n, bool), np.full(n, room), 256)
+    return None if found is None else found.tolist()
+
+
+def accept(made: DraftPlanner, row: int, accepted: int, drafts: int = 4, times: int = 1) -> None:
+    for _ in range(times):
+        made.observe(np.array([row]), np.array([drafts]), np.array([accepted]))
+
+
+def test_a_fixed_number() -> None:
+    made = planner(adaptive=False)
+    accept(made, 0, 0, times=100)
+    assert decode(made) == [4, 4, 4, 4]
+    assert decode(made, room=2) == [2, 2, 2, 2]
+
+
+def test_rows_follow_their_acceptance() -> None:
+    made = planner(seconds=((1, 1.0), (4, 1.0), (256, 30.0)))
+    accept(made, 0, 4, times=50)
+    accept(made, 1, 1, times=50)
+    accept(made, 2, 0, times=50)
+    first, second, third, fourth = decode(made)
+    assert first == 4 and third == 0
+    assert 0 < second < 4 and 0 < fourth <= 4
+
+
+def test_tokens_that_cost_nothing_are_all_drafted() -> None:
+    assert decode(planner()) == [4, 4, 4, 4]
+
+
+def test_a_row_without_acceptance_is_probed_now_and_then() -> None:
+    made = planner(seconds=((1, 1.0), (2, 1.1), (256, 30.0)))
+    accept(made, 0, 0, times=100)
+    planned = [decode(made, rows=[0])[0] for _ in range(3 * (PROBE_ROW + 1))]
+    assert sum(planned) == 3 and max(planned) == 1
+    accept(made, 0, 1, drafts=1)
+    assert decode(made, rows=[0]) == [1], "a probe that was right is followed by another"
+
+
+def test_a_row_whose_drafts_become_right_gets_them_again() -> None:
+    made = planner(seconds=((1, 1.0), (2, 1.1), (256, 30.0)))
+    accept(made, 0, 0, times=100)
+    for _ in range(200):
+        if count := decode(made, rows=[0])[0]:
+            accept(made, 0, count, drafts=count)
+    assert decode(made, rows=[0]) == [4]
+
+
+def test_new_requests_begin_with_the_acceptance_of_the_others() -> None:
+    made = planner(seconds=((1, 1.0), (2, 1.2), (256, 30.0)))
+    accept(made, 0, 0, times=500)
+    made.add_rows([3])
+    assert decode(made, rows=[3]) == [0]
+
+
+def test_where_no_token_comes_free_there_are_no_drafts() -> None:
+    assert decode(planner(seconds=LINEAR)) == [0, 0, 0, 0]
+    assert decode(planner(seconds=LINEAR, rests=True)) is None, "the proposer rests"
+
+
+def test_a_large_batch_suspends_drafts() -> None:
+    made = planner(num_rows=64, seconds=((1, 1.0), (16, 1.05), (256, 16.0)))
+    assert decode(made, rows=range(1)) == [4]
+    assert decode(made, rows=range(64)) == [0] * 64
+
+
+def test_rows_without_a_match_get_none() -> None:
+    made = planner(finds=True)
+    made.num_found[:] = [4, 0, 2, 0]
+    assert decode(made) == [4, 0, 2, 0]
+
+
+def test_equal_rows_where_steps_are_captured() -> None:
+    made = planner(sizes=(4,), finds=True)
+    made.num_found[:] = [4, 4, 0, 4]
+    assert decode(made) == [4, 4, 4, 4]
+    assert decode(made, room=1) == [4, 4, 4, 4], "what is past the limit is not accepted"
+    made.num_found[:] = 0
+    assert decode(made) == [0, 0, 0, 0]
+    prompt = made.plan(np.array([0, 1]), np.array([1, 7]), np.array([True, False]), np.array([4, 4]), 256)
+    assert prompt.tolist() == [0, 0]
+
+
+def test_equal_rows_are_probed_together() -> None:
+    made = planner(sizes=(4,), seconds=((1, 1.0), (4, 1.0), (256, 30.0)))
+    for row in range(4):
+        accept(made, row, 0, times=100)
+    planned = [decode(made) for _ in range(2 * (PROBE_STEP + 1))]
+    assert planned.count([4] * 4) == 2 and planned.count([0] * 4) == 2 * PROBE_STEP
+
+
+def test_counts_of_what_was_accepted() -> None:
+    made = planner()
+    made.observe(np.array([0, 1, 2]), np.array([4, 0, 2]), np.array([3, 0, 0]))
+    made.observe(np.array([0]), np.array([4]), np.array([4]))
+    stats = made.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 10, 7)
+    assert stats.accepted_by_position == [2, 2, 2, 1]
+    assert stats.since(stats).num_drafts == 0
+
+
+PROFILES = {
+    "free": DraftProfile(),
+    "costs": DraftProfile(plain=((1, 1.0), (4, 1.0), (64, 6.0))),
+    "found": DraftProfile(finds=True),
+    "equal": DraftProfile(sizes=(3,)),
+    "equal, found": DraftProfile(sizes=(3,), finds=True, plain=((1, 1.0), (16, 1.0), (64, 4.0))),
+    "none pays": DraftProfile(plain=LINEAR, finds=True, rests=True),
+}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("proposer", ["random", "half right", "right"])
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_texts_do_not_depend_on_the_plan(profile: DraftProfile, proposer: str, depth: int) -> None:
+    """Requests under a grammar among them, and with too few blocks for all."""
+    engine = FakeEngine(
+        depth=depth, num_blocks=24, num_drafts=3, proposer=proposer, adaptive_drafts=True, draft_profile=profile
+    )
+    for seed in range(6):
+        engine.add(f"free {seed}", PROMPT, 20 + seed, seed)
+        engine.add(f"constrained {seed}", PROMPT[:3], 20 + seed, seed, structured_outputs=GRAMMAR)
+    engine.run()
+    engine.check_books()
+    assert engine.scheduler.num_preemptions > 0
+    for name, tokens in engine.tokens.items():
+        prompt = PROMPT if name.startswith("free") else PROMPT[:3]
+        assert tokens == expected_tokens(prompt, 20 + int(name[-1]), int(name[-1]))
+    stats = engine.scheduler.drafts.stats
+    assert (stats.num_drafts > 0) == (profile.plain != LINEAR)
+
+
+def test_a_captured_step_has_equal_rows() -> None:
+    engine = FakeEngine(
+        depth=1, num_drafts=3, proposer="right", adaptive_drafts=True, draft_profile=DraftProfile(sizes=(3,))
+    )
+    for seed in range(3):
+        engine.add(f"{seed}", PROMPT, 11, seed)
+        engine.plan()
+    engine.run()
+    with_drafts = [plan for plan in engine.plans if plan.num_drafts.any()]
+    assert with_drafts and all((plan.num_tokens == 4).all() for plan in with_drafts)
+    assert all(tokens == expected_tokens(PROMPT, 11, int(name)) for name, tokens in engine.tokens.items())
+
+
+def test_a_resting_proposer_is_not_called() -> None:
+    engine = FakeEngine(num_drafts=3, adaptive_drafts=True, draft_profile=PROFILES["none pays"])
+    engine.add("a", PROMPT, 5)
+    engine.run()
+    first, *rest = engine.plans
+    assert first.num_drafts.tolist() == [0] and all(plan.num_drafts is None for plan in rest)
