@@ -76,7 +76,7 @@ def test_a_stop_token_inside_accepted_drafts_ends_the_text(tiny, reference):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"method": "ngram", "num_speculative_tokens": 2}, "not available yet"),
+        ({"method": "no_such", "num_speculative_tokens": 2}, "not available yet"),
         ({"method": "a:B", "num_speculative_tokens": 0}, "between 1 and 16"),
         ({"method": "a:B", "num_speculative_tokens": 2, "x": 1}, "allowed: method"),
         ({"method": "no.such:Class", "num_speculative_tokens": 2}, "cannot be imported"),
