@@ -11,7 +11,9 @@ from quire.kernels.accept_drafts import DraftRows
 from quire.messages.plan import NewRow, SchedulerOutput
 
 # Methods by name: the module and class of each, imported when it is configured.
-PROPOSERS: dict[str, str] = {}
+PROPOSERS: dict[str, str] = {
+    "ngram": "quire.spec_decode.ngram:NgramProposer",
+}
 
 
 @dataclass(slots=True)

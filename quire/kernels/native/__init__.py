@@ -67,6 +67,7 @@ _SIGNATURES = {
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "pppppp lllllll i",
+    "quire_ngram_drafts": "pppppp lllll",
     "quire_replay": "p lllll",
 }
 
