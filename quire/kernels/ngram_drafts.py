@@ -13,6 +13,7 @@ def ngram_drafts_torch(rows: torch.Tensor, state: DraftRows, shortest: int, long
         known, ids = int(state.num_tokens[row]), state.token_ids[row]
         room = min(num_drafts, int(state.token_limit[row]) - known - 1)
         state.num_found[row] = 0
+        ids[known : known + num_drafts] = 0
         if known <= shortest or room < 1 or int(state.num_computed[row]) != known - 1:
             continue
         text = ids[:known]
@@ -41,7 +42,8 @@ def ngram_drafts(
 ) -> None:
     """Writes up to `num_drafts` drafts behind the known tokens of each row, and their number to num_found: those behind
     the longest n-gram (of `shortest` to `longest` tokens) before its end that equals its last tokens, and the earliest
-    of several; within the row's limit. Rows with more to compute than their last token find none."""
+    of several; within the row's limit. Rows with more to compute than their last token find none. Zeros
+    follow those found: a request must not verify what another left in its row."""
     if use_triton(state.token_ids):
         from quire.kernels.triton import ngram_drafts as kernel
 

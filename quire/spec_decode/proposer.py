@@ -13,6 +13,7 @@ from quire.messages.plan import NewRow, SchedulerOutput
 # Methods by name: the module and class of each, imported when it is configured.
 PROPOSERS: dict[str, str] = {
     "ngram": "quire.spec_decode.ngram:NgramProposer",
+    "suffix": "quire.spec_decode.suffix:SuffixProposer",
 }
 
 

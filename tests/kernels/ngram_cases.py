@@ -51,8 +51,9 @@ def expected(rows, state, shortest, longest, drafts) -> None:
         decodes = int(state.num_computed[row]) == known - 1
         at = lookup(text, shortest, longest) if decodes and room > 0 else None
         guess = [] if at is None else text[at : at + room]
-        state.token_ids[row, known : known + len(guess)] = torch.tensor(guess, dtype=torch.int32)
         state.num_found[row] = len(guess)
+        guess += [0] * (drafts - len(guess))
+        state.token_ids[row, known : known + drafts] = torch.tensor(guess, dtype=torch.int32)
 
 
 def check(seed: int, device: str, find) -> None:

@@ -68,6 +68,9 @@ _SIGNATURES = {
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "pppppp lllllll i",
     "quire_ngram_drafts": "pppppp lllll",
+    "quire_texts_add": "pp ll",
+    "quire_texts_remove": "p l",
+    "quire_suffix_drafts": "pppppppp llll ff",
     "quire_replay": "p lllll",
 }
 

@@ -31,7 +31,7 @@ static int64_t find_ngram(const int32_t *ids, int64_t known, int64_t min, int64_
 }
 
 /* token_ids [rows, stride], counts by row, rows [n] (-1: padding), num_found by row. Rows that have tokens to compute
- * before their last get no drafts. */
+ * before their last get no drafts. Zeros follow those found: a request must not verify what another left in its row. */
 int quire_ngram_drafts(int32_t *token_ids, const int64_t *num_tokens, const int64_t *num_computed,
                        const int64_t *token_limit, int32_t *num_found, const int32_t *rows, int64_t n, int64_t stride,
                        int64_t min, int64_t max, int64_t drafts) {
@@ -45,13 +45,12 @@ int quire_ngram_drafts(int32_t *token_ids, const int64_t *num_tokens, const int6
         if (row < 0) continue;
         int32_t *ids = token_ids + row * stride;
         int64_t known = num_tokens[row], count = token_limit[row] - known - 1;
-        num_found[row] = 0;
-        if (known <= min || count < 1 || num_computed[row] != known - 1) continue;
-        int64_t at = find_ngram(ids, known, min, max);
-        if (!at) continue;
+        int64_t at = 0;
+        if (known > min && count > 0 && num_computed[row] == known - 1) at = find_ngram(ids, known, min, max);
+        if (!at) count = 0;
         if (count > drafts) count = drafts;
         if (count > known - at) count = known - at;
-        for (int64_t j = 0; j < count; j++) ids[known + j] = ids[at + j];
+        for (int64_t j = 0; j < drafts; j++) ids[known + j] = j < count ? ids[at + j] : 0;
         num_found[row] = (int32_t)count;
     }
     return DONE;

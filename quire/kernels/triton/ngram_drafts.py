@@ -80,7 +80,7 @@ def _ngram_kernel(
     count = tl.where(key > 0, tl.minimum(room, known - at), 0)
     j = tl.arange(0, WIDTH)
     drafts = tl.load(ids + at + j, mask=j < count, other=0)
-    tl.store(ids + known + j, drafts, mask=j < count)
+    tl.store(ids + known + j, drafts, mask=j < DRAFTS)
     tl.store(num_found + row, count)
 
 
