@@ -168,6 +168,7 @@ class Admission:
             pooling=pooling,
             lora_id=request.core.lora_id,
             features=request.core.features,
+            cache_salt=request.core.cache_salt,
         )
 
     def _make_room_for(self, request: Request) -> bool:

@@ -32,6 +32,7 @@ class NewRow:
     pooling: PoolingParams | None = None  # the row pools: nothing is drawn for it
     lora_id: int = 0  # of its adapter; 0: none
     features: tuple[Feature, ...] = ()  # of its prompt
+    cache_salt: str | None = None  # what is kept of its text serves only requests with the same
 
 
 @dataclass(slots=True)

@@ -19,6 +19,8 @@ from quire.worker.rows import RowState
 
 # Methods by name: the module and class of each, imported when it is configured.
 PROPOSERS: dict[str, str] = {
+    "ngram": "quire.spec_decode.ngram:NgramProposer",
+    "suffix": "quire.spec_decode.suffix:SuffixProposer",
     "eagle": "quire.spec_decode.eagle:EagleProposer",
     "eagle3": "quire.spec_decode.eagle:Eagle3Proposer",
     "medusa": "quire.spec_decode.medusa:MedusaProposer",

@@ -67,6 +67,10 @@ _SIGNATURES = {
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "pppppp lllllll i",
+    "quire_ngram_drafts": "pppppp lllll",
+    "quire_texts_add": "pp ll",
+    "quire_texts_remove": "p l",
+    "quire_suffix_drafts": "pppppppp llll ff",
     "quire_replay": "p lllll",
 }
 

@@ -1,0 +1,21 @@
+"""Prompt lookup: drafts from an earlier occurrence of a row's last tokens in its own text, found on the device."""
+
+import torch
+
+from quire.config import EngineConfig
+from quire.kernels.ngram_drafts import new_workspace, ngram_drafts
+from quire.spec_decode.proposer import DraftStep, Proposer
+
+
+class NgramProposer(Proposer):
+    finds = True
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.shortest = config.speculative.prompt_lookup_min
+        self.longest = config.speculative.prompt_lookup_max
+        assert config.scheduler.max_num_seqs is not None
+        self._workspace = new_workspace(device, config.scheduler.max_num_seqs)
+
+    def propose(self, step: DraftStep) -> None:
+        ngram_drafts(step.rows, step.state, self.shortest, self.longest, self.num_drafts, self._workspace)
