@@ -8,7 +8,9 @@ import torch
 
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.kernels.sample_tokens import DrawParameters
 from quire.messages.plan import NewRow, SchedulerOutput
+from quire.spec_decode.sampled import SampledDrafts
 
 # Methods by name: the module and class of each, imported when it is configured.
 PROPOSERS: dict[str, str] = {}
@@ -21,6 +23,7 @@ class DraftStep:
     plan: SchedulerOutput  # what the host knows of the step
     rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
     state: DraftRows
+    parameters: DrawParameters  # of the rows, for proposers that sample
 
 
 class Proposer:
@@ -28,6 +31,9 @@ class Proposer:
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
     finds: ClassVar[bool] = False
+    # What a proposer that samples draws with: its drafts are accepted by min(1, p / q). None: drafts are single
+    # guesses, accepted if equal to the token that is drawn without them.
+    sampled: SampledDrafts | None = None
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts

@@ -189,7 +189,7 @@ class ModelRunner:
             grammar,
             self.num_drafts,
             self.proposer,
-            DraftStep(step.plan, step.rows, self.rows),
+            DraftStep(step.plan, step.rows, self.rows, self.sampler.parameters.device),
             functools.partial(self._complete, step),
         )
 
