@@ -247,6 +247,8 @@ class ModelRunner:
             self.pooler.add_row(new)
             if self.proposer is not None:
                 self.proposer.add_row(new)
+        if self.proposer is not None and self.proposer.sampled is not None:
+            self.proposer.sampled.forget([new.row for new in plan.new_rows])
         self.features.add(plan)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:

@@ -57,10 +57,8 @@ def sample_and_verify(
     known = state.num_tokens[position_rows]
     draw = sampler.choose_draw(row_list, grammar) if supports_triton(logits.device) else None
     drawn = None
-    if proposer.sampled is not None:
-        proposer.sampled.forget([new.row for new in plan.new_rows])
-        if verifies:
-            drawn = proposer.sampled.at(position_rows, offset_, drafts, state, sampler.parameters.device.greedy)
+    if proposer.sampled is not None and verifies:
+        drawn = proposer.sampled.at(position_rows, offset_, drafts, state, sampler.parameters.device.greedy)
     places: list[int] = []
     found: tuple[torch.Tensor, ...] = ()
     batch = None
