@@ -43,6 +43,9 @@ test-properties: $(INSTALLED)  ## search longer for examples that break a proper
 		tests/sample tests/messages tests/tokenizer/test_detokenizer.py tests/engine/test_stops.py \
 		tests/entrypoints/reasoning/test_formats.py tests/entrypoints/tools/test_fuzz.py
 
+spec-matrix: $(INSTALLED)  ## every proposer under combinations of everything else, in five families
+	@QUIRE_SPEC_MATRIX=all $(BIN)/python -m pytest -n 2 tests/spec_decode/test_matrix.py
+
 mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
 	@$(BIN)/python scripts/mutants.py
 
@@ -104,5 +107,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties mutants test-models test-compat test-arm test-clients \
+.PHONY: help install serve test test-properties spec-matrix mutants test-models test-compat test-arm test-clients \
 	lint format fuzz chaos lock bench figures

@@ -17,6 +17,7 @@ class Purpose(enum.IntEnum):
     SAMPLE = 0
     ACCEPT = 1
     RESIDUAL = 2
+    DRAFT = 3
 
 
 def philox_words(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, ...]:

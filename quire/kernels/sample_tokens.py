@@ -10,9 +10,10 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.accept_sampled import DrawnDrafts, accept_sampled_torch, pick_torch
 from quire.kernels.dispatch import use_triton
 from quire.kernels.keep_threshold import keep_threshold
-from quire.kernels.philox import philox_uniform
+from quire.kernels.philox import Purpose, philox_uniform
 
 NO_TOKEN = -1
 
@@ -47,13 +48,7 @@ class TokenRows(Protocol):
 
 def draw_torch(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """logits [n, vocab] float32, uniform [n] float64 -> [n] int64."""
-    cumulative = logits.softmax(dim=1).cumsum(dim=1)
-    target = (uniform * cumulative[:, -1].double()).float().unsqueeze(1)
-    # right=True skips tokens of probability 0. Rounding can push the target to the very end: step back to the last
-    # possible token.
-    found = torch.searchsorted(cumulative, target, right=True)
-    last = (cumulative < cumulative[:, -1:]).sum(dim=1, keepdim=True)
-    return torch.minimum(found, last).squeeze(1)
+    return pick_torch(logits.softmax(dim=1), uniform)
 
 
 def has_token(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
@@ -61,8 +56,30 @@ def has_token(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite()
 
 
+def draw_random_torch(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    parameters: DrawParameters,
+    drafts: DrawnDrafts | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
+) -> torch.Tensor:
+    """logits [n, vocab] float32 after temperature and filters -> [n] int64."""
+    seeds = parameters.seeds[rows]
+    tokens = draw_torch(logits, philox_uniform(seeds, positions, purpose))
+    if drafts is None:
+        return tokens
+    return accept_sampled_torch(tokens, logits, parameters.temperature[rows], seeds, positions, drafts)
+
+
 def sample_tokens_torch(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, parameters: DrawParameters, draw: Draw
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    parameters: DrawParameters,
+    draw: Draw,
+    drafts: DrawnDrafts | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> torch.Tensor:
     rows = rows.clamp(min=0).long()
     logits = logits.float()
@@ -75,23 +92,29 @@ def sample_tokens_torch(
             warped.masked_fill_(warped < least, -torch.inf)
             least = keep_threshold(warped, parameters.top_k[rows].long(), parameters.top_p[rows])
             warped.masked_fill_(warped < least.unsqueeze(1), -torch.inf)
-        drawn = draw_torch(warped, philox_uniform(parameters.seeds[rows], positions))
+        drawn = draw_random_torch(warped, rows, positions, parameters, drafts, purpose)
         tokens = torch.where(parameters.greedy[rows].bool(), tokens, drawn)
     return torch.where(possible, tokens, NO_TOKEN)
 
 
 def sample_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, parameters: DrawParameters, draw: Draw
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    parameters: DrawParameters,
+    draw: Draw,
+    drafts: DrawnDrafts | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> torch.Tensor:
     """logits [n, vocab] of any float dtype; rows [n]; positions [n] int64, the index in its request of the token to be
-    drawn -> [n] int64."""
+    drawn -> [n] int64. Positions with `drafts` that were drawn too become these, or others, by `accept_sampled`."""
     if use_triton(logits):
         from quire.kernels.triton import sample_tokens as kernel
 
         out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        kernel.sample_tokens(logits, rows, positions, None, parameters, draw, out)
+        kernel.sample_tokens(logits, rows, positions, None, parameters, draw, out, drafts, purpose)
         return out
-    return sample_tokens_torch(logits, rows, positions, parameters, draw)
+    return sample_tokens_torch(logits, rows, positions, parameters, draw, drafts, purpose)
 
 
 def sample_and_append_torch(

@@ -12,6 +12,8 @@ from quire.messages.plan import NewRow
 if TYPE_CHECKING:
     import torch
 
+    from quire.kernels.accept_sampled import DrawnDrafts
+
 
 @dataclass(slots=True)
 class SampleBatch:
@@ -24,6 +26,7 @@ class SampleBatch:
     token_ids: "torch.Tensor"  # [rows, max_model_len] int32: the tokens of every row so far, and drafts behind them
     num_ahead: "torch.Tensor | None" = None  # [n] int64: drafts among the tokens before; None: no row verifies any
     max_ahead: int = 0  # at least the largest of them
+    drafts: "DrawnDrafts | None" = None  # that were drawn; None: they are single guesses
 
 
 class LogitsProcessor(Protocol):

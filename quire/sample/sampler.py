@@ -14,12 +14,11 @@ from quire.kernels import native
 from quire.kernels.apply_bitmask import apply_bitmask
 from quire.kernels.apply_penalties import apply_penalties
 from quire.kernels.dispatch import use_triton
-from quire.kernels.philox import philox_uniform
 from quire.kernels.sample_tokens import (
     NO_TOKEN,
     Draw,
     TokenRows,
-    draw_torch,
+    draw_random_torch,
     has_token,
     sample_and_append,
     sample_tokens,
@@ -186,7 +185,7 @@ class Sampler:
             logits = _apply([p for p in used if not p.changes_argmax], logits, batch)
             by_row = self.parameters.device
             # One uniform number per row finds its token in the cumulative distribution, in order of token id.
-            drawn = draw_torch(logits, philox_uniform(by_row.seeds[batch.rows], batch.positions))
+            drawn = draw_random_torch(logits, batch.rows, batch.positions, by_row, batch.drafts)
             tokens = torch.where(by_row.greedy[batch.rows].bool(), tokens, drawn)
         return logits, torch.where(possible, tokens, NO_TOKEN)
 
@@ -199,7 +198,7 @@ class Sampler:
             logits = logits.to(torch.float32, copy=True)
             logits = _apply([p for p in before_draw if p.changes_argmax], logits, batch)
             logits = _apply([p for p in before_draw if not p.changes_argmax], logits, batch)
-        tokens = sample_tokens(logits, batch.rows, batch.positions, self.parameters.device, draw)
+        tokens = sample_tokens(logits, batch.rows, batch.positions, self.parameters.device, draw, batch.drafts)
         if logprobs and not self.raw_logprobs:
             logits = logits.to(torch.float32, copy=True)
             logits = _apply([p for p in used if isinstance(p, Warper)], logits, batch)

@@ -10,11 +10,13 @@ import torch
 from quire.attention.group_backends import GroupBackends
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.kernels.sample_tokens import DrawParameters
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.models.base import LanguageModel
 from quire.spec_decode.hidden_states import HiddenStates
+from quire.spec_decode.sampled import SampledDrafts
 from quire.worker.rows import RowState
 
 # Methods by name: the module and class of each, imported when it is configured.
@@ -35,6 +37,7 @@ class DraftStep:
     plan: SchedulerOutput  # what the host knows of the step
     rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
     state: DraftRows
+    parameters: DrawParameters  # of the rows, for proposers that sample
     hidden: torch.Tensor | None = None  # [tokens of the plan, width]: the target's, if the proposer has hidden_outputs
     num_sampled: torch.Tensor | None = None  # [n] int32: tokens that rows got; 0 where more of a prompt is to come
 
@@ -53,6 +56,9 @@ class Proposer:
     # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
     hidden_outputs: tuple[int | str, ...] = ()
     hidden: HiddenStates | None = None  # where they are, before `initialize`
+    # What a proposer that samples draws with: its drafts are accepted by min(1, p / q). None: drafts are single
+    # guesses, accepted if equal to the token that is drawn without them.
+    sampled: SampledDrafts | None = None
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts

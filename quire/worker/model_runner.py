@@ -204,7 +204,7 @@ class ModelRunner:
             grammar,
             self.num_drafts,
             self.proposer,
-            DraftStep(step.plan, step.rows, self.rows, hidden),
+            DraftStep(step.plan, step.rows, self.rows, self.sampler.parameters.device, hidden),
             functools.partial(self._complete, step),
         )
 
@@ -262,6 +262,8 @@ class ModelRunner:
             self.pooler.add_row(new)
             if self.proposer is not None:
                 self.proposer.add_row(new)
+        if self.proposer is not None and self.proposer.sampled is not None:
+            self.proposer.sampled.forget([new.row for new in plan.new_rows])
         self.features.add(plan)
         self.rows.append_blocks(plan.appended)
         if plan.block_copies:

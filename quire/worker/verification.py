@@ -56,11 +56,14 @@ def sample_and_verify(
     position_rows = position_rows.long()
     known = state.num_tokens[position_rows]
     draw = sampler.choose_draw(row_list, grammar) if supports_triton(logits.device) else None
+    drawn = None
+    if proposer.sampled is not None and verifies:
+        drawn = proposer.sampled.at(position_rows, offset_, drafts, state, sampler.parameters.device.greedy)
     places: list[int] = []
     found: tuple[torch.Tensor, ...] = ()
     batch = None
     if draw is not None:
-        tokens = sample_tokens(logits, position_rows, known + offset_, sampler.parameters.device, draw)
+        tokens = sample_tokens(logits, position_rows, known + offset_, sampler.parameters.device, draw, drawn)
     else:
         batch = SampleBatch(
             rows=position_rows,
@@ -70,6 +73,7 @@ def sample_and_verify(
             token_ids=state.token_ids,
             num_ahead=offset_.long() if verifies else None,
             max_ahead=num_drafts,
+            drafts=drawn,
         )
         sampled = sampler.sample(logits, batch, grammar)
         tokens, places, top = sampled.token_ids, sampled.places, sampled.logprobs

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.accept_drafts import accept_drafts, accept_drafts_torch
+from quire.kernels.accept_sampled import DrawnDrafts
+from quire.kernels.sample_tokens import NO_TOKEN, Draw, sample_tokens, sample_tokens_torch
+from quire.messages.sampling_params import SamplingParams
+from tests.kernels.sampling_cases import parameters, random_logits
 
 
 @dataclass
@@ -74,3 +78,33 @@ def check(seed: int, device: str) -> None:
             assert torch.equal(out[i, :width], other_out[i, :width])
         for name in ("token_ids", "num_tokens", "num_computed"):
             assert torch.equal(getattr(wanted, name), getattr(got, name)), name
+
+
+def check_sampled(vocab: int, draft_vocab: int, draw: Draw, device: str, dtype: torch.dtype = torch.float32) -> None:
+    """Drafts drawn from a distribution near the target's: the same tokens as by torch. Every fourth position has none,
+    and one has no token to draw."""
+    n, num_rows = 80, 16
+    filters = {"top_p": 0.9, "top_k": 40} if draw == Draw.WARPED else {}
+    params = [SamplingParams(temperature=0.3 + 0.1 * row, **filters) for row in range(num_rows)]
+    rows, positions = torch.arange(n, device=device) % num_rows, torch.arange(n, device=device) // num_rows + 5
+    logits = random_logits(n, vocab, device, dtype)
+    ids = None
+    if draft_vocab < vocab:
+        tokens = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:draft_vocab].to(device)
+        ids = torch.full((vocab,), -1, device=device)
+        ids[tokens] = torch.arange(draft_vocab, device=device)
+    else:
+        tokens = torch.arange(vocab, device=device)
+    places = torch.randperm(2 * n, generator=torch.Generator().manual_seed(2))[:n].to(device)
+    draft_logits = torch.zeros(2 * n, draft_vocab, dtype=dtype, device=device)
+    draft_logits[places] = logits[:, tokens] + random_logits(n, draft_vocab, device, dtype, 0.7, seed=3)
+    by_row = parameters(params, device)
+    drawn = tokens[sample_tokens_torch(draft_logits[places], rows, positions + 100, by_row, Draw.RANDOM)]
+    drafts = DrawnDrafts(torch.where(rows % 4 > 0, drawn, -1), places, draft_logits, ids)
+    logits[7] = float("nan")
+    wanted = sample_tokens_torch(logits, rows, positions, by_row, draw, drafts)
+    got = sample_tokens(logits, rows, positions, by_row, draw, drafts)
+    assert wanted[7] == got[7] == NO_TOKEN
+    assert int((wanted != got).sum()) <= (device != "cpu")  # a number at a boundary may fall on either side
+    accepted = (got == drafts.tokens).float().sum() / (drafts.tokens >= 0).sum()
+    assert 0.2 < accepted < 1

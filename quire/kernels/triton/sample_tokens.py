@@ -12,8 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.accept_sampled import DrawnDrafts
+from quire.kernels.philox import Purpose
 from quire.kernels.sample_tokens import Draw, DrawParameters, TokenRows
+from quire.kernels.triton.accept_sampled import accept_sampled
 from quire.kernels.triton.keep_threshold import keep_threshold
+from quire.kernels.triton.uniform import uniform
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -66,16 +70,6 @@ def _piece_stats_kernel(
 
 
 @triton.jit
-def _uniform(seed, position):
-    """philox_uniform of one row, for Purpose.SAMPLE."""
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c0, c1, _, _ = tl.philox(seed, low, high, low * 0, low * 0)
-    bits = (c0.to(tl.int64) << 21) | (c1.to(tl.int64) >> 11)
-    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
-
-
-@triton.jit
 def _first(holds, index, none):
     return tl.min(tl.where(holds, index, none), 0)
 
@@ -110,6 +104,7 @@ def _pick_kernel(
     RANDOM: tl.constexpr,
     WARPED: tl.constexpr,
     APPEND: tl.constexpr,
+    PURPOSE: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
@@ -128,7 +123,7 @@ def _pick_kernel(
             shares = (sums * tl.exp2((largest - top) * scale)).to(tl.float64)
             cumulative = tl.cumsum(shares, 0)
             position = tl.load(positions + (row if APPEND else i))
-            target = _uniform(tl.load(seeds + row), position) * tl.sum(shares, 0)
+            target = uniform(tl.load(seeds + row), position, PURPOSE) * tl.sum(shares, 0)
             # Only pieces with mass count, so that rounding never selects an impossible token.
             possible = shares > 0
             last = tl.max(tl.where(possible, piece, 0), 0)
@@ -204,6 +199,8 @@ def sample_tokens(
     parameters: DrawParameters,
     draw: Draw,
     out: torch.Tensor,
+    drafts: DrawnDrafts | None = None,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> None:
     n, vocab = logits.shape
     if not n:
@@ -239,5 +236,9 @@ def sample_tokens(
         RANDOM=random,
         WARPED=warped,
         APPEND=state is not None,
+        PURPOSE=int(purpose),
         num_warps=16 if block >= 4096 else 4,
     )
+    if drafts is not None and random:
+        kept = floors if warped else None
+        accept_sampled(logits, rows, positions, parameters, drafts, piece_max, piece_sum, kept, out)
