@@ -43,6 +43,7 @@ def generate(target: str, draft: str | None = None, prompts: Any = None, params:
     keys = {"num_speculative_tokens": K} | options.pop("keys", {})
     if draft is not None:
         options["speculative_config"] = {"method": "draft_model", "model": draft} | keys
+        options.setdefault("spec_adaptive", False)  # what is counted below is with all drafts
     options = {"max_model_len": 128, "dtype": "float32", "num_gpu_blocks_override": 200} | options
     with LLM(target, skip_tokenizer_init=True, cpu_threads=1, use_tqdm_on_load=False, **options) as llm:
         given = [{"prompt_token_ids": ids} for ids in prompts or PROMPTS]

@@ -68,6 +68,7 @@ def singles(models):
 def generate(model: str, head: dict[str, Any] | None = None, rounds: int = 1, **options: Any) -> list[list[int]]:
     """The texts; of the last round, where there are several that hit the prefix cache."""
     options = {"speculative_config": head, "max_model_len": 128, "cpu_threads": 1, "dtype": "float32"} | options
+    options = {"spec_adaptive": False} | options
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     with LLM(model, skip_tokenizer_init=True, use_tqdm_on_load=False, **options) as llm:
         for _ in range(rounds):

@@ -45,7 +45,7 @@ def medusa(tmp_path_factory) -> str:
 
 
 def texts(model: str, head: dict[str, Any] | None = None, dtype: str = "float32", **options: Any) -> list[list[int]]:
-    options = {"speculative_config": head, "max_model_len": 128, "cpu_threads": 1} | options
+    options = {"speculative_config": head, "max_model_len": 128, "cpu_threads": 1, "spec_adaptive": False} | options
     with LLM(model, skip_tokenizer_init=True, dtype=dtype, use_tqdm_on_load=False, **options) as llm:
         found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in found]
