@@ -3,9 +3,10 @@
     python -m benchmarks.speculation --method ngram [--rounds 5] [--tasks edit,chat] [--out FILE.json]
 
 Two engines, each in a process of its own, take turns; the idle one sleeps. A figure is output tokens per second, one
-request at a time (chat64: 64 at once), prompts included. Printed per task: the ratio of the medians, the drafts that
-were accepted, and in how many prompts both texts are equal (all in float32; in bf16 the rounding of a sum may depend
-on the number of rows). --quantization dequantized, the default, is bf16 or float32 by the processor; "" is Q4_1.
+request at a time (chat64: 64 at once), prompts included; nothing is cached from one run to the next. Printed per task:
+the ratio of the medians, the drafts that were accepted, and in how many prompts both texts are equal (all in float32;
+in bf16 the rounding of a sum may depend on the number of rows). --quantization dequantized, the default, is bf16 or
+float32 by the processor; "" is Q4_1.
 """
 
 import argparse
@@ -27,24 +28,26 @@ def serve(options: dict[str, Any]) -> None:
 
     llm = LLM(max_model_len=2048, kv_cache_memory_bytes=1 << 30, **options)
     print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(llm, TASKS[line.strip()])), flush=True)
+    for repetition, line in enumerate(sys.stdin):
+        print(json.dumps(run(llm, TASKS[line.strip()], salt=str(repetition))), flush=True)
     llm.shutdown()
 
 
-def run(llm: Any, task: Task) -> dict[str, Any]:
+def run(llm: Any, task: Task, salt: str) -> dict[str, Any]:
+    """Of another salt nothing is known: neither prefixes nor, to suffix decoding, the same answers."""
     from quire import SamplingParams
 
     chats = [[{"role": "user", "content": prompt}] for prompt in task.prompts]
+    render = llm.get_tokenizer().apply_chat_template
+    prompts = [{"prompt_token_ids": render(chat, add_generation_prompt=True), "cache_salt": salt} for chat in chats]
     params = [
         SamplingParams(temperature=task.temperature, top_p=0.95, seed=i, max_tokens=task.max_tokens)
-        for i in range(len(chats))
+        for i in range(len(prompts))
     ]
-    llm.reset_prefix_cache()
     before = draft_counts(llm)
     began = time.perf_counter()
-    groups = [slice(0, len(chats))] if task.together else [slice(i, i + 1) for i in range(len(chats))]
-    outputs = [one for part in groups for one in llm.chat(chats[part], params[part], use_tqdm=False)]
+    groups = [slice(0, len(prompts))] if task.together else [slice(i, i + 1) for i in range(len(prompts))]
+    outputs = [one for part in groups for one in llm.generate(prompts[part], params[part], use_tqdm=False)]
     seconds = time.perf_counter() - began
     drafted, accepted = (now - then for now, then in zip(draft_counts(llm), before, strict=True))
     texts = [one.outputs[0].text for one in outputs]
