@@ -26,7 +26,7 @@ class SuffixProposer(Proposer):
             raise ValueError("the method suffix needs a C compiler (cc, gcc or clang); the method ngram does not")
         options, num_rows = config.speculative, config.scheduler.max_num_seqs
         assert num_rows is not None
-        self._device = device
+        self._copies_rows = device.type != "cpu"
         self._depth = options.suffix_decoding_max_tree_depth
         self._factor = options.suffix_decoding_max_spec_factor
         self._least_probability = options.suffix_decoding_min_token_prob
@@ -36,7 +36,7 @@ class SuffixProposer(Proposer):
         self._salts = np.zeros(num_rows, np.int64)
         self._owners: dict[int, tuple[str, int]] = {}  # by row: the request, and how long its prompt is
         self._state: DraftRows | None = None
-        self._host: DraftRows | None = None  # on a GPU: a copy of the rows' tokens
+        self._host: DraftRows | None = None  # the state itself, or if it is on a GPU a copy
 
     def add_row(self, new: NewRow) -> None:
         self._owners[new.row] = new.request_id, new.num_prompt_tokens
@@ -60,7 +60,7 @@ class SuffixProposer(Proposer):
     def propose(self, step: DraftStep) -> None:
         if step.state is not self._state:
             self._state = step.state
-            self._host = step.state if self._device.type == "cpu" else HostRows(step.state)
+            self._host = HostRows(step.state) if self._copies_rows else step.state
         host = self._host
         assert host is not None
         if not isinstance(host, HostRows):

@@ -4,6 +4,7 @@ import pytest
 
 from quire import SamplingParams
 from quire.kernels.native.build import library
+from quire.spec_decode.suffix import SuffixProposer
 from tests.spec_decode.lookup_texts import OPTIONS, accepted, engine, texts, texts_once  # noqa: F401
 from tests.tiny_models import save_tiny
 
@@ -39,6 +40,26 @@ def test_the_text_is_that_of_one_token_a_step(tiny, reference, options):
         assert texts(llm) == reference
     finally:
         llm.shutdown()
+
+
+class Copying(SuffixProposer):
+    """With a copy of the rows on the host, as on a GPU."""
+
+    def __init__(self, config, device) -> None:
+        super().__init__(config, device)
+        self._copies_rows = True
+
+
+@pytest.mark.parametrize("name", ["default", "preempted"])
+def test_rows_that_are_copied_to_the_host(tiny, reference, accepted, name):  # noqa: F811
+    config = suffix(5) | {"method": f"{__name__}:{Copying.__name__}"}
+    llm = engine(tiny, speculative_config=config, **OPTIONS[name])
+    try:
+        assert texts(llm) == reference
+        assert texts(llm) == reference
+    finally:
+        llm.shutdown()
+    assert accepted[6] > 10, accepted
 
 
 def sampled(seed, count=50):
