@@ -12,11 +12,10 @@ from quire.kernels.add import add
 from quire.kernels.transfer import to_device
 from quire.layers.embedding import LMHead
 from quire.layers.linear import ColumnParallelLinear
-from quire.models.base import LanguageModel
+from quire.models.base import FINAL, LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.spec_decode.head_checkpoint import head_hf_config, head_tensors, load_head, open_head
-from quire.spec_decode.hidden_states import FINAL
 from quire.spec_decode.proposer import DraftStep, Proposer, write_drafts
 
 MAX_HEADS, MAX_LAYERS = 64, 16

@@ -22,6 +22,7 @@ PROPOSERS: dict[str, str] = {
     "eagle": "quire.spec_decode.eagle:EagleProposer",
     "eagle3": "quire.spec_decode.eagle:Eagle3Proposer",
     "medusa": "quire.spec_decode.medusa:MedusaProposer",
+    "mtp": "quire.spec_decode.mtp:MTPProposer",
     "draft_model": "quire.spec_decode.draft_model:DraftModelProposer",
 }
 
