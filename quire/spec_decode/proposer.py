@@ -36,6 +36,8 @@ class Proposer:
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
     finds: bool = False
+    # Whether it may be left out of steps after which no drafts are wanted.
+    rests: bool = False
     # Whether it computes with hidden states of the target, which do not exist for the tokens of a prefix hit.
     needs_hidden: ClassVar[bool] = False
 
@@ -71,6 +73,9 @@ class Proposer:
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""
+
+    def skip(self, plan: SchedulerOutput) -> None:
+        """Instead of propose(), after a step of rows that get no drafts; of those that `rests` only."""
 
     def remove_row(self, row: int) -> None:
         """Its request has finished or was preempted."""

@@ -185,6 +185,8 @@ class ModelRunner:
             return Pending(lambda *_: self._complete(step, _nothing_sampled()), *waited)
         assert step.rows is not None
         if step.plan.num_drafts is None:
+            if self.proposer is not None:
+                self.proposer.skip(step.plan)
             return self._sample(step, step.logits, grammar)
         assert self.proposer is not None, "a plan with drafts, which no one proposes"
         return sample_and_verify(
