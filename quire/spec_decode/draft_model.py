@@ -120,20 +120,22 @@ class DraftModelProposer(Proposer):
         more = (behind, np.cumsum(num_new) - 1)
         batch, (behind_, last) = StepBatch.planned(rows, num_new, runner.backends, self.device, more)
         runner.begin_rows(batch.rows, behind_)
-        runner.append_likeliest(self.model.compute_logits(self._forward(batch)[last.long()]), batch.rows)
+        self._append(0, self._forward(batch)[last.long()], batch.rows)
 
     def _compute(self, rows: torch.Tensor, tokens_per_row: int) -> None:
         """The first pass over rows of as many tokens, or, if that is 0, the passes after it."""
-        runner = self.runner
         if tokens_per_row:
-            runner.begin(tokens_per_row)
+            self.runner.begin(tokens_per_row)
             hidden = self._forward(StepBatch.of_equal(rows, tokens_per_row))
-            last = hidden.view(len(rows), tokens_per_row, -1)[:, -1]
-            runner.append_likeliest(self.model.compute_logits(last.contiguous()), rows)
+            self._append(0, hidden.view(len(rows), tokens_per_row, -1)[:, -1].contiguous(), rows)
             return
         batch = StepBatch.of_equal(rows, 1)
-        for _ in range(self.num_drafts - 1):
-            runner.append_likeliest(self.model.compute_logits(self._forward(batch)), rows)
+        for index in range(1, self.num_drafts):
+            self._append(index, self._forward(batch), rows)
+
+    def _append(self, index: int, hidden: torch.Tensor, rows: torch.Tensor) -> None:
+        """Draft `index` of rows [n] by the hidden states [n, hidden] of the tokens before."""
+        self.runner.append_likeliest(self.model.compute_logits(hidden), rows)
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """Hidden states of all tokens."""
@@ -159,7 +161,7 @@ class DraftModelProposer(Proposer):
     def run_padding(self, num_tokens: int) -> None:
         num_rows = min(num_tokens, len(self.runner.num_tokens))
         batch = StepBatch.padding(num_rows, num_tokens + num_rows, self.runner.backends, self.device)
-        self.runner.append_likeliest(self.model.compute_logits(self._forward(batch)[:num_rows]), batch.rows)
+        self._append(0, self._forward(batch)[:num_rows], batch.rows)
 
     def capture_graphs(self, row_counts: Sequence[int]) -> None:
         self.graphs.capture(row_counts if self.model.capturable else (), (TOKENS_BEHIND, 0))

@@ -10,6 +10,7 @@ import torch
 from quire.attention.group_backends import GroupBackends
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.kernels.sample_tokens import DrawParameters
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
@@ -40,6 +41,8 @@ class Proposer:
     rests: bool = False
     # Whether it computes with hidden states of the target, which do not exist for the tokens of a prefix hit.
     needs_hidden: ClassVar[bool] = False
+
+    parameters: DrawParameters  # of the rows, for proposers that sample; set before initialize()
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts

@@ -123,6 +123,7 @@ class ModelRunner:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora)
         if self.proposer is not None:
+            self.proposer.parameters = self.sampler.parameters.device
             self.proposer.initialize(self.rows, self.backends, self._last_position)
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
