@@ -7,7 +7,6 @@ import torch
 from quire.attention.group_backends import GroupBackends
 from quire.attention.step_batch import StepBatch
 from quire.config import EngineConfig
-from quire.kernels.append_drafts import append_drafts
 from quire.layers.cache_layer import CacheLayer
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
@@ -105,7 +104,7 @@ class HeadProposer(Proposer):
 
     def _append(self, hidden_rows: torch.Tensor, rows: torch.Tensor) -> None:
         tokens = self.runner.likeliest(self.head.compute_logits(hidden_rows), rows)
-        append_drafts(tokens, rows, self.runner, self.head.to_target)
+        self.runner.append(tokens, rows, self.head.to_target)
 
     def launch_kernels(self, row_counts: Sequence[int], max_tokens: int) -> None:
         self.runner.collecting = True

@@ -10,6 +10,7 @@ import torch
 from quire.attention.group_backends import GroupBackends
 from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
+from quire.kernels.sample_tokens import DrawParameters
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
@@ -49,9 +50,13 @@ class Proposer:
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
     finds: bool = False
+    # Whether it may be left out of steps after which no drafts are wanted.
+    rests: bool = False
     # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
     hidden_outputs: tuple[int | str, ...] = ()
     hidden: HiddenStates | None = None  # where they are, before `initialize`
+
+    parameters: DrawParameters  # of the rows, for proposers that sample; set before initialize()
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
@@ -87,6 +92,9 @@ class Proposer:
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""
+
+    def skip(self, plan: SchedulerOutput) -> None:
+        """Instead of propose(), after a step of rows that get no drafts; of those that `rests` only."""
 
     def remove_row(self, row: int) -> None:
         """Its request has finished or was preempted."""

@@ -203,13 +203,15 @@ class StepGraphs:
             buffers.fill_decode(no_rows, key.num_rows, 0)
         else:
             buffers.fill(no_rows, no_rows, [no_rows] * len(self.backends.distinct))
-        graph, logits = capture(lambda: self.compute(key, buffers), self._stream, self._pool)
+        graph, logits = capture(lambda: self.compute(key, buffers), self.device, self._stream, self._pool)
         self._captured[key] = CapturedStep(graph, unowned(logits))
 
 
-def capture(compute: Callable[[], Result], stream: torch.cuda.Stream, pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+def capture(
+    compute: Callable[[], Result], device: torch.device, stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Result]:
     """The graph of what `compute` launches, and its result, which every replay writes again."""
-    current = torch.cuda.current_stream(stream.device)
+    current = torch.cuda.current_stream(device)
     stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):

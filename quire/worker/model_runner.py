@@ -130,6 +130,7 @@ class ModelRunner:
             wanted = () if self.hidden is None else self.hidden.layers
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
         if self.proposer is not None:
+            self.proposer.parameters = self.sampler.parameters.device
             self.proposer.initialize(self.rows, self.backends, self._last_position)
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
@@ -192,6 +193,8 @@ class ModelRunner:
             return Pending(lambda *_: self._complete(step, _nothing_sampled()), *waited)
         assert step.rows is not None
         if step.plan.num_drafts is None:
+            if self.proposer is not None:
+                self.proposer.skip(step.plan)
             return self._sample(step, step.logits, grammar)
         assert self.proposer is not None, "a plan with drafts, which no one proposes"
         hidden = None if self.hidden is None else self.hidden.of_step(step.plan.total_tokens)

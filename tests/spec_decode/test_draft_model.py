@@ -1,5 +1,6 @@
 """A smaller model proposes the drafts: the text is the target's, and what it finds right is accepted."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,27 @@ def test_seeded_draws_accept_what_the_draft_foresees(models: dict[str, str]) -> 
     run = generate(models["target"], models["target"], [[5, 6, 7]], params, async_scheduling=False)
     assert run.texts == generate(models["target"], None, [[5, 6, 7]], params).texts
     assert run.num_steps < 40
+
+
+@pytest.mark.parametrize("max_tokens", [16, 512])
+def test_what_it_was_left_out_of_is_computed_later(models: dict[str, str], max_tokens: int) -> None:
+    """Steps without drafts are not its business; with drafts again, all are right once it has caught up."""
+    config = {"method": "draft_model", "model": models["target"], "num_speculative_tokens": K}
+    options = {"max_model_len": 128, "dtype": "float32", "num_gpu_blocks_override": 100, "async_scheduling": False}
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": max_tokens, "cpu_threads": 1}
+    prompt, params = {"prompt_token_ids": PROMPTS[1]}, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(models["target"], skip_tokenizer_init=True, speculative_config=config, **options) as llm:
+        engine, counts = llm.llm_engine, []
+        scheduler = engine.client.core.scheduler
+        scheduler.num_drafts = 0
+        engine.add_request("a", prompt, params)
+        while engine.has_unfinished_requests():
+            counts += [len(output.outputs[0].token_ids) for output in engine.step()]
+            if counts and counts[-1] == 21:
+                scheduler.num_drafts = K
+    gained = [after - before for before, after in itertools.pairwise(counts)]
+    assert gained[:20] == [1] * 20 and counts[-1] == 60
+    assert gained[-6:-1] == [K + 1] * 5
 
 
 def test_limits(models: dict[str, str]) -> None:

@@ -85,7 +85,7 @@ def _at(values, index, place):
     return tl.sum(tl.where(index == place, values, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["max_len"])
+@triton.jit(do_not_specialize=["tokens_stride", "max_len"])
 def _pick_kernel(
     logits,  # [n, vocab]
     stride,
@@ -101,6 +101,7 @@ def _pick_kernel(
     token_ids,
     num_tokens,
     num_computed,
+    tokens_stride,
     max_len,
     vocab,
     num_pieces,
@@ -156,7 +157,7 @@ def _pick_kernel(
             known = tl.load(num_tokens + row)
             if tl.load(num_computed + row) == known:
                 at = tl.minimum(known, max_len - 1)
-                tl.store(token_ids + row * max_len + at, tl.maximum(result, 0))
+                tl.store(token_ids + row * tokens_stride + at, tl.maximum(result, 0))
                 tl.store(num_tokens + row, known + 1)
 
 
@@ -229,6 +230,7 @@ def sample_tokens(
         state.token_ids if state is not None else out,
         state.num_tokens if state is not None else out,
         state.num_computed if state is not None else out,
+        state.token_ids.stride(0) if state is not None else 0,
         state.token_ids.shape[1] if state is not None else 0,
         vocab,
         num_pieces,
