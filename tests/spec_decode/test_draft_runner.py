@@ -71,6 +71,20 @@ def test_padding_changes_nothing(likeliest: bool) -> None:
     assert runner.state.token_ids[:, 7].tolist() == [7, 22, 41]
 
 
+def test_drafts_of_another_vocabulary() -> None:
+    """Those that no logits had, NO_TOKEN, are the first of it."""
+    runner = make(1)
+    rows = torch.tensor([-1, DECODING, PROMPT], dtype=torch.int32)
+    to_target = torch.tensor([10, 20, 30])
+    runner.begin()
+    runner.num_computed.copy_(runner.state.num_computed)
+    for draft, wanted in ((2, 30), (-1, 10)):
+        runner.append(torch.tensor([1, draft, 1]), rows, to_target)
+        runner.prepare(StepBatch.of_equal(rows[1:], 1))
+        assert runner.state.token_ids[DECODING, int(runner.num_tokens[DECODING])] == wanted
+    assert runner.num_tokens.tolist() == [8, -1, 8]
+
+
 def test_what_lies_behind_a_rows_blocks_is_written_to_the_null_block() -> None:
     runner = make(0)
     rows = torch.tensor([DECODING], dtype=torch.int32)
