@@ -17,8 +17,20 @@ from quire.models.loading.weight_map import WeightMap
 OTHER_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # that resolve_model does not know
 
 
+def check_keys(config: EngineConfig) -> None:
+    """ValueError if a key of speculative_config means nothing for heads."""
+    method = config.speculative.method
+    if config.speculative.quantization is not None:
+        raise ValueError(f"speculative_config: heads ({method}) are not quantized; leave out 'quantization'")
+    if config.speculative.draft_sample_method != "greedy":
+        raise ValueError(
+            f"speculative_config: heads ({method}) propose their likeliest tokens; leave out 'draft_sample_method'"
+        )
+
+
 def open_head(config: EngineConfig) -> Checkpoint:
     """The files of speculative_config's model."""
+    check_keys(config)
     name = config.speculative.model
     if name is None:
         raise ValueError(

@@ -5,7 +5,7 @@ from quire.models.decoder import DecoderModel
 from quire.models.draft_head import DraftHead
 from quire.models.mtp import SupportsMTP
 from quire.models.options import ModelOptions
-from quire.spec_decode.head_checkpoint import head_tensors, load_head
+from quire.spec_decode.head_checkpoint import check_keys, head_tensors, load_head
 from quire.spec_decode.head_proposer import HeadProposer
 
 
@@ -18,6 +18,7 @@ class MTPProposer(HeadProposer):
                 f"speculative_config: method 'mtp' needs a model whose checkpoint has layers for it, which "
                 f"{type(model).__name__} has not; other methods: 'eagle', 'eagle3', 'medusa', 'draft_model', 'ngram'"
             )
+        check_keys(self.config)
         names = model.mtp_weights()
         config = self.config
         checkpoint = resolve_model(

@@ -122,7 +122,8 @@ class ModelRunner:
                 layers[layer].bind(views, index, self.backends.by_group[index])
                 self._block_views[layer] = block_view(tensor, group.spec)
         if self.proposer is not None and self.proposer.hidden_outputs:
-            most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1])  # of a graph
+            # As many as graphs may have.
+            most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1], *(self.graph_sizes or ()))
             self.hidden = HiddenStates(self.proposer.hidden_outputs, max_num_seqs, most, self.device)
             self.proposer.hidden = self.hidden
         if self.backends.supports_replay:
