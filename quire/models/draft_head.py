@@ -4,15 +4,18 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
+from quire.kernels.add import add
+from quire.kernels.packed_linear import Multiply, Panels, pack_weight
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import ColumnParallelLinear
+from quire.layers.linear import ColumnParallelLinear, ParallelLinear
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.base import FINAL
 from quire.models.decoder import DecoderModel, HasProcessAfterLoading
 from quire.models.decoder_config import DecoderConfig
 from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer
 from quire.models.options import ModelOptions
+from quire.quantization.unquantized import UnquantizedLinearMethod
 
 
 class DraftHead(nn.Module):
@@ -50,6 +53,7 @@ class DraftHead(nn.Module):
         self.rotary = RotaryEmbedding(c.ropes[0], dtype, device)
         # Outside of nn.Module's registry: they are the target's.
         self._shared: tuple[DecoderModel] = (target,)
+        self._halves: tuple[Multiply, Multiply] | None = None
         self.to_target: torch.Tensor | None = None  # [draft vocab]: ids of the target's vocabulary
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -71,12 +75,38 @@ class DraftHead(nn.Module):
         own = self.lm_head
         return self._shared[0].compute_logits(hidden_rows) if own is None else own(hidden_rows)
 
+    def pair_linear(self) -> ParallelLinear:
+        """The one whose inputs are embedding and hidden state side by side."""
+        assert self.fc is not None
+        return self.fc
+
+    def apply_pair(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        linear = self.pair_linear()
+        if self._halves is None:
+            return linear(torch.cat((embeds, hidden), dim=-1))
+        left, right = self._halves
+        return add(left(embeds, linear.bias), right(hidden, None))
+
+    def _split_pair(self) -> bool:
+        """On a CPU it is multiplied in halves: recorded passes cannot contain torch's operations. Whether it is."""
+        linear = self.pair_linear()
+        weight = getattr(linear, "weight", None)
+        if weight is None or not isinstance(linear.method, UnquantizedLinearMethod):
+            return False
+        left, right = (pack_weight(half.contiguous()) for half in weight.data.chunk(2, dim=1))
+        if not isinstance(left, Panels) or not isinstance(right, Panels):
+            return False
+        self._halves = (left, right)
+        del linear.weight
+        return True
+
     def cache_layers(self) -> list[CacheLayer]:
         return [module for module in self.modules() if isinstance(module, CacheLayer)]
 
     def process_after_loading(self) -> None:
+        done = {self, self.pair_linear()} if self._split_pair() else {self}
         for module in reversed(list(self.modules())):
-            if module is not self and isinstance(module, HasProcessAfterLoading):
+            if module not in done and isinstance(module, HasProcessAfterLoading):
                 module.process_after_loading()
 
     def _run_layers(

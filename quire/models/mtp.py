@@ -38,8 +38,7 @@ class MTPHead(DraftHead):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.fc is not None
-        x = self.fc(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1))
+        x = self.apply_pair(self.enorm(embeds), self.hnorm(hidden))
         carried = add(*self._run_layers(x, None, 0, self.rotary(positions), ctx))
         return self.norm(carried), carried
 

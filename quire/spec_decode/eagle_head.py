@@ -9,7 +9,7 @@ from quire.attention.base import ForwardContext
 from quire.config.shown import shown
 from quire.config.values import whole_number
 from quire.kernels.add import add
-from quire.layers.linear import QKVParallelLinear
+from quire.layers.linear import ParallelLinear, QKVParallelLinear
 from quire.layers.norm import Norm
 from quire.models.base import FINAL
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
@@ -48,8 +48,7 @@ class Eagle1Head(DraftHead):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.fc is not None
-        x = self.fc(torch.cat((embeds, hidden), dim=-1))
+        x = self.apply_pair(embeds, hidden)
         out = add(*self._run_layers(x, None, 0, self.rotary(positions), ctx))
         return out, out
 
@@ -81,6 +80,11 @@ class Eagle3Head(DraftHead):
         self.norm = build.norm()
         self.norm_before_residual = bool(hf.get("norm_before_residual", False))
 
+    def pair_linear(self) -> ParallelLinear:
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        return first.self_attn.qkv_proj
+
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.fc is None else self.fc(hidden)
 
@@ -90,7 +94,9 @@ class Eagle3Head(DraftHead):
         first, angles = self.layers[0], self.rotary(positions)
         assert isinstance(first, DecoderLayer) and first.attention_norm is not None and first.mlp_norm is not None
         normed = self.hidden_norm(hidden)
-        x = first.self_attn(torch.cat((first.attention_norm(embeds), normed), dim=-1), angles, ctx)
+        attention = first.self_attn
+        qkv = self.apply_pair(first.attention_norm(embeds), normed)
+        x = attention.o_proj(attention.attn(qkv, ctx, angles, attention.qk_norm_params()))
         residual = normed if self.norm_before_residual else hidden  # the sum is written over it
         mlp_norm: Norm = first.mlp_norm
         x, residual = mlp_norm.add(x, residual)

@@ -1,9 +1,11 @@
 """Chains of drafts by a head that continues the target's hidden states."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
+from quire.attention.base import ForwardContext
 from quire.attention.group_backends import GroupBackends
 from quire.attention.step_batch import StepBatch
 from quire.config import EngineConfig
@@ -14,7 +16,28 @@ from quire.models.draft_head import DraftHead
 from quire.models.options import ModelOptions
 from quire.spec_decode.draft_runner import DraftGraphs, DraftRunner
 from quire.spec_decode.proposer import DraftStep, Proposer
+from quire.worker.recorded import MAX_TOKENS, OTHER_SIZE, RecordedSteps
 from quire.worker.rows import RowState
+
+CARRIED = 0  # its place among the streams of a recorded pass
+
+
+class ReplayableHead:
+    """A head as recorded passes call it: hidden states are read from one address, and those that the next pass
+    continues are a stream."""
+
+    def __init__(self, head: DraftHead, dtype: torch.dtype) -> None:
+        self.head = head
+        self.embed_tokens = head.embed
+        sizes = (MAX_TOKENS, OTHER_SIZE)  # which are recorded
+        self.hidden = {size: torch.zeros(size, head.config.hidden_size, dtype=dtype) for size in sizes}
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext, inputs_embeds: torch.Tensor
+    ) -> torch.Tensor:
+        assert ctx.streams is not None
+        out, ctx.streams[CARRIED] = self.head(inputs_embeds, self.hidden[len(inputs_embeds)], positions, ctx)
+        return out
 
 
 class HeadProposer(Proposer):
@@ -52,6 +75,11 @@ class HeadProposer(Proposer):
         self._num_sampled = torch.zeros(rows, dtype=torch.int32, device=self.device)
         width = self.head.config.hidden_size
         self._carried = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
+        self.recorded: RecordedSteps | None = None
+        if backends.supports_replay:
+            self._replayable = ReplayableHead(self.head, self.dtype)
+            model = cast(LanguageModel, self._replayable)
+            self.recorded = RecordedSteps(model, backends, state.block_tables, state.block_sizes, None, (CARRIED,))
 
     def propose(self, step: DraftStep) -> None:
         plan, rows = step.plan, step.rows[: len(step.plan.rows)]
@@ -78,29 +106,40 @@ class HeadProposer(Proposer):
             first = torch.arange(n, device=rows.device) * count
             last = first + (self._num_sampled[:n] - 1).clamp(0, count - 1)
             carried = self._first_pass(StepBatch.of_equal(rows, count), self.hidden.states[: n * count], last.long())
-        runner, head = self.runner, self.head
         batch = StepBatch.of_equal(rows, 1)
         for _ in range(self.num_drafts - 1):
-            inputs = runner.prepare(batch)
-            embeds, ctx = head.embed(inputs.input_ids), runner.context(batch, inputs)
-            out, carried = head(embeds, carried, inputs.positions, ctx)
+            out, carried = self._forward(batch, carried)
             self._append(out, rows)
 
     def _first_pass(self, batch: StepBatch, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Over all positions of the target's step, with its hidden states [N, width]; tokens `last` [n], the last that
         is right in each row, give the first draft. The hidden states that the next pass continues. What lies behind
         `last` was computed from drafts that were not accepted: the next step computes it again."""
-        runner, head = self.runner, self.head
+        runner = self.runner
         assert self.hidden is not None
         runner.begin()
         runner.num_computed.copy_(self.hidden.first_positions)
-        inputs = runner.prepare(batch)
-        embeds, ctx = head.embed(inputs.input_ids), runner.context(batch, inputs)
-        out, carried = head(embeds, head.combine(hidden), inputs.positions, ctx)
+        out, carried = self._forward(batch, self.head.combine(hidden))
         # A row that decodes has computed all but its last token, at whose position the next pass is.
         runner.num_computed.copy_(runner.state.num_computed)
         self._append(out[last], batch.rows)
         return carried[last]
+
+    def _forward(self, batch: StepBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next tokens of rows through the head."""
+        inputs = self.runner.prepare(batch)
+        if self.recorded is not None and len(hidden) <= MAX_TOKENS:
+            self._replayable.hidden[MAX_TOKENS][: len(hidden)].copy_(hidden)
+            streams: dict[int, torch.Tensor | None] = {}
+            out = self.recorded.run(batch.rows, batch.query_start, inputs, 0, streams)
+            carried = streams.get(CARRIED)
+            if out is not None and carried is not None:
+                return out, carried
+        ctx = self.runner.context(batch, inputs)
+        found: tuple[torch.Tensor, torch.Tensor] = self.head(
+            self.head.embed(inputs.input_ids), hidden, inputs.positions, ctx
+        )
+        return found
 
     def _append(self, hidden_rows: torch.Tensor, rows: torch.Tensor) -> None:
         tokens = self.runner.likeliest(self.head.compute_logits(hidden_rows), rows)

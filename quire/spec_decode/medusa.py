@@ -76,7 +76,7 @@ class MedusaProposer(Proposer):
         rows = step.rows[: len(step.plan.rows)].long()
         (first,) = to_device(self.device, step.first_logits)
         hidden = step.hidden[(first + step.num_sampled - 1).clamp(min=0)]
-        drafts = [head(hidden).argmax(dim=-1) for head in self.heads[: self.num_drafts]]
+        drafts = [head(hidden).float().argmax(dim=-1) for head in self.heads[: self.num_drafts]]
         write_drafts(step.state, rows, torch.stack(drafts, dim=1))
 
 

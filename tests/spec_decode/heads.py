@@ -47,6 +47,14 @@ class NotingEagle3(Noting, Eagle3Proposer):
     pass
 
 
+class NotingEagle3Unrecorded(NotingEagle3):
+    """Calls every kernel by itself."""
+
+    def initialize(self, state: RowState, backends: GroupBackends, last_position: int) -> None:
+        super().initialize(state, backends, last_position)
+        self.recorded = None
+
+
 class NotingEagle3InGraphs(NotingEagle3):
     """Takes the way of captured passes, which read nothing but what is at fixed addresses, without a graph."""
 
