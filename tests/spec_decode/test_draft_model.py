@@ -157,6 +157,15 @@ def test_what_it_was_left_out_of_is_computed_later(models: dict[str, str], max_t
     assert gained[-6:-1] == [K + 1] * 5
 
 
+@pytest.mark.parametrize(("draft", "rests"), [("small", True), ("windows", False), ("gemma3", False)])
+def test_only_a_draft_that_keeps_all_blocks_can_catch_up(models: dict[str, str], draft: str, rests: bool) -> None:
+    """Behind a window they may be others' by then."""
+    config = {"method": "draft_model", "model": models[draft], "num_speculative_tokens": K}
+    options = {"max_model_len": 128, "dtype": "float32", "num_gpu_blocks_override": 100, "cpu_threads": 1}
+    with LLM(models["target"], skip_tokenizer_init=True, speculative_config=config, **options) as llm:
+        assert llm.llm_engine.client.core.executor.worker.proposer.rests == rests
+
+
 def test_limits(models: dict[str, str]) -> None:
     """Rows that end at max_model_len, and those longer than the draft knows positions for."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
