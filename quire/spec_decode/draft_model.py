@@ -29,8 +29,6 @@ class DraftModelProposer(Proposer):
     then each draft in turn, but for the last. So its part of the cache never lags behind the target's, and prefixes hit
     for both alike. What it is left out of, it computes later, as far as a step's tokens allow."""
 
-    rests = True
-
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.config, self.device = config, device
@@ -73,6 +71,8 @@ class DraftModelProposer(Proposer):
         layers = self.model.cache_layers()
         if not layers or not all(layer.causal for layer in layers):
             raise ValueError(f"speculative_config: {given.model} does not predict each token from those before it")
+        # Blocks behind a window are freed: by the time it has to catch up, others may own them.
+        self.rests = all(layer.kv_cache_spec(config.cache.block_size, dtype).grows for layer in layers)
 
     def cache_layers(self) -> Sequence[CacheLayer]:
         return self.model.cache_layers()
@@ -110,7 +110,8 @@ class DraftModelProposer(Proposer):
         return behind, behind + more
 
     def skip(self, plan: SchedulerOutput) -> None:
-        self._missed[plan.rows] += plan.num_tokens
+        if self.rests:
+            self._missed[plan.rows] += plan.num_tokens
 
     def remove_row(self, row: int) -> None:
         self._missed[row] = 0
