@@ -160,7 +160,8 @@ def head_names(checkpoint_layers: Sequence[str] = ("midlayer", "transformer")) -
         Rule("fusion_fc.{p}", "fc.{p}"),
         *DECODER_WEIGHTS.also_without("model.").rules,
     ]
-    prefixed = [Rule(f"model.{r.checkpoint}", r.parameter, r.shard) for r in rules if not r.checkpoint.startswith("m")]
+    bare = [rule for rule in rules if not rule.checkpoint.startswith("model.")]
+    prefixed = [Rule(f"model.{rule.checkpoint}", rule.parameter, rule.shard) for rule in bare]
     return WeightMap((*rules, *prefixed), ("d2t", "t2d", *DECODER_WEIGHTS.ignored))
 
 
