@@ -51,9 +51,9 @@ class PartlyRight(Eagle3Proposer):
 
     def add_row(self, new: NewRow) -> None:
         prompt = tuple(new.token_ids[: new.num_prompt_tokens].tolist())
-        text = [*prompt, *self.KNOWN.get(prompt, ())]
-        generator = random.Random(SEED + hash(prompt) % 2**32)
-        drafts = [token if generator.random() < self.PROBABILITY else token + 1 for token in text]
+        text = self.KNOWN.get(prompt, [])
+        right = right_positions(len(text), self.PROBABILITY, self.num_drafts, SEED + new.row)
+        drafts = [*prompt, *(token if is_right else token + 1 for token, is_right in zip(text, right, strict=True))]
         self._drafts[new.row].fill_(1)
         self._drafts[new.row, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32).to(self.device)
 
@@ -64,6 +64,22 @@ class PartlyRight(Eagle3Proposer):
         # Padding writes where no draft is ever read.
         at = torch.where(rows.unsqueeze(1) >= 0, at, ids.shape[1] - 1).clamp(max=ids.shape[1] - 1)
         ids[used, at] = self._drafts[used, at]
+
+
+def right_positions(length: int, probability: float, drafts: int, seed: int) -> list[bool]:
+    """Where drafts are right: at random, but of such draws one that a long run's steps are like, because a text of some
+    hundred tokens is a small sample."""
+    expected = sum(probability**j for j in range(drafts + 1))
+    generator, right = random.Random(seed), [False] * length
+    for _ in range(1000):
+        right = [generator.random() < probability for _ in range(length)]
+        at = steps = 0
+        while at < length:
+            missed = next((j for j in range(drafts) if not all(right[at + j : at + j + 1])), drafts)
+            at, steps = at + missed + 1, steps + 1
+        if length < 100 or abs(length / steps / expected - 1) < 0.01:
+            break
+    return right
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class EngineCore:
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
-            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout),
+            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative.model),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
@@ -260,7 +260,7 @@ class EngineCore:
         return fits
 
 
-def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig) -> bytes:
+def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, draft: str | None = None) -> bytes:
     """Two engines with the same one compute the same keys and values for the same tokens."""
     # Of all RoPE scalings, longrope alone chooses its factors by the longest sequence that may come.
     chooses_by_length = "long_factor" in repr(model.hf_config)
@@ -272,6 +272,7 @@ def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfi
         f"quantization {model.quantization}",
         f"longrope {model.max_model_len or model.derived_max_model_len}" if chooses_by_length else "",
         repr(layout.groups),
+        *([f"draft {draft}"] if draft else []),
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from quire.kernels.dispatch import use_triton
@@ -15,18 +16,17 @@ class DraftedRows(Protocol):
     num_computed: torch.Tensor  # [rows] int64: by the proposer's layers
 
 
-def append_drafts_torch(
+def append_drafts_cpu(
     drafts: torch.Tensor, rows: torch.Tensor, state: DraftedRows, to_target: torch.Tensor | None
 ) -> None:
-    used = rows >= 0
-    rows = rows[used].long()
-    drafts = drafts[used].clamp(min=0)
-    drafts = drafts if to_target is None else to_target[drafts.long()]
-    known = state.num_tokens[rows]
-    done = state.num_computed[rows] == known
-    at = known.clamp(max=state.token_ids.shape[1] - 1)
-    state.token_ids[rows, at] = torch.where(done, drafts.int(), state.token_ids[rows, at])
-    state.num_tokens[rows] = known + done
+    # By numpy, on a CPU: of a few rows each operation of torch takes longer than all of these.
+    tokens, known, computed = state.token_ids.numpy(), state.num_tokens.numpy(), state.num_computed.numpy()
+    row, found = rows.numpy(), drafts.numpy()
+    done = (row >= 0) & (computed[row] == known[row])
+    row, found = row[done], np.maximum(found[done], 0)
+    at = np.minimum(known[row], tokens.shape[1] - 1)
+    tokens[row, at] = found if to_target is None else to_target.numpy()[found]
+    known[row] += 1
 
 
 def append_drafts(
@@ -41,4 +41,4 @@ def append_drafts(
 
         kernel.append_drafts(drafts, rows, state, to_target)
     else:
-        append_drafts_torch(drafts, rows, state, to_target)
+        append_drafts_cpu(drafts, rows, state, to_target)

@@ -9,6 +9,9 @@ import torch
 from quire.attention.base import ForwardContext
 from quire.layers.cache_layer import CacheLayer
 
+# Beside layers' numbers, a name for hidden states: what the model's last norm gives, which its head multiplies.
+FINAL = "final"
+
 
 class LanguageModel(Protocol):
     """A causal language model over paged attention, loaded and ready (`models/loading/loader.py`)."""

@@ -10,6 +10,7 @@ import torch
 from quire.attention.base import ForwardContext
 from quire.attention.group_backends import GroupBackends
 from quire.attention.step_batch import StepBatch
+from quire.kernels.append_drafts import append_drafts
 from quire.kernels.dispatch import use_triton
 from quire.kernels.prepare_inputs import PreparedInputs, prepare_inputs
 from quire.kernels.sample_tokens import Draw, DrawParameters, sample_and_append, sample_tokens
@@ -20,8 +21,8 @@ from quire.worker.rows import RowState
 
 class DraftRunner:
     """The rows as a proposal sees them: their tokens are the known ones and the drafts so far, of which the proposer's
-    layers have computed some. A pass computes the next ones and advances `num_computed`; `append_likeliest` advances
-    `num_tokens`. The rows' own state advances by neither, only drafts lie in its token ids.
+    layers have computed some. A pass computes the next ones and advances `num_computed`; a draft that is appended
+    advances `num_tokens`. The rows' own state advances by neither, only drafts lie in its token ids.
 
     `token_shift` 1 is for layers that read, at a position, the token after it: all indices are one less.
     """
@@ -48,7 +49,7 @@ class DraftRunner:
     def begin_rows(self, rows: torch.Tensor, num_new: torch.Tensor) -> None:
         """The same with another number for each row; none is padding."""
         self.begin()
-        self.num_computed.index_add_(0, rows.long(), num_new.long(), alpha=-1)
+        self.num_computed.index_add_(0, rows.long(), num_new.long(), alpha=-1).clamp_(min=0)
 
     def prepare(self, batch: StepBatch) -> PreparedInputs:
         """Ids, positions and slots of the next tokens of rows, which count as computed from now on."""
@@ -78,13 +79,17 @@ class DraftRunner:
     def likeliest(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[n, vocab] -> ids [n]."""
         if not use_triton(logits):
-            return logits.argmax(dim=-1)
+            return logits.float().argmax(dim=-1)  # of bf16 a CPU finds it three times slower
         return sample_tokens(logits, rows, self.num_tokens, self._greedy, Draw.GREEDY)
 
     def append_likeliest(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """The likeliest token of each row [n] by logits [n, vocab] is its next draft, if the layers have computed all
         tokens before; rows with more of a prompt to come get none."""
         sample_and_append(logits, rows, self, self._greedy, Draw.GREEDY, self._drawn[: len(rows)])
+
+    def append(self, tokens: torch.Tensor, rows: torch.Tensor, to_target: torch.Tensor | None = None) -> None:
+        """The same with tokens [n] that were chosen otherwise; `to_target` has the ids of a draft vocabulary."""
+        append_drafts(tokens, rows, self, to_target)
 
 
 class DraftGraphs:

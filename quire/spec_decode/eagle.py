@@ -5,42 +5,22 @@ from typing import ClassVar
 
 import torch
 
-from quire.attention.group_backends import GroupBackends
-from quire.attention.step_batch import StepBatch
 from quire.checkpoint.resolve import Checkpoint
 from quire.checkpoint.tensors import CheckpointTensor
-from quire.config import EngineConfig
-from quire.kernels.append_drafts import append_drafts
-from quire.layers.cache_layer import CacheLayer
-from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
+from quire.models.draft_head import DraftHead
 from quire.models.options import ModelOptions
-from quire.spec_decode.draft_runner import DraftGraphs, DraftRunner
-from quire.spec_decode.eagle_head import Eagle1Head, Eagle3Head, EagleHead, flattened, head_names
+from quire.spec_decode.eagle_head import Eagle1Head, Eagle3Head, flattened, head_names
 from quire.spec_decode.head_checkpoint import head_hf_config, head_tensors, load_head, open_head
-from quire.spec_decode.proposer import DraftStep, Proposer
-from quire.worker.rows import RowState
+from quire.spec_decode.head_proposer import HeadProposer
 
 
-class EagleProposer(Proposer):
+class EagleProposer(HeadProposer):
     """EAGLE-1."""
 
     head_class: ClassVar[type[Eagle1Head] | type[Eagle3Head]] = Eagle1Head
-    head: EagleHead
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        super().__init__(config, device)
-        self.config, self.device = config, device
-
-    def prepare(self, model: LanguageModel) -> None:
-        if isinstance(model, DecoderModel):
-            self.head = self.load(model).eval()
-            self.hidden_outputs = self.head.hidden_outputs
-            self.input_width = len(self.hidden_outputs) * model.hidden_size
-        else:
-            self.hidden_outputs = self.head_class.hidden_outputs  # the worker refuses what it cannot have
-
-    def load(self, model: DecoderModel) -> EagleHead:
+    def load(self, model: DecoderModel, options: ModelOptions) -> DraftHead:
         checkpoint = open_head(self.config)
         hf = flattened(head_hf_config(self.config, checkpoint))
         if hf.get("vocab_size", model.config.vocab_size) != model.config.vocab_size:
@@ -49,8 +29,6 @@ class EagleProposer(Proposer):
                 f"{model.config.vocab_size}: it is a head of another model"
             )
         tensors = [t for t in head_tensors(checkpoint) if not _repeats(t, model)]
-        length = self.config.model.max_model_len or self.config.model.derived_max_model_len
-        options = ModelOptions(getattr(torch, self.config.model.dtype), self.device, max_model_len=length)
         head = self.head_class(hf, options, model, [tensor.name for tensor in tensors])
         names = head_names()
         if isinstance(head, Eagle1Head):
@@ -59,89 +37,6 @@ class EagleProposer(Proposer):
         head.to_target = _target_ids(checkpoint, tensors, head, model.config.vocab_size)
         head.process_after_loading()
         return head
-
-    def cache_layers(self) -> Sequence[CacheLayer]:
-        return self.head.cache_layers()
-
-    def initialize(self, state: RowState, backends: GroupBackends, last_position: int) -> None:
-        rows = len(state.num_tokens)
-        self.runner = DraftRunner(state, backends, last_position, token_shift=1)
-        self.graphs = DraftGraphs(self._compute, rows, self.device)
-        # Inputs of captured passes, beside the hidden states: by place in the plan.
-        self._num_sampled = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        width, dtype = self.head.config.hidden_size, getattr(torch, self.config.model.dtype)
-        self._carried = torch.zeros(rows, width, dtype=dtype, device=self.device)
-
-    def propose(self, step: DraftStep) -> None:
-        plan, rows = step.plan, step.rows[: len(step.plan.rows)]
-        assert plan.num_drafts is not None and step.hidden is not None and step.num_sampled is not None
-        count = int(plan.num_tokens[0])
-        if (plan.num_tokens == count).all() and (plan.num_drafts == count - 1).all():
-            self._num_sampled[: len(rows)].copy_(step.num_sampled)
-            if self.graphs.run(plan.rows, count):
-                return
-        more = (step.first_logits,)
-        batch, (first,) = StepBatch.planned(plan.rows, plan.num_tokens, self.runner.backends, self.device, more)
-        last = (first + step.num_sampled - 1).clamp(min=0)
-        self._carried[: len(rows)].copy_(self._first_pass(batch, step.hidden, last.long()))
-        if not self.graphs.run(plan.rows, 0):
-            self._compute(rows, 0)
-
-    def _compute(self, rows: torch.Tensor, tokens_per_row: int) -> None:
-        """All passes of a proposal after a step of as many tokens in each row, or, if that is 0, those after the
-        first. Nothing of it depends on the host, so it can be captured."""
-        n, count = len(rows), tokens_per_row
-        carried = self._carried[:n]
-        if count:
-            assert self.hidden is not None and self.hidden.states is not None
-            first = torch.arange(n, device=rows.device) * count
-            last = first + (self._num_sampled[:n] - 1).clamp(0, count - 1)
-            carried = self._first_pass(StepBatch.of_equal(rows, count), self.hidden.states[: n * count], last.long())
-        runner, head = self.runner, self.head
-        batch = StepBatch.of_equal(rows, 1)
-        for _ in range(self.num_drafts - 1):
-            inputs = runner.prepare(batch)
-            embeds, ctx = head.embed(inputs.input_ids), runner.context(batch, inputs)
-            out, carried = head(embeds, carried, inputs.positions, ctx)
-            self._append(out, rows)
-
-    def _first_pass(self, batch: StepBatch, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Over all positions of the target's step, with its hidden states [N, width]; tokens `last` [n], the last that
-        is right in each row, give the first draft. The hidden states that the next pass continues. What lies behind
-        `last` was computed from drafts that were not accepted: the next step computes it again."""
-        runner, head = self.runner, self.head
-        assert self.hidden is not None
-        runner.begin()
-        runner.num_computed.copy_(self.hidden.first_positions)
-        inputs = runner.prepare(batch)
-        embeds, ctx = head.embed(inputs.input_ids), runner.context(batch, inputs)
-        out, carried = head(embeds, head.combine(hidden), inputs.positions, ctx)
-        # A row that decodes has computed all but its last token, at whose position the next pass is.
-        runner.num_computed.copy_(runner.state.num_computed)
-        self._append(out[last], batch.rows)
-        return carried[last]
-
-    def _append(self, hidden_rows: torch.Tensor, rows: torch.Tensor) -> None:
-        tokens = self.runner.likeliest(self.head.compute_logits(hidden_rows), rows)
-        append_drafts(tokens, rows, self.runner, self.head.to_target)
-
-    def launch_kernels(self, row_counts: Sequence[int], max_tokens: int) -> None:
-        self.runner.collecting = True
-        self.run_padding(min(16, max_tokens))
-        for num_rows in row_counts:
-            rows = torch.full((num_rows,), -1, dtype=torch.int32, device=self.device)
-            for count in (1, 1 + self.num_drafts):
-                self._compute(rows, count)
-        self.runner.collecting = False
-
-    def run_padding(self, num_tokens: int) -> None:
-        num_rows = min(num_tokens, len(self.runner.num_tokens))
-        batch = StepBatch.padding(num_rows, num_tokens, self.runner.backends, self.device)
-        hidden = self._carried.new_zeros(num_tokens, self.input_width)
-        self._first_pass(batch, hidden, batch.query_start[1:].long() - 1)
-
-    def capture_graphs(self, row_counts: Sequence[int]) -> None:
-        self.graphs.capture(row_counts, (1 + self.num_drafts, 1, 0))
 
 
 class Eagle3Proposer(EagleProposer):
@@ -163,7 +58,7 @@ def _repeats(tensor: CheckpointTensor, model: DecoderModel) -> bool:
 
 
 def _target_ids(
-    checkpoint: Checkpoint, tensors: Sequence[CheckpointTensor], head: EagleHead, vocab_size: int
+    checkpoint: Checkpoint, tensors: Sequence[CheckpointTensor], head: DraftHead, vocab_size: int
 ) -> torch.Tensor | None:
     """[draft vocab] from `d2t`, which has the differences of target's and draft's ids."""
     if head.lm_head is None:

@@ -1,105 +1,27 @@
-"""EAGLE heads: a decoder layer or a few that continue the target's hidden states, and their checkpoints.
-
-At position p a head sees the target's hidden state there and the token at p + 1, and predicts the token at p + 2.
-"""
+"""EAGLE heads: a decoder layer or a few that continue the target's hidden states, and their checkpoints."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from quire.attention.base import Angles, ForwardContext
+from quire.attention.base import ForwardContext
 from quire.config.shown import shown
 from quire.config.values import whole_number
 from quire.kernels.add import add
-from quire.layers.cache_layer import CacheLayer
-from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import ColumnParallelLinear, QKVParallelLinear
+from quire.layers.linear import ParallelLinear, QKVParallelLinear
 from quire.layers.norm import Norm
-from quire.layers.rotary import RotaryEmbedding
-from quire.models.decoder import DECODER_WEIGHTS, DecoderModel, HasProcessAfterLoading
+from quire.models.base import FINAL
+from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
 from quire.models.decoder_config import DecoderConfig
-from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer
+from quire.models.decoder_layers import BuildContext, DecoderLayer
+from quire.models.draft_head import DraftHead
 from quire.models.llama import LlamaForCausalLM
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.options import ModelOptions
-from quire.spec_decode.hidden_states import FINAL
 
 
-class EagleHead(nn.Module):
-    """What EAGLE-1 and EAGLE-3 share. Embedding and LM head are the target's unless the checkpoint has its own."""
-
-    hidden_outputs: tuple[int | str, ...] = (FINAL,)
-
-    def __init__(
-        self,
-        hf: dict[str, Any],
-        options: ModelOptions,
-        target: DecoderModel,
-        own_embedding: bool = False,
-        draft_vocab: int | None = None,
-        fc_inputs: int = 0,
-        fc_bias: bool = False,
-    ) -> None:
-        """`draft_vocab`: of its own LM head; None: it has none. `fc_inputs`: of the layer that widths come together in;
-        0: there is none."""
-        super().__init__()
-        self.config = c = head_config(hf, options.max_model_len)
-        dtype, device = options.dtype, options.device
-        if not own_embedding and c.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"the head's hidden_size is {c.hidden_size} and the target's {target.hidden_size}: it cannot share the "
-                "target's embedding, and its checkpoint has no embed_tokens of its own"
-            )
-        self.embed_tokens = VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device) if own_embedding else None
-        self.fc = ColumnParallelLinear(fc_inputs, c.hidden_size, fc_bias, dtype, device) if fc_inputs else None
-        build = BuildContext(c, options)
-        self.layers = nn.ModuleList(DecoderLayer(build, i, MLP(build, i)) for i in range(c.num_layers))
-        self.lm_head = LMHead(draft_vocab, c.hidden_size, dtype, device) if draft_vocab else None
-        assert c.ropes[0] is not None
-        self.rotary = RotaryEmbedding(c.ropes[0], dtype, device)
-        # Outside of nn.Module's registry: they are the target's.
-        self._shared: tuple[DecoderModel] = (target,)
-        self.to_target: torch.Tensor | None = None  # [draft vocab]: ids of the target's vocabulary
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        own = self.embed_tokens
-        return self._shared[0].embed_tokens(token_ids) if own is None else own(token_ids)
-
-    def combine(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states [n, width] as `forward` takes them, [n, hidden]."""
-        return hidden
-
-    def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, hidden] each: the LM head's input, and the hidden states that the next pass continues."""
-        raise NotImplementedError
-
-    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, draft vocab]; `to_target` has the target's ids of these."""
-        own = self.lm_head
-        return self._shared[0].compute_logits(hidden_rows) if own is None else own(hidden_rows)
-
-    def cache_layers(self) -> list[CacheLayer]:
-        return [module for module in self.modules() if isinstance(module, CacheLayer)]
-
-    def process_after_loading(self) -> None:
-        for module in reversed(list(self.modules())):
-            if module is not self and isinstance(module, HasProcessAfterLoading):
-                module.process_after_loading()
-
-    def _run_layers(
-        self, x: torch.Tensor, residual: torch.Tensor | None, first: int, angles: Angles, ctx: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        for layer in self.layers[first:]:
-            x, residual = layer(x, residual, angles, ctx)
-        assert residual is not None
-        return x, residual
-
-
-class Eagle1Head(EagleHead):
+class Eagle1Head(DraftHead):
     """fc joins embedding and hidden state; the first layer does not norm its input, and there is no norm at the end."""
 
     def __init__(self, hf: dict[str, Any], options: ModelOptions, target: DecoderModel, names: Sequence[str]) -> None:
@@ -112,7 +34,7 @@ class Eagle1Head(EagleHead):
             )
         draft_vocab = hf.get("vocab_size") if _has(names, "lm_head.weight") else None
         super().__init__(
-            hf,
+            head_config(hf, options.max_model_len),
             options,
             target,
             _has(names, "embed_tokens.weight"),
@@ -126,13 +48,12 @@ class Eagle1Head(EagleHead):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.fc is not None
-        x = self.fc(torch.cat((embeds, hidden), dim=-1))
+        x = self.apply_pair(embeds, hidden)
         out = add(*self._run_layers(x, None, 0, self.rotary(positions), ctx))
         return out, out
 
 
-class Eagle3Head(EagleHead):
+class Eagle3Head(DraftHead):
     """fc joins hidden states of several of the target's layers; the first layer attends from embedding and hidden
     state side by side, each with its norm. It has an LM head of its own, usually of fewer tokens."""
 
@@ -141,7 +62,7 @@ class Eagle3Head(EagleHead):
         own_head = _has(names, "lm_head.weight") or not names
         draft_vocab = whole_number("draft_vocab_size", hf.get("draft_vocab_size") or hf.get("vocab_size"))
         super().__init__(
-            hf,
+            head_config(hf, options.max_model_len),
             options,
             target,
             _has(names, "embed_tokens.weight"),
@@ -159,6 +80,11 @@ class Eagle3Head(EagleHead):
         self.norm = build.norm()
         self.norm_before_residual = bool(hf.get("norm_before_residual", False))
 
+    def pair_linear(self) -> ParallelLinear:
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        return first.self_attn.qkv_proj
+
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.fc is None else self.fc(hidden)
 
@@ -168,9 +94,10 @@ class Eagle3Head(EagleHead):
         first, angles = self.layers[0], self.rotary(positions)
         assert isinstance(first, DecoderLayer) and first.attention_norm is not None and first.mlp_norm is not None
         normed = self.hidden_norm(hidden)
-        x = first.self_attn(torch.cat((first.attention_norm(embeds), normed), dim=-1), angles, ctx)
-        # The sum is written over the residual, which may be the caller's or hold another layer's input.
-        residual = normed if self.norm_before_residual else hidden.clone()
+        attention = first.self_attn
+        qkv = self.apply_pair(first.attention_norm(embeds), normed)
+        x = attention.o_proj(attention.attn(qkv, ctx, angles, attention.qk_norm_params()))
+        residual = normed if self.norm_before_residual else hidden  # the sum is written over it
         mlp_norm: Norm = first.mlp_norm
         x, residual = mlp_norm.add(x, residual)
         x, residual = self._run_layers(first.mlp(x), residual, 1, angles, ctx)
@@ -233,7 +160,8 @@ def head_names(checkpoint_layers: Sequence[str] = ("midlayer", "transformer")) -
         Rule("fusion_fc.{p}", "fc.{p}"),
         *DECODER_WEIGHTS.also_without("model.").rules,
     ]
-    prefixed = [Rule(f"model.{r.checkpoint}", r.parameter, r.shard) for r in rules if not r.checkpoint.startswith("m")]
+    bare = [rule for rule in rules if not rule.checkpoint.startswith("model.")]
+    prefixed = [Rule(f"model.{rule.checkpoint}", rule.parameter, rule.shard) for rule in bare]
     return WeightMap((*rules, *prefixed), ("d2t", "t2d", *DECODER_WEIGHTS.ignored))
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from quire.checkpoint import hub
 from quire.checkpoint.config import load_hf_config
-from quire.checkpoint.resolve import Checkpoint, resolve_model
+from quire.checkpoint.resolve import HUB_ID, Checkpoint, resolve_model
 from quire.checkpoint.tensors import CheckpointTensor, open_tensors
 from quire.config import EngineConfig
 from quire.layers.load_slot import all_load_slots
@@ -17,22 +18,35 @@ from quire.models.loading.weight_map import WeightMap
 OTHER_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # that resolve_model does not know
 
 
+def check_keys(config: EngineConfig) -> None:
+    """ValueError if a key of speculative_config means nothing for heads."""
+    method = config.speculative.method
+    if config.speculative.quantization is not None:
+        raise ValueError(f"speculative_config: heads ({method}) are not quantized; leave out 'quantization'")
+    if config.speculative.draft_sample_method != "greedy":
+        raise ValueError(
+            f"speculative_config: heads ({method}) propose their likeliest tokens; leave out 'draft_sample_method'"
+        )
+
+
 def open_head(config: EngineConfig) -> Checkpoint:
     """The files of speculative_config's model."""
+    check_keys(config)
     name = config.speculative.model
     if name is None:
         raise ValueError(
             f"speculative_config: method {config.speculative.method!r} needs 'model', the folder or hub id of the head"
         )
-    if config.load.load_format != "dummy":
-        for file in (Path(name).expanduser() / other for other in OTHER_FILES):
-            if file.is_file():
-                return Checkpoint(name, "pt" if file.suffix == ".pt" else "safetensors", file.parent, (file,))
-    return resolve_model(
-        name,
-        load_format="dummy" if config.load.load_format == "dummy" else "auto",
-        download_dir=config.load.download_dir,
-    )
+    revision, download_dir = config.speculative.revision, config.load.download_dir
+    if config.load.load_format == "dummy":
+        return resolve_model(name, load_format="dummy", revision=revision, download_dir=download_dir)
+    folder = Path(name).expanduser()
+    if config.speculative.method == "medusa" and not folder.exists() and HUB_ID.fullmatch(name):
+        folder = hub.download(name, ("config.json", "*.safetensors", *OTHER_FILES), revision, download_dir)
+    for file in (folder / other for other in OTHER_FILES):
+        if file.is_file():
+            return Checkpoint(name, "pt" if file.suffix == ".pt" else "safetensors", file.parent, (file,))
+    return resolve_model(name, revision=revision, download_dir=download_dir)
 
 
 def head_hf_config(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:

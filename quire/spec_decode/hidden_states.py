@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-FINAL = "final"  # what the model's last norm gives, which its head multiplies
+from quire.models.base import FINAL
 
 
 class HiddenStates:

@@ -12,11 +12,10 @@ from quire.kernels.add import add
 from quire.kernels.transfer import to_device
 from quire.layers.embedding import LMHead
 from quire.layers.linear import ColumnParallelLinear
-from quire.models.base import LanguageModel
+from quire.models.base import FINAL, LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.spec_decode.head_checkpoint import head_hf_config, head_tensors, load_head, open_head
-from quire.spec_decode.hidden_states import FINAL
 from quire.spec_decode.proposer import DraftStep, Proposer, write_drafts
 
 MAX_HEADS, MAX_LAYERS = 64, 16
@@ -77,7 +76,7 @@ class MedusaProposer(Proposer):
         rows = step.rows[: len(step.plan.rows)].long()
         (first,) = to_device(self.device, step.first_logits)
         hidden = step.hidden[(first + step.num_sampled - 1).clamp(min=0)]
-        drafts = [head(hidden).argmax(dim=-1) for head in self.heads[: self.num_drafts]]
+        drafts = [head(hidden).float().argmax(dim=-1) for head in self.heads[: self.num_drafts]]
         write_drafts(step.state, rows, torch.stack(drafts, dim=1))
 
 

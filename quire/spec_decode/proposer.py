@@ -26,6 +26,7 @@ PROPOSERS: dict[str, str] = {
     "eagle": "quire.spec_decode.eagle:EagleProposer",
     "eagle3": "quire.spec_decode.eagle:Eagle3Proposer",
     "medusa": "quire.spec_decode.medusa:MedusaProposer",
+    "mtp": "quire.spec_decode.mtp:MTPProposer",
     "draft_model": "quire.spec_decode.draft_model:DraftModelProposer",
 }
 
@@ -53,12 +54,16 @@ class Proposer:
 
     # Whether rows may be left without drafts: propose() then sets state.num_found of the rows.
     finds: bool = False
+    # Whether it may be left out of steps after which no drafts are wanted.
+    rests: bool = False
     # Hidden states of the target that propose() reads (hidden_states.py), for which a model of ours is needed.
     hidden_outputs: tuple[int | str, ...] = ()
     hidden: HiddenStates | None = None  # where they are, before `initialize`
     # What a proposer that samples draws with: its drafts are accepted by min(1, p / q). None: drafts are single
     # guesses, accepted if equal to the token that is drawn without them.
     sampled: SampledDrafts | None = None
+
+    parameters: DrawParameters  # of the rows, for proposers that sample; set before initialize()
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
@@ -94,6 +99,9 @@ class Proposer:
 
     def add_row(self, new: NewRow) -> None:
         """A request gets a row: for the first time, or when resumed after preemption."""
+
+    def skip(self, plan: SchedulerOutput) -> None:
+        """Instead of propose(), after a step of rows that get no drafts; of those that `rests` only."""
 
     def remove_row(self, row: int) -> None:
         """Its request has finished or was preempted."""

@@ -54,7 +54,8 @@ def measure_steps(
     copies = [torch.empty(logits.shape, dtype=torch.float32, device=device) for _ in range(SAMPLING_COPIES)]
     del copies, logits
     if runner.proposer is not None:
-        runner.proposer.run_padding(max_tokens)
+        with torch.inference_mode():
+            runner.proposer.run_padding(max_tokens)
     torch.cuda.synchronize(device)
     eager = DeviceMemory.measure(device)
     runner.capture_graphs(max_tokens, largest_only=True)

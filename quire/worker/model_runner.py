@@ -122,7 +122,8 @@ class ModelRunner:
                 layers[layer].bind(views, index, self.backends.by_group[index])
                 self._block_views[layer] = block_view(tensor, group.spec)
         if self.proposer is not None and self.proposer.hidden_outputs:
-            most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1])  # of a graph
+            # As many as graphs may have.
+            most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1], *(self.graph_sizes or ()))
             self.hidden = HiddenStates(self.proposer.hidden_outputs, max_num_seqs, most, self.device)
             self.proposer.hidden = self.hidden
         if self.backends.supports_replay:
@@ -130,6 +131,7 @@ class ModelRunner:
             wanted = () if self.hidden is None else self.hidden.layers
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
         if self.proposer is not None:
+            self.proposer.parameters = self.sampler.parameters.device
             self.proposer.initialize(self.rows, self.backends, self._last_position)
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
@@ -192,6 +194,8 @@ class ModelRunner:
             return Pending(lambda *_: self._complete(step, _nothing_sampled()), *waited)
         assert step.rows is not None
         if step.plan.num_drafts is None:
+            if self.proposer is not None:
+                self.proposer.skip(step.plan)
             return self._sample(step, step.logits, grammar)
         assert self.proposer is not None, "a plan with drafts, which no one proposes"
         hidden = None if self.hidden is None else self.hidden.of_step(step.plan.total_tokens)

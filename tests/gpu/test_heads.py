@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.append_drafts import append_drafts, append_drafts_torch
+from quire.kernels.append_drafts import append_drafts, append_drafts_cpu
 from tests.spec_decode import heads, test_eagle
 from tests.tiny_models import save_tiny
 
@@ -57,6 +57,6 @@ def test_append_drafts(mapped: bool) -> None:
     drafts, rows = torch.tensor([2, -1, 5, 3, 4]), torch.tensor([3, 0, 1, -1, 2], dtype=torch.int32)
     to_target = torch.tensor([10, 20, 30, 40, 50, 60]) if mapped else None
     append_drafts(drafts.cuda(), rows.cuda(), ours, None if to_target is None else to_target.cuda())
-    append_drafts_torch(drafts, rows, theirs, to_target)
+    append_drafts_cpu(drafts, rows, theirs, to_target)
     assert torch.equal(ours.token_ids.cpu(), theirs.token_ids)
     assert torch.equal(ours.num_tokens.cpu(), theirs.num_tokens)

@@ -3,13 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.attention.group_backends import GroupBackends
+from quire.attention.step_batch import StepBatch
 from quire.spec_decode.eagle import Eagle3Proposer, EagleProposer
 from quire.spec_decode.medusa import MedusaProposer
 from quire.spec_decode.proposer import DraftStep, Proposer
+from quire.worker.rows import RowState
 
 Module = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,6 +45,30 @@ class NotingEagle(Noting, EagleProposer):
 
 class NotingEagle3(Noting, Eagle3Proposer):
     pass
+
+
+class NotingEagle3Unrecorded(NotingEagle3):
+    """Calls every kernel by itself."""
+
+    def initialize(self, state: RowState, backends: GroupBackends, last_position: int) -> None:
+        super().initialize(state, backends, last_position)
+        self.recorded = None
+
+
+class NotingEagle3InGraphs(NotingEagle3):
+    """Takes the way of captured passes, which read nothing but what is at fixed addresses, without a graph."""
+
+    def initialize(self, state: RowState, backends: GroupBackends, last_position: int) -> None:
+        super().initialize(state, backends, last_position)
+        self.graphs = SimpleNamespace(run=self._run)
+
+    def _run(self, rows: np.ndarray, tokens_per_row: int) -> bool:
+        self._compute(torch.from_numpy(rows), tokens_per_row)
+        return True
+
+    def _first_pass(self, batch: StepBatch, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        batch.attend_as_rows = False  # only backends for GPUs do that
+        return super()._first_pass(batch, hidden, last)
 
 
 def save_medusa(folder: Path, hidden: int, vocab: int, num_heads: int = 3, num_layers: int = 1, names="authors") -> str:

@@ -65,6 +65,10 @@ def singles(models):
     return cache(lambda target: generate(models(target)))
 
 
+def core_of(llm: LLM) -> Any:
+    return llm.llm_engine.client.core
+
+
 def generate(model: str, head: dict[str, Any] | None = None, rounds: int = 1, **options: Any) -> list[list[int]]:
     """The texts; of the last round, where there are several that hit the prefix cache."""
     options = {"speculative_config": head, "max_model_len": 128, "cpu_threads": 1, "dtype": "float32"} | options
@@ -131,11 +135,16 @@ def test_checkpoints_of_the_speculators_library(models, singles, head: str) -> N
     check_drafts(models("llama"), models(head), 3)
 
 
+def test_passes_as_they_are_captured(models, singles) -> None:
+    heads.PROPOSED.clear()
+    head = method("eagle3", models("eagle3")) | {"method": "tests.spec_decode.heads:NotingEagle3InGraphs"}
+    assert generate(models("llama"), head, async_scheduling=False) == singles("llama")
+    check_drafts(models("llama"), models("eagle3"), 3)
+
+
 @pytest.mark.parametrize("head", ["eagle", "eagle3"])
 def test_prefix_hits(models, singles, head: str) -> None:
     """The second round finds all prompts in the cache, but for the block that the head needs hidden states of."""
-    found = generate(models("llama"), method(head, models(head)), rounds=1, block_size=8)
-    assert found == singles("llama")
     heads.PROPOSED.clear()
     assert generate(models("llama"), method(head, models(head)), rounds=2, block_size=8) == singles("llama")
     check_drafts(models("llama"), models(head), 3)
@@ -143,8 +152,32 @@ def test_prefix_hits(models, singles, head: str) -> None:
 
 @pytest.mark.parametrize(("name", "head"), [("eagle", "eagle"), ("eagle3", "eagle3-speculators")])
 def test_bf16_by_name(models, name: str, head: str) -> None:
+    """The target's steps are replayed, hidden states included."""
     config = {"method": name, "model": models(head), "num_speculative_tokens": 4}
-    assert generate(models("llama"), config, dtype="bfloat16") == generate(models("llama"), dtype="bfloat16")
+    with LLM(models("llama"), skip_tokenizer_init=True, dtype="bfloat16", speculative_config=config) as llm:
+        found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
+        recorded = core_of(llm).executor.worker.runner.recorded
+        assert recorded is None or recorded.replays > 0
+    texts = [list(one.outputs[0].token_ids) for one in found]
+    assert texts == generate(models("llama"), dtype="bfloat16")
+
+
+def test_replayed_passes_give_the_same_drafts(models) -> None:
+    """In bf16, on a CPU that our kernels serve: whatever a pass has of torch's own runs without replay."""
+    found, replays = [], 0
+    for name in ("NotingEagle3", "NotingEagle3Unrecorded"):
+        heads.PROPOSED.clear()
+        head = method("eagle3", models("eagle3")) | {"method": f"tests.spec_decode.heads:{name}"}
+        options = {"dtype": "bfloat16", "async_scheduling": False, "speculative_config": head}
+        with LLM(models("llama"), skip_tokenizer_init=True, **options) as llm:
+            llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
+            runner = core_of(llm).executor.worker.runner
+            if runner.recorded is None:
+                pytest.skip("nothing is replayed here")
+            if runner.proposer.recorded is not None:
+                replays = runner.proposer.recorded.replays
+        found.append(list(heads.PROPOSED))
+    assert found[0] == found[1] and replays > 0
 
 
 @pytest.mark.parametrize(
