@@ -49,6 +49,8 @@ _SIGNATURES = {
     "quire_add": "pppp ll i",
     "quire_activate": "pp ll iii",
     "quire_argmax": "pp ll i",
+    "quire_uniform": "ppp l i",
+    "quire_accept_drafts": "ppppppppp lllll",
     "quire_rope_and_write": "ppppp f ppp llllll pl i",
     "quire_linear_kind": "",
     "quire_pack_linear": "pp ll",
