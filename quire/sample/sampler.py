@@ -18,7 +18,7 @@ from quire.kernels.sample_tokens import (
     NO_TOKEN,
     Draw,
     TokenRows,
-    draw_random_torch,
+    draw_random,
     has_token,
     sample_and_append,
     sample_tokens,
@@ -185,7 +185,7 @@ class Sampler:
             logits = _apply([p for p in used if not p.changes_argmax], logits, batch)
             by_row = self.parameters.device
             # One uniform number per row finds its token in the cumulative distribution, in order of token id.
-            drawn = draw_random_torch(logits, batch.rows, batch.positions, by_row, batch.drafts)
+            drawn = draw_random(logits, batch.rows, batch.positions, by_row, batch.drafts)
             tokens = torch.where(by_row.greedy[batch.rows].bool(), tokens, drawn)
         return logits, torch.where(possible, tokens, NO_TOKEN)
 

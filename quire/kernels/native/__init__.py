@@ -50,6 +50,7 @@ _SIGNATURES = {
     "quire_activate": "pp ll iii",
     "quire_argmax": "pp ll i",
     "quire_uniform": "ppp l i",
+    "quire_draw": "ppp ll",
     "quire_accept_drafts": "ppppppppp lllll",
     "quire_rope_and_write": "ppppp f ppp llllll pl i",
     "quire_linear_kind": "",

@@ -1,8 +1,10 @@
-/* Random numbers by position, and verification of drafts: few numbers, for which torch needs dozens of operations. */
+/* Draws and verification of drafts: random numbers by position, few operations where torch needs dozens, and a token
+ * found in its distribution without writing that down. */
 
-#include <stdint.h>
-
+#include "elements.h"
 #include "status.h"
+
+enum { MOST_PIECES = 1024, SMALLEST_PIECE = 128 };
 
 /* As kernels/philox.py has it: Philox4x32-10 of (position, purpose) under the key `seed`, 53 bits of it in [0, 1). */
 static double uniform(uint64_t seed, uint64_t position, uint32_t purpose) {
@@ -23,6 +25,54 @@ static double uniform(uint64_t seed, uint64_t position, uint32_t purpose) {
 int quire_uniform(const int64_t *seeds, const int64_t *positions, double *out, int64_t n, int purpose) {
     if (n < 0) return BAD_SIZE;
     for (int64_t i = 0; i < n; i++) out[i] = uniform((uint64_t)seeds[i], (uint64_t)positions[i], (uint32_t)purpose);
+    return DONE;
+}
+
+static inline float weight(float x, float most) { return x > -INFINITY ? exp_fast(x - most) : 0.0f; }
+
+/* The token of softmax(x) in whose share of [0, 1), in order of ids, u is. Sums are of pieces, and those added in double:
+ * the same for any number of threads. */
+static int64_t draw(const float *x, int64_t d, double u) {
+    float most = -INFINITY, sums[MOST_PIECES];
+    int64_t size = (d + MOST_PIECES - 1) / MOST_PIECES, pieces, chosen = 0, found;
+    if (size < SMALLEST_PIECE) size = SMALLEST_PIECE;
+    pieces = (d + size - 1) / size;
+#pragma omp simd reduction(max : most)
+    for (int64_t j = 0; j < d; j++) most = x[j] > most ? x[j] : most;
+    double total = 0, before = 0;
+    for (int64_t i = 0; i < pieces; i++) {
+        int64_t first = i * size, end = first + size < d ? first + size : d;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = first; j < end; j++) sum += weight(x[j], most);
+        sums[i] = sum;
+        total += sum;
+    }
+    /* Only what has weight counts, so that rounding never selects an impossible token. */
+    double target = u * total, sum = 0;
+    for (int64_t i = 0; i < pieces; i++) {
+        if (!(sums[i] > 0)) continue;
+        chosen = i;
+        before = sum;
+        sum += sums[i];
+        if (sum > target) break;
+    }
+    found = chosen * size;
+    sum = before;
+    for (int64_t j = chosen * size; j < d && j < (chosen + 1) * size; j++) {
+        float w = weight(x[j], most);
+        if (!(w > 0)) continue;
+        found = j;
+        sum += w;
+        if (sum > target) break;
+    }
+    return found;
+}
+
+int quire_draw(const float *x, const double *uniform, int64_t *out, int64_t n, int64_t d) {
+    if (n < 0 || d < 1) return BAD_SIZE;
+#pragma omp parallel for if (n > 1)
+    for (int64_t i = 0; i < n; i++) out[i] = draw(x + i * d, d, uniform[i]);
     return DONE;
 }
 

@@ -1,4 +1,4 @@
-"""Random numbers by position, and verification of drafts, on a CPU."""
+"""Draws and verification of drafts on a CPU."""
 
 import torch
 
@@ -16,6 +16,15 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch
     native_function("quire_uniform")(
         seeds.data_ptr(), positions.data_ptr(), out.data_ptr(), seeds.numel(), purpose
     )  # fmt: skip
+    return out
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """logits [n, vocab] float32, uniform [n] float64 in [0, 1) -> [n] int64."""
+    logits, uniform = logits.contiguous(), uniform.contiguous()
+    assert logits.dtype is torch.float32 and uniform.dtype is torch.float64 and len(uniform) == len(logits)
+    out = torch.empty(len(logits), dtype=torch.int64)
+    native_function("quire_draw")(logits.data_ptr(), uniform.data_ptr(), out.data_ptr(), *logits.shape)
     return out
 
 
