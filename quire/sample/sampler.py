@@ -54,9 +54,10 @@ class Sampler:
         """`processors` are users' own; they come before the built-in ones."""
         self.parameters = ParameterTable(num_rows, device)
         self._users = list(processors)
+        self._penalties = Penalties(vocab_size, device)
         self._edits = (
             LogitBias(device),
-            Penalties(vocab_size, device),
+            self._penalties,
             AllowedTokens(device),
             MinTokens(device),
             BadWords(device),
@@ -144,6 +145,11 @@ class Sampler:
     def keep_accepted(self, tokens: torch.Tensor, batch: SampleBatch) -> None:
         """After verification, with batch.done for those of the sampled tokens [n] that were accepted."""
         self._keep(tokens.clamp(min=0), batch, self._used(self._draw_of(batch.row_list)))
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether keep_accepted() does anything: some rows' logits depend on the tokens that were kept."""
+        return self._penalties.active or any(processor.active for processor in self._users)
 
     def constrains(self, row_list: list[int]) -> bool:
         """Whether any of these rows has a grammar."""
