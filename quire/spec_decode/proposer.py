@@ -23,7 +23,6 @@ class DraftStep:
     plan: SchedulerOutput  # what the host knows of the step
     rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
     state: DraftRows
-    parameters: DrawParameters  # of the rows, for proposers that sample
 
 
 class Proposer:
@@ -34,6 +33,8 @@ class Proposer:
     # What a proposer that samples draws with: its drafts are accepted by min(1, p / q). None: drafts are single
     # guesses, accepted if equal to the token that is drawn without them.
     sampled: SampledDrafts | None = None
+
+    parameters: DrawParameters  # of the rows, for proposers that sample; set before any step
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts

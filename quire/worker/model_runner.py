@@ -119,6 +119,8 @@ class ModelRunner:
         if self.backends.supports_replay:
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora)
+        if self.proposer is not None:
+            self.proposer.parameters = self.sampler.parameters.device
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
         """After `initialize`: hand them the cache of each layer, by block."""
@@ -189,7 +191,7 @@ class ModelRunner:
             grammar,
             self.num_drafts,
             self.proposer,
-            DraftStep(step.plan, step.rows, self.rows, self.sampler.parameters.device),
+            DraftStep(step.plan, step.rows, self.rows),
             functools.partial(self._complete, step),
         )
 
@@ -333,6 +335,8 @@ class ModelRunner:
                 self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
             self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens, self.num_drafts)
+            if self.proposer is not None and self.proposer.sampled is not None:
+                self.proposer.sampled.launch_kernels(logits[:4], self.rows, self.sampler.parameters.device)
         self._compiling = False
         self._deferred_jobs = later
         compile_all(jobs)
