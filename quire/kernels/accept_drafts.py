@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 
 from quire.kernels.dispatch import use_triton
+from quire.kernels.native import sampling
+from quire.kernels.native.sampling import serves_sampling
 
 
 class DraftRows(Protocol):
@@ -66,5 +68,8 @@ def accept_drafts(
         from quire.kernels.triton import accept_drafts as kernel
 
         kernel.accept_drafts(tokens, first, rows, state, out, num_sampled)
+    elif serves_sampling(out.device):
+        by_row = (state.token_ids, state.num_tokens, state.num_computed, state.token_limit)
+        sampling.accept_drafts(tokens, first, rows, *by_row, out, num_sampled)
     else:
         accept_drafts_torch(tokens, first, rows, state, out, num_sampled)

@@ -8,6 +8,8 @@ import enum
 
 import torch
 
+from quire.kernels.native.sampling import serves_sampling, uniform
+
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -36,5 +38,11 @@ def philox_words(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -
 
 def philox_uniform(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose = Purpose.SAMPLE) -> torch.Tensor:
     """[n] float64 in [0, 1), 53 bits."""
+    if serves_sampling(seed.device):
+        return uniform(seed, position, int(purpose))
+    return philox_uniform_torch(seed, position, purpose)
+
+
+def philox_uniform_torch(seed: torch.Tensor, position: torch.Tensor, purpose: Purpose) -> torch.Tensor:
     c0, c1, _, _ = philox_words(seed, position, purpose)
     return ((c0 << 21) | (c1 >> 11)).double() * 2.0**-53

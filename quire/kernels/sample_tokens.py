@@ -13,6 +13,8 @@ import torch
 from quire.kernels.accept_sampled import DrawnDrafts, accept_sampled_torch, pick_torch
 from quire.kernels.dispatch import use_triton
 from quire.kernels.keep_threshold import keep_threshold
+from quire.kernels.native import sampling
+from quire.kernels.native.sampling import serves_sampling
 from quire.kernels.philox import Purpose, philox_uniform
 
 NO_TOKEN = -1
@@ -47,8 +49,12 @@ class TokenRows(Protocol):
 
 
 def draw_torch(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """logits [n, vocab] float32, uniform [n] float64 -> [n] int64."""
     return pick_torch(logits.softmax(dim=1), uniform)
+
+
+def draw_from(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """logits [n, vocab] float32, uniform [n] float64 -> [n] int64."""
+    return sampling.draw(logits, uniform) if serves_sampling(logits.device) else draw_torch(logits, uniform)
 
 
 def has_token(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
@@ -56,7 +62,7 @@ def has_token(logits: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, likeliest.unsqueeze(1)).squeeze(1).isfinite()
 
 
-def draw_random_torch(
+def draw_random(
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
@@ -66,7 +72,7 @@ def draw_random_torch(
 ) -> torch.Tensor:
     """logits [n, vocab] float32 after temperature and filters -> [n] int64."""
     seeds = parameters.seeds[rows]
-    tokens = draw_torch(logits, philox_uniform(seeds, positions, purpose))
+    tokens = draw_from(logits, philox_uniform(seeds, positions, purpose))
     if drafts is None:
         return tokens
     return accept_sampled_torch(tokens, logits, parameters.temperature[rows], seeds, positions, drafts)
@@ -92,7 +98,7 @@ def sample_tokens_torch(
             warped.masked_fill_(warped < least, -torch.inf)
             least = keep_threshold(warped, parameters.top_k[rows].long(), parameters.top_p[rows])
             warped.masked_fill_(warped < least.unsqueeze(1), -torch.inf)
-        drawn = draw_random_torch(warped, rows, positions, parameters, drafts, purpose)
+        drawn = draw_random(warped, rows, positions, parameters, drafts, purpose)
         tokens = torch.where(parameters.greedy[rows].bool(), tokens, drawn)
     return torch.where(possible, tokens, NO_TOKEN)
 

@@ -18,7 +18,7 @@ from quire.kernels.sample_tokens import (
     NO_TOKEN,
     Draw,
     TokenRows,
-    draw_random_torch,
+    draw_random,
     has_token,
     sample_and_append,
     sample_tokens,
@@ -54,9 +54,10 @@ class Sampler:
         """`processors` are users' own; they come before the built-in ones."""
         self.parameters = ParameterTable(num_rows, device)
         self._users = list(processors)
+        self._penalties = Penalties(vocab_size, device)
         self._edits = (
             LogitBias(device),
-            Penalties(vocab_size, device),
+            self._penalties,
             AllowedTokens(device),
             MinTokens(device),
             BadWords(device),
@@ -145,6 +146,11 @@ class Sampler:
         """After verification, with batch.done for those of the sampled tokens [n] that were accepted."""
         self._keep(tokens.clamp(min=0), batch, self._used(self._draw_of(batch.row_list)))
 
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether keep_accepted() does anything: some rows' logits depend on the tokens that were kept."""
+        return self._penalties.active or any(processor.active for processor in self._users)
+
     def constrains(self, row_list: list[int]) -> bool:
         """Whether any of these rows has a grammar."""
         return _any(self._grammar.rows, row_list)
@@ -185,7 +191,7 @@ class Sampler:
             logits = _apply([p for p in used if not p.changes_argmax], logits, batch)
             by_row = self.parameters.device
             # One uniform number per row finds its token in the cumulative distribution, in order of token id.
-            drawn = draw_random_torch(logits, batch.rows, batch.positions, by_row, batch.drafts)
+            drawn = draw_random(logits, batch.rows, batch.positions, by_row, batch.drafts)
             tokens = torch.where(by_row.greedy[batch.rows].bool(), tokens, drawn)
         return logits, torch.where(possible, tokens, NO_TOKEN)
 

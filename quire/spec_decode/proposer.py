@@ -38,7 +38,6 @@ class DraftStep:
     plan: SchedulerOutput  # what the host knows of the step
     rows: torch.Tensor  # [n or more]: the plan's, then padding of -1
     state: DraftRows
-    parameters: DrawParameters  # of the rows, for proposers that sample
     hidden: torch.Tensor | None = None  # [tokens of the plan, width]: the target's, if the proposer has hidden_outputs
     num_sampled: torch.Tensor | None = None  # [n] int32: tokens that rows got; 0 where more of a prompt is to come
 

@@ -61,6 +61,16 @@ class SampledDrafts:
         tokens = tokens.clamp(0, kept.shape[1] - 1)
         return tokens if self.target_ids is None else self.target_ids[tokens]
 
+    def launch_kernels(self, logits: torch.Tensor, state: DraftRows, parameters: DrawParameters) -> None:
+        """On a GPU: launch each kernel of drawing and accepting with dummy arguments, so that it can be compiled ahead.
+        logits [n, vocab] as the model has them."""
+        rows = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        self.draw(0, self.logits[: len(rows), 0], (rows - 1).int(), state, parameters)
+        drafts = self.at(rows, rows, rows + 1, state, parameters.greedy)
+        for given in (logits, logits.float()):
+            for draw in (Draw.RANDOM, Draw.WARPED):
+                sample_tokens(given, rows, rows, parameters, draw, drafts)
+
     def forget(self, rows: list[int]) -> None:
         """They have been given to requests, whose drafts these are not."""
         if rows:

@@ -201,8 +201,10 @@ class StructuredOutputManager:
 
     def _fill_row(self, constrained: Constrained, gate: ReasoningGate | None, ahead: int, row: np.ndarray) -> None:
         if gate is not None and gate.inside:
-            row[:] = -1
-            for token in constrained.end_ids:  # the output must not end within the reasoning
+            params, row[:] = constrained.request.sampling, -1
+            early = constrained.num_tokens + ahead < params.min_tokens
+            # The model must not end the output within the reasoning; what users stop at may, but for min_tokens.
+            for token in (*constrained.end_ids, *(params.stop_token_ids if early else ())):
                 set_bit(row, token, False)
             return
         constrained.matcher.fill(row)

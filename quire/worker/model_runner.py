@@ -208,7 +208,7 @@ class ModelRunner:
             grammar,
             self.num_drafts,
             self.proposer,
-            DraftStep(step.plan, step.rows, self.rows, self.sampler.parameters.device, hidden),
+            DraftStep(step.plan, step.rows, self.rows, hidden),
             functools.partial(self._complete, step),
         )
 
@@ -340,6 +340,8 @@ class ModelRunner:
                 self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
             self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens, self.num_drafts)
+            if self.proposer is not None and self.proposer.sampled is not None:
+                self.proposer.sampled.launch_kernels(logits[:4], self.rows, self.sampler.parameters.device)
         self._compiling = False
         self._deferred_jobs = later
         compile_all(jobs)

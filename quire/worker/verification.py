@@ -55,6 +55,7 @@ def sample_and_verify(
     first_, position_rows, offset_, drafts, place_ = to_device(logits.device, *arrays)
     position_rows = position_rows.long()
     known = state.num_tokens[position_rows]
+    positions = known + offset_
     draw = sampler.choose_draw(row_list, grammar) if supports_triton(logits.device) else None
     drawn = None
     if proposer.sampled is not None and verifies:
@@ -63,12 +64,12 @@ def sample_and_verify(
     found: tuple[torch.Tensor, ...] = ()
     batch = None
     if draw is not None:
-        tokens = sample_tokens(logits, position_rows, known + offset_, sampler.parameters.device, draw, drawn)
+        tokens = sample_tokens(logits, position_rows, positions, sampler.parameters.device, draw, drawn)
     else:
         batch = SampleBatch(
             rows=position_rows,
             row_list=row_list,
-            positions=known + offset_,
+            positions=positions,
             done=state.num_computed[position_rows] == known + drafts,
             token_ids=state.token_ids,
             num_ahead=offset_.long() if verifies else None,
@@ -82,7 +83,7 @@ def sample_and_verify(
     num_sampled = torch.empty(len(counts), dtype=torch.int32, device=logits.device)
     accept_drafts(tokens, first_, rows, state, out, num_sampled)
     after.num_sampled = num_sampled
-    if batch is not None and verifies:
+    if batch is not None and verifies and sampler.follows_tokens:
         batch.done = offset_ < num_sampled[place_.long()]
         sampler.keep_accepted(tokens, batch)
     where = place[places] * width + offset[places]

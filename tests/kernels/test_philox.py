@@ -1,6 +1,6 @@
 import torch
 
-from quire.kernels.philox import Purpose, philox_uniform, philox_words
+from quire.kernels.philox import Purpose, philox_uniform, philox_uniform_torch, philox_words
 
 
 def words(seed: int, position: int, purpose: int = 0) -> list[str]:
@@ -30,3 +30,10 @@ def test_draws_are_uniform_and_differ_by_seed_position_and_purpose():
     for draw in other:
         assert (draw != draws).all()
         assert abs(float(torch.corrcoef(torch.stack([draw, draws]))[0, 1])) < 0.03
+
+
+def test_numbers_are_the_same_in_c():
+    seeds = torch.tensor([0, 1, -5, 2**63 - 1, -(2**63), 987654321987])
+    positions = torch.tensor([0, 1, 2**32 + 5, 77, 3, 2**40])
+    for purpose in Purpose:
+        assert torch.equal(philox_uniform(seeds, positions, purpose), philox_uniform_torch(seeds, positions, purpose))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.sample_tokens import NO_TOKEN, Draw
+from quire.kernels.sample_tokens import NO_TOKEN, Draw, draw_from, draw_torch
 from quire.messages.sampling_params import SamplingParams
 from quire.sample.sampler import Sampler
 from tests.sample.rows import batch, new_row
@@ -83,3 +83,19 @@ def test_fused_sampling_equals_sampling_then_appending():
     assert out.tolist() == [expected[0], -7, *expected[1:]]
     assert state.num_tokens.tolist() == [4, 3, 4, 5]
     assert state.token_ids[:, 3].tolist() == [expected[1], 9, expected[0], 9]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 3000, 150_000])
+def test_draws_in_c_are_those_of_torch(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    x = torch.randn(40, vocab, generator=generator) * 3
+    x[1::2] = x[1::2].masked_fill(torch.rand(20, vocab, generator=generator) < 0.6, -float("inf"))
+    x[:, vocab // 2] = 1.0
+    uniform = torch.rand(40, generator=generator, dtype=torch.float64)
+    uniform[:2], uniform[2:4] = 0.0, 1 - 2.0**-53
+    shares = x.double().softmax(dim=1).cumsum(dim=1)
+    for i, token in enumerate(draw_from(x, uniform).tolist()):
+        assert x[i, token] > -float("inf")
+        before = float(shares[i, token - 1]) if token else 0.0
+        assert before - 1e-5 <= uniform[i] <= float(shares[i, token]) + 1e-5
+    assert (draw_from(x, uniform) == draw_torch(x, uniform)).float().mean() > 0.9

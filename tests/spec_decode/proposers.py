@@ -79,7 +79,7 @@ class Synthetic(Fixed):
 
     def add_row(self, new: NewRow) -> None:
         known = new.token_ids.tolist()
-        text = next(text for text in KNOWN if text[: len(known)] == known)
+        text = next((text for text in KNOWN if text[: len(known)] == known), known)
         self.texts[new.row, : len(text)] = torch.tensor(text)
 
     def drafts(self, rows: torch.Tensor, state: DraftRows, at: torch.Tensor) -> torch.Tensor:
@@ -107,5 +107,5 @@ class Sampling(Proposer):
         for j in range(self.num_drafts):
             at = state.num_tokens[rows] + j
             logits = self.chain[state.token_ids[rows, at - 1].long()]
-            drafts = self.sampled.draw(j, logits, used, state, step.parameters)
+            drafts = self.sampled.draw(j, logits, used, state, self.parameters)
             state.token_ids[rows, at.clamp(max=state.token_ids.shape[1] - 1)] = drafts.int()

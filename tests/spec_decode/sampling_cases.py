@@ -57,7 +57,7 @@ class ChainProposer(Proposer):
         for j in range(self.num_drafts):
             at = state.num_tokens[rows] + j
             logits = self.chain[state.token_ids[rows, at - 1].long()]
-            state.token_ids[rows, at] = self.sampled.draw(j, logits, step.rows, state, step.parameters).int()
+            state.token_ids[rows, at] = self.sampled.draw(j, logits, step.rows, state, self.parameters).int()
 
 
 @dataclass
@@ -80,7 +80,8 @@ def write_texts(case: Case, device: str = "cpu", num_rows: int = NUM_ROWS) -> tu
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     counts = np.full(num_rows, case.num_drafts, np.int32)
     plan = SchedulerOutput(0, np.arange(num_rows), 1 + counts, [], [], BlockAppends(), [], (), num_drafts=counts)
-    step = DraftStep(plan, rows, state, sampler.parameters.device)
+    step = DraftStep(plan, rows, state)
+    proposer.parameters = sampler.parameters.device
     sampler.parameters.upload()
     proposer.propose(step)
     accepted = tried = 0

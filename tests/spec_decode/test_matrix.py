@@ -58,7 +58,8 @@ REQUESTS: dict[str, tuple[Any, ...]] = {
 }
 MAX_TOKENS = 40
 RUN_ALL = os.environ.get("QUIRE_SPEC_MATRIX") == "all"
-NUM_RUNS = 5  # without it
+NUM_RUNS = 12  # without it
+FEW_BLOCKS = {"gemma3": 60}  # for models of several groups of layers
 
 
 def possible(request: dict[str, Any]) -> bool:
@@ -122,7 +123,7 @@ def engine_options(run: dict[str, Any]) -> dict[str, Any]:
     if run["chunked"]:
         options["max_num_batched_tokens"] = 16
     if run["preempted"]:
-        options |= {"num_gpu_blocks_override": 20, "max_num_seqs": 8}
+        options |= {"num_gpu_blocks_override": FEW_BLOCKS.get(run["family"], 20), "max_num_seqs": 8}
     return options
 
 

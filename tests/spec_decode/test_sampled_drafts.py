@@ -6,8 +6,9 @@ import functools
 import pytest
 import torch
 
+from quire.sample.sampler import Sampler
 from quire.spec_decode.sampled import SampledDrafts
-from tests.spec_decode.sampling_cases import VOCAB, Case, chain, count_texts, p_value, probabilities, write_texts
+from tests.spec_decode.sampling_cases import VOCAB, Case, Rows, chain, count_texts, p_value, probabilities, write_texts
 
 NEAR = chain(1) + chain(2, 0.2)
 ONE_TOKEN = torch.where(torch.arange(VOCAB) == 3, 20.0, 0.0).expand(VOCAB, VOCAB)
@@ -68,3 +69,20 @@ def test_greedy_rows_get_the_likeliest_tokens():
 def test_more_than_can_be_kept_is_refused():
     with pytest.raises(ValueError, match=r"4 drafts x 4096 rows x 152000 tokens.*lower --max-num-seqs"):
         SampledDrafts(4096, 4, 152_000, torch.device("cpu"))
+
+
+def test_rows_given_to_others_forget_their_drafts():
+    """A draft that another request left in the row was not drawn for this one: it is a guess like any other."""
+    kept, state = SampledDrafts(4, 2, VOCAB, torch.device("cpu")), Rows(4, "cpu")
+    parameters = Sampler(4, VOCAB, torch.device("cpu")).parameters.device
+    parameters.temperature[:] = 1
+    rows = torch.tensor([0, 1, -1, 3])
+    for j in range(2):
+        state.token_ids[[0, 1, 3], 2 + j] = kept.draw(j, chain(3)[:4], rows, state, parameters)[[0, 1, 3]].int()
+    kept.forget([1])
+    state.num_tokens[3] += 1  # it went on without verifying them
+    ahead, counts = torch.tensor([0, 1, 2] * 4), torch.full((12,), 2)
+    drafts = kept.at(torch.arange(4).repeat_interleave(3), ahead, counts, state, parameters.greedy)
+    first = state.token_ids[0, 2:4].tolist()
+    assert drafts.tokens.tolist() == [*first, -1] + [-1] * 9
+    assert torch.equal(drafts.logits[drafts.places[:2]], chain(3)[[0, 0]])

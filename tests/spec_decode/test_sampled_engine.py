@@ -14,7 +14,7 @@ from tests.tiny_models import save_tiny
 
 PROMPT = [5, 6, 7]
 TOP_K, TEMPERATURE, LENGTH = 3, 1.5, 4
-NUM_TEXTS = 2500  # of four tokens
+NUM_TEXTS = 2000  # of four tokens
 
 
 def open_engine(model, **options):

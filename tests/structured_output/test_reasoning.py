@@ -93,3 +93,18 @@ def test_output_cannot_end_within_the_reasoning(llm: LLM) -> None:
     )
     ids = llm.generate("ab", params)[0].outputs[0].token_ids
     assert tokenizer.decode(ids[ids.index(end) + 1 :], skip_special_tokens=True) == "yes"
+
+
+def test_no_stop_token_before_min_tokens_within_the_reasoning(llm: LLM) -> None:
+    (end,) = llm.get_tokenizer().encode("\n\n", add_special_tokens=False)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        min_tokens=9,
+        stop_token_ids=[5],
+        logit_bias={5: 100.0},
+        reasoning=ReasoningTokens(start=[6], end=[end], open=True),
+        structured_outputs=StructuredOutputsParams(regex="(yes|no){3}"),
+    )
+    ids = llm.generate(["ab"], params)[0].outputs[0].token_ids
+    assert list(ids).index(5) == 9
