@@ -25,7 +25,9 @@ from tqdm import tqdm
 from quire import LLM, SamplingParams
 
 PROMPTS = Path(__file__).with_name("eagle_prompts.json")
-STEP_TOKENS, STEP_TEXTS = 4096, 32  # at most, in one forward pass while hidden states are collected
+MAX_STEP_TOKENS, MAX_STEP_TEXTS = 4096, 32  # in one forward pass while hidden states are collected
+MIN_STEP_TOKENS = 512  # smaller passes may be replayed without a call of the model's layers
+MAX_TEXT_TOKENS = 2048
 NUM_LIKELY = 16  # tokens kept of the model's distribution at each position
 STEP_DECAY = 0.8  # weight of a draft in the loss, relative to the draft before it
 HEAD_RATE = 0.3  # learning rate of lm_head and norms, relative to that of matrices
@@ -66,11 +68,8 @@ class Attention(nn.Module):
             proj(x).view(b, n, -1, self.head_dim).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         past.append((self._rotate(k, step), v))
-        causal, own = (
-            torch.ones(n, n, dtype=torch.bool, device=x.device).tril(),
-            torch.eye(n, dtype=torch.bool, device=x.device),
-        )
-        mask = torch.cat([causal, *[own] * step], dim=1) if step else None
+        own = torch.eye(n, dtype=torch.bool, device=x.device)
+        mask = torch.cat([torch.ones_like(own).tril(), *[own] * step], dim=1) if step else None
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*past, strict=True))
         out = F.scaled_dot_product_attention(
             self._rotate(q, step), keys, values, mask, is_causal=mask is None, enable_gqa=True
@@ -169,8 +168,10 @@ def answer(llm: LLM, prompts: Sequence[str], max_tokens: int, temperature: float
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
     return [
-        Text(torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids]), len(output.prompt_token_ids))
-        for output in outputs
+        Text(
+            torch.tensor([*o.prompt_token_ids, *o.outputs[0].token_ids])[: MAX_TEXT_TOKENS - 1], len(o.prompt_token_ids)
+        )
+        for o in outputs
     ]
 
 
@@ -202,16 +203,18 @@ def collect_hidden(llm: LLM, texts: Sequence[Text], layers: Sequence[int]) -> No
     rest = list(texts)
     while rest:
         batch, total = [], 0
-        while rest and len(batch) < STEP_TEXTS and (total := total + len(rest[0].ids)) <= STEP_TOKENS:
+        while rest and len(batch) < MAX_STEP_TEXTS and (total := total + len(rest[0].ids)) <= MAX_STEP_TOKENS:
             batch.append(rest.pop(0))
-        llm.generate(
-            [{"prompt_token_ids": text.ids.tolist()} for text in batch], SamplingParams(max_tokens=1), use_tqdm=False
-        )
+        repeats = math.ceil(MIN_STEP_TOKENS / sum(len(text.ids) for text in batch))
+        prompts = [{"prompt_token_ids": text.ids.tolist()} for text in batch] * repeats
+        seen.clear()
+        llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
         joined = torch.cat([text.ids for text in batch])
-        assert torch.equal(seen["ids"].cpu(), joined.to(seen["ids"].dtype)), "the texts were not computed in one step"
+        if "ids" not in seen or not torch.equal(seen["ids"].cpu().long(), joined.repeat(repeats)):
+            raise RuntimeError(f"{len(prompts)} texts were not computed in one step; lower MAX_STEP_TEXTS")
         hidden = torch.cat([seen[i] for i in layers], dim=-1).to("cpu", torch.bfloat16)
         sizes = [len(text.ids) for text in batch]
-        parts = [x.split(sizes) for x in (hidden, *llm.apply_model(likely)[0])]
+        parts = [x[: len(joined)].split(sizes) for x in (hidden, *llm.apply_model(likely)[0])]
         for text, *own in zip(batch, *parts, strict=True):
             text.hidden, text.likely_ids, text.likely_probs = (part.clone() for part in own)
         progress.update(len(joined))
@@ -268,7 +271,8 @@ def distillation_loss(
         logits = head.lm_head(x[:, : ids.shape[1] - shift][drafts]).float()
         wanted, p = targets[:, shift:][drafts], probs[:, shift:][drafts]
         entropy = logits.logsumexp(-1) - (logits.gather(1, wanted) * p).sum(-1)
-        loss, weights = loss + STEP_DECAY**step * entropy.mean(), weights + STEP_DECAY**step
+        loss = loss + STEP_DECAY**step * entropy.sum() / max(1, len(entropy))
+        weights += STEP_DECAY**step
     return loss / weights
 
 
@@ -288,10 +292,10 @@ def acceptance(
         for row, text in enumerate(batch):
             p, end = text.start - 1, len(text.ids) - 2
             while p < end:
-                steps += 1
-                for draft in range(min(num_drafts, end - p)):
+                steps, chain = steps + 1, [right[draft][row][p] for draft in range(min(num_drafts, end - p))]
+                for draft, is_right in enumerate(chain):
                     drafted[draft] += 1
-                    if not right[draft][row][p]:
+                    if not is_right:
                         break
                     accepted[draft] += 1
                     p += 1
@@ -435,7 +439,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     prompts, held_out_prompts = read_prompts(args.prompts, args.num_prompts, args.seed)
     llm = LLM(
-        args.model, max_model_len=STEP_TOKENS // 2, max_num_batched_tokens=STEP_TOKENS, enable_prefix_caching=False
+        args.model,
+        max_model_len=MAX_TEXT_TOKENS,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        enable_prefix_caching=False,
     )
     [(hf, embeddings, lm_head)] = llm.apply_model(model_parts)
     num_layers = hf["num_hidden_layers"]

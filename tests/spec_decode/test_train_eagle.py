@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=128,
-        max_num_batched_tokens=train_eagle.STEP_TOKENS,
+        max_num_batched_tokens=train_eagle.MAX_STEP_TOKENS,
         enable_prefix_caching=False,
     )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -89,6 +89,27 @@ def test_a_chain_is_unrolled_as_it_is_drafted(trained):
             out = head.midlayer(embeds[:, 1 : p + 2 + step], states, 0, [])
             torch.testing.assert_close(head.norm(out[:, -1]), unrolled[step][:, p], rtol=1e-3, atol=1e-4)
             states = torch.cat([states, out[:, -1:]], dim=1)
+
+
+@torch.no_grad()
+@torch.autocast("cpu", torch.bfloat16)
+def test_acceptance_is_that_of_drafting(trained):
+    head, texts = trained.head, trained.texts[:3]
+    steps = accepted = 0
+    for text in texts:
+        hidden, p = text.hidden.float()[None], text.start - 1
+        while p < len(text.ids) - 2:
+            ids, states = text.ids[1 : p + 2].tolist(), head.fc(hidden[:, : p + 1] * head.scale)
+            for _ in range(NUM_DRAFTS):
+                out = head.midlayer(trained.embeddings[ids][None], states, 0, [])[:, -1:]
+                states = torch.cat([states, out], dim=1)
+                ids.append(int(trained.vocabulary[head.lm_head(head.norm(out)).argmax()]))
+            wanted = text.ids[p + 2 : p + 2 + NUM_DRAFTS].tolist()
+            right = [draft == token for draft, token in zip(ids[-NUM_DRAFTS:], wanted, strict=False)]
+            count = right.index(False) if False in right else len(right)
+            steps, accepted, p = steps + 1, accepted + count, p + count + 1
+    _, length = train_eagle.acceptance(head, trained.embeddings, trained.vocabulary, texts, NUM_DRAFTS)
+    assert length == pytest.approx(1 + accepted / steps, abs=0.1)  # rounding may change a draft
 
 
 def test_the_head_learns(trained):
