@@ -320,7 +320,6 @@ def train(
     matrices = [p for name, p in head.named_parameters() if p.dim() == 2 and name != "lm_head.weight"]
     others = [head.lm_head.weight, *(p for p in head.parameters() if p.dim() == 1)]
     optimizers: list[torch.optim.Optimizer] = [
-        # Orthogonal updates: far fewer steps than AdamW for the same loss.
         torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=learning_rate * HEAD_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
@@ -468,16 +467,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     losses = train(
         head, embeddings, draft_ids, texts, args.num_drafts, args.epochs, args.batch_size, args.learning_rate, args.seed
     )
+    trained = time.perf_counter()
     save(head, config, vocabulary, args.output)
     rates, length = acceptance(head, embeddings, vocabulary, held_out, args.num_drafts)
 
     num_tokens = sum(len(text.ids) - text.start for text in texts)
     parameters = sum(p.numel() for p in head.parameters())
     tail = losses[-20:]
-    print(
-        f"{num_tokens:,} tokens of {len(texts)} answers in {generated - began:.0f} s; {len(losses)} training steps in "
-    )
-    print(f"{time.perf_counter() - generated:.0f} s, loss {losses[0]:.2f} -> {sum(tail) / len(tail):.2f}")
+    print(f"answers: {num_tokens:,} tokens of {len(texts)} texts in {generated - began:.0f} s")
+    print(f"training: {len(losses)} steps in {trained - generated:.0f} s, to a loss of {sum(tail) / len(tail):.2f}")
     print(f"on {len(held_out)} prompts not trained on, greedy, {args.num_drafts} drafts:")
     for i, rate in enumerate(rates):
         print(f"  draft {i + 1}: accepted {rate:.1%} of the time when those before it were")
