@@ -25,9 +25,12 @@ from tqdm import tqdm
 from quire import LLM, SamplingParams
 
 PROMPTS = Path(__file__).with_name("eagle_prompts.json")
-STEP_TOKENS, STEP_TEXTS = 4096, 32  # at most, in one forward pass while hidden states are collected
+MAX_STEP_TOKENS, MAX_STEP_TEXTS = 4096, 32  # in one forward pass while hidden states are collected
+MIN_STEP_TOKENS = 512  # smaller passes may be replayed without a call of the model's layers
+MAX_TEXT_TOKENS = 2048
 NUM_LIKELY = 16  # tokens kept of the model's distribution at each position
 STEP_DECAY = 0.8  # weight of a draft in the loss, relative to the draft before it
+HEAD_RATE = 0.3  # learning rate of lm_head and norms, relative to that of matrices
 
 
 @dataclass
@@ -65,10 +68,12 @@ class Attention(nn.Module):
             proj(x).view(b, n, -1, self.head_dim).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         past.append((self._rotate(k, step), v))
-        causal = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
-        mask = torch.cat([causal, *[torch.eye(n, dtype=torch.bool, device=x.device)] * step], dim=1)
+        own = torch.eye(n, dtype=torch.bool, device=x.device)
+        mask = torch.cat([torch.ones_like(own).tril(), *[own] * step], dim=1) if step else None
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*past, strict=True))
-        out = F.scaled_dot_product_attention(self._rotate(q, step), keys, values, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            self._rotate(q, step), keys, values, mask, is_causal=mask is None, enable_gqa=True
+        )
         return self.o_proj(out.transpose(1, 2).reshape(b, n, -1))
 
     def _rotate(self, x: torch.Tensor, step: int) -> torch.Tensor:
@@ -163,8 +168,10 @@ def answer(llm: LLM, prompts: Sequence[str], max_tokens: int, temperature: float
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
     return [
-        Text(torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids]), len(output.prompt_token_ids))
-        for output in outputs
+        Text(
+            torch.tensor([*o.prompt_token_ids, *o.outputs[0].token_ids])[: MAX_TEXT_TOKENS - 1], len(o.prompt_token_ids)
+        )
+        for o in outputs
     ]
 
 
@@ -196,18 +203,20 @@ def collect_hidden(llm: LLM, texts: Sequence[Text], layers: Sequence[int]) -> No
     rest = list(texts)
     while rest:
         batch, total = [], 0
-        while rest and len(batch) < STEP_TEXTS and (total := total + len(rest[0].ids)) <= STEP_TOKENS:
+        while rest and len(batch) < MAX_STEP_TEXTS and (total := total + len(rest[0].ids)) <= MAX_STEP_TOKENS:
             batch.append(rest.pop(0))
-        llm.generate(
-            [{"prompt_token_ids": text.ids.tolist()} for text in batch], SamplingParams(max_tokens=1), use_tqdm=False
-        )
+        repeats = math.ceil(MIN_STEP_TOKENS / sum(len(text.ids) for text in batch))
+        prompts = [{"prompt_token_ids": text.ids.tolist()} for text in batch] * repeats
+        seen.clear()
+        llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
         joined = torch.cat([text.ids for text in batch])
-        assert torch.equal(seen["ids"].cpu(), joined.to(seen["ids"].dtype)), "the texts were not computed in one step"
+        if "ids" not in seen or not torch.equal(seen["ids"].cpu().long(), joined.repeat(repeats)):
+            raise RuntimeError(f"{len(prompts)} texts were not computed in one step; lower MAX_STEP_TEXTS")
         hidden = torch.cat([seen[i] for i in layers], dim=-1).to("cpu", torch.bfloat16)
-        [(ids, probs)] = llm.apply_model(likely)
         sizes = [len(text.ids) for text in batch]
-        for text, *parts in zip(batch, hidden.split(sizes), ids.split(sizes), probs.split(sizes), strict=True):
-            text.hidden, text.likely_ids, text.likely_probs = (part.clone() for part in parts)
+        parts = [x[: len(joined)].split(sizes) for x in (hidden, *llm.apply_model(likely)[0])]
+        for text, *own in zip(batch, *parts, strict=True):
+            text.hidden, text.likely_ids, text.likely_probs = (part.clone() for part in own)
         progress.update(len(joined))
     progress.close()
     for hook in hooks:
@@ -262,7 +271,8 @@ def distillation_loss(
         logits = head.lm_head(x[:, : ids.shape[1] - shift][drafts]).float()
         wanted, p = targets[:, shift:][drafts], probs[:, shift:][drafts]
         entropy = logits.logsumexp(-1) - (logits.gather(1, wanted) * p).sum(-1)
-        loss, weights = loss + STEP_DECAY**step * entropy.mean(), weights + STEP_DECAY**step
+        loss = loss + STEP_DECAY**step * entropy.sum() / max(1, len(entropy))
+        weights += STEP_DECAY**step
     return loss / weights
 
 
@@ -282,10 +292,10 @@ def acceptance(
         for row, text in enumerate(batch):
             p, end = text.start - 1, len(text.ids) - 2
             while p < end:
-                steps += 1
-                for draft in range(min(num_drafts, end - p)):
+                steps, chain = steps + 1, [right[draft][row][p] for draft in range(min(num_drafts, end - p))]
+                for draft, is_right in enumerate(chain):
                     drafted[draft] += 1
-                    if not right[draft][row][p]:
+                    if not is_right:
                         break
                     accepted[draft] += 1
                     p += 1
@@ -310,9 +320,8 @@ def train(
     matrices = [p for name, p in head.named_parameters() if p.dim() == 2 and name != "lm_head.weight"]
     others = [head.lm_head.weight, *(p for p in head.parameters() if p.dim() == 1)]
     optimizers: list[torch.optim.Optimizer] = [
-        # Orthogonal updates: far fewer steps than AdamW for the same loss.
         torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=learning_rate / 2, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=learning_rate * HEAD_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     batches = [batch for _ in range(epochs) for batch in to_batches(texts, batch_size, rng)]
     warm_up = max(1, len(batches) // 20)
@@ -321,10 +330,11 @@ def train(
     for i, batch in enumerate(progress):
         factor = min((i + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * i / len(batches))))
         with torch.autocast(embeddings.device.type, torch.bfloat16):
-            loss = distillation_loss(head, embeddings, draft_ids, batch, num_drafts)
+            # Chains grow: a first draft costs a third of three, and the others need it.
+            loss = distillation_loss(head, embeddings, draft_ids, batch, 1 + num_drafts * i // len(batches))
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for optimizer, base in zip(optimizers, (learning_rate, learning_rate / 2), strict=True):
+        for optimizer, base in zip(optimizers, (learning_rate, learning_rate * HEAD_RATE), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
             optimizer.step()
@@ -373,8 +383,12 @@ def make_head(
     with torch.no_grad():
         head.scale.copy_(1 / sample.std(0).clamp_min(1e-3))
         head.lm_head.weight.copy_(lm_head[vocabulary])
-        for out in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj):
-            out.weight.mul_(0.1)
+        # Queries equal to keys: a position attends to itself at first, where the last token is.
+        attention = head.midlayer.self_attn
+        attention.k_proj.weight.normal_(0, 0.03)
+        keys = attention.k_proj.weight.view(config["num_key_value_heads"], 1, attention.head_dim, -1)
+        groups = config["num_attention_heads"] // config["num_key_value_heads"]
+        attention.q_proj.weight.copy_(keys.expand(-1, groups, -1, -1).flatten(0, 2))
     return head
 
 
@@ -407,14 +421,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=Path, default=PROMPTS, help="a prompt in each line: text, or JSON with 'prompt'"
     )
-    parser.add_argument("--num-prompts", type=int, default=1100, help="to train on")
+    parser.add_argument("--num-prompts", type=int, default=1200, help="to train on, two answers each")
     parser.add_argument("--max-tokens", type=int, default=192, help="of an answer")
     parser.add_argument("--layers", type=int, nargs=3, help="whose inputs the head reads; default: 2, n // 2, n - 3")
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="tokens that can be drafted")
+    parser.add_argument("--draft-vocab", type=int, default=4096, help="tokens that can be drafted")
     parser.add_argument("--num-drafts", type=int, default=3, help="drafts of a chain in training")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8, help="texts in a training step")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=4, help="texts in a training step")
+    parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -424,7 +438,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     prompts, held_out_prompts = read_prompts(args.prompts, args.num_prompts, args.seed)
     llm = LLM(
-        args.model, max_model_len=STEP_TOKENS // 2, max_num_batched_tokens=STEP_TOKENS, enable_prefix_caching=False
+        args.model,
+        max_model_len=MAX_TEXT_TOKENS,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        enable_prefix_caching=False,
     )
     [(hf, embeddings, lm_head)] = llm.apply_model(model_parts)
     num_layers = hf["num_hidden_layers"]
@@ -433,8 +450,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not all(0 <= layer < num_layers for layer in layers):
         raise SystemExit(f"--layers {list(layers)}: the model has layers 0 to {num_layers - 1}")
     # Greedy answers are what greedy requests get; sampled ones show the head what else the model says.
-    half = len(prompts) // 2
-    texts = [*answer(llm, prompts[half:], args.max_tokens, 0.0), *answer(llm, prompts[:half], args.max_tokens, 0.8)]
+    texts = [text for temperature in (0.0, 0.8) for text in answer(llm, prompts, args.max_tokens, temperature)]
+    random.Random(args.seed).shuffle(texts)
     held_out = answer(llm, held_out_prompts, args.max_tokens, 0.0)
     collect_hidden(llm, [*texts, *held_out], layers)
     llm.llm_engine.shutdown()
@@ -450,16 +467,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     losses = train(
         head, embeddings, draft_ids, texts, args.num_drafts, args.epochs, args.batch_size, args.learning_rate, args.seed
     )
+    trained = time.perf_counter()
     save(head, config, vocabulary, args.output)
     rates, length = acceptance(head, embeddings, vocabulary, held_out, args.num_drafts)
 
     num_tokens = sum(len(text.ids) - text.start for text in texts)
     parameters = sum(p.numel() for p in head.parameters())
     tail = losses[-20:]
-    print(
-        f"{num_tokens:,} tokens of {len(texts)} answers in {generated - began:.0f} s; {len(losses)} training steps in "
-    )
-    print(f"{time.perf_counter() - generated:.0f} s, loss {losses[0]:.2f} -> {sum(tail) / len(tail):.2f}")
+    print(f"answers: {num_tokens:,} tokens of {len(texts)} texts in {generated - began:.0f} s")
+    print(f"training: {len(losses)} steps in {trained - generated:.0f} s, to a loss of {sum(tail) / len(tail):.2f}")
     print(f"on {len(held_out)} prompts not trained on, greedy, {args.num_drafts} drafts:")
     for i, rate in enumerate(rates):
         print(f"  draft {i + 1}: accepted {rate:.1%} of the time when those before it were")

@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=128,
-        max_num_batched_tokens=train_eagle.STEP_TOKENS,
+        max_num_batched_tokens=train_eagle.MAX_STEP_TOKENS,
         enable_prefix_caching=False,
     )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -46,9 +46,12 @@ def trained(tmp_path_factory):
     head = train_eagle.make_head(config, texts, lm_head, vocabulary)
     draft_ids = torch.full((COMMON["vocab_size"],), -1)
     draft_ids[vocabulary] = torch.arange(DRAFT_VOCAB)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small are not worth waiting for another thread
     losses = train_eagle.train(
         head, embeddings, draft_ids, texts, NUM_DRAFTS, epochs=12, batch_size=8, learning_rate=0.01, seed=0
     )
+    torch.set_num_threads(threads)
     output = tmp_path_factory.mktemp("head")
     train_eagle.save(head, config, vocabulary, output)
     return Namespace(
@@ -88,6 +91,27 @@ def test_a_chain_is_unrolled_as_it_is_drafted(trained):
             states = torch.cat([states, out[:, -1:]], dim=1)
 
 
+@torch.no_grad()
+@torch.autocast("cpu", torch.bfloat16)
+def test_acceptance_is_that_of_drafting(trained):
+    head, texts = trained.head, trained.texts[:3]
+    steps = accepted = 0
+    for text in texts:
+        hidden, p = text.hidden.float()[None], text.start - 1
+        while p < len(text.ids) - 2:
+            ids, states = text.ids[1 : p + 2].tolist(), head.fc(hidden[:, : p + 1] * head.scale)
+            for _ in range(NUM_DRAFTS):
+                out = head.midlayer(trained.embeddings[ids][None], states, 0, [])[:, -1:]
+                states = torch.cat([states, out], dim=1)
+                ids.append(int(trained.vocabulary[head.lm_head(head.norm(out)).argmax()]))
+            wanted = text.ids[p + 2 : p + 2 + NUM_DRAFTS].tolist()
+            right = [draft == token for draft, token in zip(ids[-NUM_DRAFTS:], wanted, strict=False)]
+            count = right.index(False) if False in right else len(right)
+            steps, accepted, p = steps + 1, accepted + count, p + count + 1
+    _, length = train_eagle.acceptance(head, trained.embeddings, trained.vocabulary, texts, NUM_DRAFTS)
+    assert length == pytest.approx(1 + accepted / steps, abs=0.1)  # rounding may change a draft
+
+
 def test_the_head_learns(trained):
     assert sum(trained.losses[-5:]) < 0.8 * sum(trained.losses[:5])
     arguments = (trained.embeddings, trained.vocabulary, trained.texts, NUM_DRAFTS)
@@ -120,7 +144,7 @@ def test_the_checkpoint_is_of_the_published_format(trained):
 
 @pytest.mark.skipif("eagle3" not in PROPOSERS, reason="the engine has no EAGLE-3")
 def test_the_head_serves(trained):
-    """The same text as without it, in fewer steps."""
+    """The text is that of the engine without a head."""
     prompts = [{"prompt_token_ids": text.ids[:6].tolist()} for text in trained.texts[:4]]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     config = {"method": "eagle3", "model": str(trained.output), "num_speculative_tokens": NUM_DRAFTS}
