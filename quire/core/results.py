@@ -120,8 +120,8 @@ class ResultReader:
             offsets = np.arange(len(rows) + 1, dtype=np.int32)
             places = sampled
         else:
-            accepted = self._accept(rows, output, sampled, frame.drafts[sampled])
-            tokens, last, stopped, offsets, places = accepted
+            drafts = frame.drafts[sampled]
+            tokens, last, stopped, offsets, places = self._accept(rows, output, sampled, drafts)
             lengths = run.num_tokens[rows]
         finish = np.where(stopped, STOP, np.where(lengths >= run.token_limit[rows], LENGTH, NOT_FINISHED))
         missing = np.flatnonzero(last < 0)
@@ -139,6 +139,7 @@ class ResultReader:
                 for part in output.prompt_logprobs
                 if live[part.owner]
             ],
+            num_drafts=None if frame.drafts is None else drafts.astype(np.int32),
         )
         result = AppliedStep(outputs, stale)
         self.num_generated_tokens += len(tokens)
@@ -165,6 +166,8 @@ class ResultReader:
         outputs.offsets = np.pad(outputs.offsets, (0, len(rows)), mode="edge")
         outputs.finish = np.concatenate([outputs.finish, np.full(len(rows), STOP)])
         outputs.num_cached = np.concatenate([outputs.num_cached, self._running.num_cached[rows]])
+        if outputs.num_drafts is not None:
+            outputs.num_drafts = np.pad(outputs.num_drafts, (0, len(rows)))
         for i, (place, row) in enumerate(zip(places.tolist(), rows.tolist(), strict=True), first):
             request, data = self._running.requests[row], output.pooled[place]
             if np.isfinite(data).all():

@@ -1,14 +1,15 @@
 """Measures at start-up what steps cost with and without drafts, by running some over rows of nothing."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.messages.plan import BlockAppends, NewRow, SchedulerOutput
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.speculation import DraftProfile
-from quire.worker.model_runner import ModelRunner
+
+Submit = Callable[[SchedulerOutput], Callable[[], object]]  # a step begins; calling the result waits for it
+Costs = tuple[tuple[int, float], ...]
 
 ROWS = (1, 4, 16, 64, 256)
 MAX_SECONDS = 0.4  # no further size is measured after that
@@ -17,59 +18,40 @@ RUNS = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
-def measure_step_costs(runner: ModelRunner, max_tokens: int, in_step: bool = False) -> DraftProfile:
-    """`in_step`: other ranks take part in each step, so that all must run the same ones, however long they take."""
-    proposer, most = runner.proposer, runner.num_drafts
-    assert proposer is not None
-    num_rows = len(runner.rows.num_tokens)
-    sizes = [rows for rows in ROWS if rows <= num_rows and rows * (1 + most) <= max_tokens]
+def measure_step_costs(
+    submit: Submit, num_rows: int, num_groups: int, num_drafts: int, max_tokens: int, in_step: bool
+) -> tuple[Costs, Costs]:
+    """(tokens, seconds) of steps in which no row has drafts, and in which all have `num_drafts`, by up to `num_rows`
+    rows of a cache of `num_groups`. `in_step`: other ranks take part in each step, so that all must run the same ones,
+    however long they take."""
+    sizes = [rows for rows in ROWS if rows <= num_rows and rows * (1 + num_drafts) <= max_tokens] or [1]
     # Three are needed: a token, another one, and the most of one row.
-    cases = [(1, 0), (1, 1), *((rows, drafts) for rows in sizes for drafts in (0, most) if (rows, drafts) != (1, 0))]
+    further = ((rows, drafts) for rows in sizes for drafts in (0, num_drafts) if (rows, drafts) != (1, 0))
     plain: dict[int, float] = {}
     drafted: dict[int, float] = {}
-    held = range(max(sizes, default=1))
-    groups = len(runner.block_sizes)
-    _run(runner, _plan([], 0, new=[_new_row(row, groups) for row in held]))
+    submit(_plan([], 0, new=[_new_row(row, num_groups) for row in range(sizes[-1])]))()
     began = time.perf_counter()
-    for i, (rows, drafts) in enumerate(cases):
+    for i, (rows, drafts) in enumerate([(1, 0), (1, 1), *further]):
         if i >= 3 and not in_step and time.perf_counter() - began > MAX_SECONDS:
             break
-        seconds = _seconds(runner, rows, drafts, in_step)
-        (drafted if drafts else plain)[rows * (1 + drafts)] = seconds
-    _run(runner, _plan([], 0, finished=held))
-    captured = runner.graphs.tokens_per_row if runner.graphs is not None else []
-    return DraftProfile(
-        finds=proposer.finds,
-        rests=proposer.finds,
-        sizes=tuple(count - 1 for count in captured if count > 1),
-        plain=tuple(sorted(plain.items())),
-        drafted=tuple(sorted(drafted.items())),
-    )
+        (drafted if drafts else plain)[rows * (1 + drafts)] = _seconds(submit, _plan(range(rows), drafts), in_step)
+    submit(_plan([], 0, finished=range(sizes[-1])))()
+    return tuple(sorted(plain.items())), tuple(sorted(drafted.items()))
 
 
-def _seconds(runner: ModelRunner, num_rows: int, num_drafts: int, in_step: bool) -> float:
+def _seconds(submit: Submit, plan: SchedulerOutput, in_step: bool) -> float:
     """The least of several runs: the first may compile, record or allocate, and others may be disturbed."""
-    plan = _plan(range(num_rows), num_drafts)
     began, best = time.perf_counter(), float("inf")
     for _ in range(RUNS):
-        best = min(best, _timed(runner, plan, 1 if SLOW < best < float("inf") and not in_step else 2))
+        times = 1 if SLOW < best < float("inf") and not in_step else 2
+        begin = time.perf_counter()
+        for _ in range(times):
+            wait = submit(plan)
+        wait()
+        best = min(best, (time.perf_counter() - begin) / times)
         if not in_step and time.perf_counter() - began > MAX_SECONDS / 4:
             break
     return best
-
-
-def _timed(runner: ModelRunner, plan: SchedulerOutput, times: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(times):
-        runner.execute_model(plan)
-        pending = runner.sample_tokens()
-    pending.result()
-    return (time.perf_counter() - begin) / times
-
-
-def _run(runner: ModelRunner, plan: SchedulerOutput) -> None:
-    runner.execute_model(plan)
-    runner.sample_tokens().result()
 
 
 def _plan(
