@@ -36,6 +36,7 @@ class DraftPlanner:
         self._all = np.array([PRIOR, 1.0]) * PRIOR_TOKENS  # of all rows
         self._idle = np.zeros(num_rows, np.int64)  # plans since the row had drafts
         self._idle_steps = 0
+        self._column = np.arange(num_drafts)[:, None]
         plain, drafted = profile.plain, profile.drafted or profile.plain
         larger = tuple((tokens, seconds) for tokens, seconds in drafted if not plain or tokens > plain[-1][0])
         self._plain, self._drafted = _seconds(plain + larger, max_tokens), _seconds(drafted, max_tokens)
@@ -86,10 +87,12 @@ class DraftPlanner:
         return chosen
 
     def _gains(self, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[rows, drafts]: the probability that a draft is accepted, with all before it; 0 where there is none."""
-        rate = np.minimum(self._accepted[rows] / self._verified[rows], 1.0)
-        gains = np.multiply.accumulate(np.repeat(rate[:, None], self.num_drafts, axis=1), axis=1)
-        gains[np.arange(self.num_drafts) >= most[:, None]] = 0
+        """[drafts, rows]: the probability that a draft is accepted, with all before it; 0 where there is none."""
+        gains = np.empty((self.num_drafts, len(rows)), np.float32)  # which sorts twice as fast as float64
+        gains[0] = np.minimum(self._accepted[rows] / self._verified[rows], 1.0)
+        for j in range(1, self.num_drafts):
+            np.multiply(gains[j - 1], gains[0], out=gains[j])
+        gains *= self._column < most
         return gains
 
     def _plan_each(
@@ -104,7 +107,7 @@ class DraftPlanner:
         best = int(speed.argmax())
         if speed[best] <= pace:
             return np.zeros_like(most)
-        chosen: np.ndarray = (gains >= max(order[best], 1e-9)).sum(axis=1)
+        chosen: np.ndarray = (gains >= max(order[best], 1e-9)).sum(axis=0)
         return chosen
 
     def _plan_equal(
@@ -113,7 +116,7 @@ class DraftPlanner:
         """The number of drafts for every row; 0 also where a row does not decode, as such a step is not captured."""
         sizes = [size for size in self.sizes if base + count * size <= longest] if base == count else []
         seconds = {size: max(self._drafted[base + count * size], self._plain[base]) for size in sizes}
-        expected = {size: (count + gains[:, :size].sum()) / seconds[size] for size in sizes}
+        expected = {size: (count + gains[:size].sum()) / seconds[size] for size in sizes}
         size = max(sizes, key=lambda size: expected[size], default=0)
         if size and expected[size] <= pace and (self._idle_steps < PROBE_STEP or not gains.any()):
             size = 0

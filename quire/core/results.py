@@ -191,15 +191,19 @@ class ResultReader:
         self._drafts.observe(rows, drafts, np.minimum(counts - 1, drafts))
         width = matrix.shape[1]
         column = np.arange(width)
-        stops = (matrix[None] == run.stop_ids[:, rows, None]).any(axis=0) & (column < counts[:, None])
-        stopped = stops.any(axis=1)
-        counts = np.where(stopped, stops.argmax(axis=1) + 1, counts)
         kept = column < counts[:, None]
-        tokens = matrix[kept]
-        run.append_several(rows, tokens, kept, counts, drafts)
+        found, stopped = run.stop_ids[:, rows, None] == matrix, np.zeros(len(rows), bool)
+        if found.any():  # which is rare, and what follows is slow
+            stops = found.any(axis=0) & kept
+            stopped = stops.any(axis=1)
+            counts = np.where(stopped, stops.argmax(axis=1) + 1, counts)
+            kept = column < counts[:, None]
+        place = np.flatnonzero(kept)
+        tokens = matrix.reshape(-1)[place]
+        run.append_several(rows, tokens, place % width, counts, drafts)
         offsets = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
-        places = (sampled[:, None] * width + column)[kept]
+        places = place + np.repeat((sampled - np.arange(len(sampled))) * width, counts)
         return tokens, tokens[offsets[1:] - 1], stopped, offsets, places
 
     def fail(self, plan: SchedulerOutput, error: RequestError) -> AppliedStep:
