@@ -81,7 +81,7 @@ def _new_row(row: int, num_groups: int) -> NewRow:
         block_ids=[[0]] * num_groups,
         params=GREEDY,
         seed=0,
-        num_prompt_tokens=1,
+        num_prompt_tokens=2**30,  # nothing counts as output that a proposer would remember
         stop_ids=[],
         token_limit=2**31 - 1,
     )

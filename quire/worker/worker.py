@@ -225,7 +225,8 @@ class Worker:
         plain, drafted = measure_step_costs(submit, *counts, max_tokens, in_step=self.world > 1)
         captured = self.runner.graphs.tokens_per_row if self.runner.graphs is not None else []
         sizes = tuple(count - 1 for count in captured if count > 1)
-        return DraftProfile(proposer.finds, proposer.finds, sizes, plain, drafted)
+        rests = proposer.finds or getattr(proposer, "rests", False)  # one that looks texts up has nothing to keep
+        return DraftProfile(proposer.finds, rests, sizes, plain, drafted)
 
     def get_draft_profile(self) -> DraftProfile:
         return self.draft_profile
