@@ -12,46 +12,52 @@ Submit = Callable[[SchedulerOutput], Callable[[], object]]  # a step begins; cal
 Costs = tuple[tuple[int, float], ...]
 
 ROWS = (1, 4, 16, 64, 256)
-MAX_SECONDS = 0.4  # no further size is measured after that
-SLOW = 0.01  # seconds of a step after which the host's part does not matter; shorter ones run in pairs
-RUNS = 4
+MAX_SECONDS = 0.4  # no further run begins after that
+SLOW = 0.01  # seconds of a step of which the host's part does not matter; shorter ones run in pairs
+ROUNDS = 5
+NEEDED = 3  # runs, however long they take: of a token, of two, and of the most of one row
 GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
 def measure_step_costs(
-    submit: Submit, num_rows: int, num_groups: int, num_drafts: int, max_tokens: int, in_step: bool
+    submit: Submit,
+    num_rows: int,
+    num_groups: int,
+    num_drafts: int,
+    max_tokens: int,
+    warm_up: bool = False,
+    in_step: bool = False,
 ) -> tuple[Costs, Costs]:
     """(tokens, seconds) of steps in which no row has drafts, and in which all have `num_drafts`, by up to `num_rows`
-    rows of a cache of `num_groups`. `in_step`: other ranks take part in each step, so that all must run the same ones,
-    however long they take."""
+    rows of a cache of `num_groups`. `warm_up`: first runs may compile. `in_step`: other ranks take part in each step,
+    so that all must run the same ones, however long they take."""
     sizes = [rows for rows in ROWS if rows <= num_rows and rows * (1 + num_drafts) <= max_tokens] or [1]
-    # Three are needed: a token, another one, and the most of one row.
     further = ((rows, drafts) for rows in sizes for drafts in (0, num_drafts) if (rows, drafts) != (1, 0))
+    plans = [_plan(range(rows), drafts) for rows, drafts in ((1, 0), (1, 1), *further)]
+    submit(_plan([], 0, new=[_new_row(row, num_groups) for row in range(sizes[-1])]))()
+    for plan in plans if warm_up else ():
+        submit(plan)()
+    began, best = time.perf_counter(), [float("inf")] * len(plans)
+    # In rounds, and the least of each: whatever disturbs a run disturbs those of other sizes too.
+    for run, (i, plan) in enumerate(list(enumerate(plans)) * ROUNDS):
+        if run >= NEEDED and not in_step and time.perf_counter() - began > MAX_SECONDS:
+            break
+        best[i] = min(best[i], _seconds(submit, plan, 1 if SLOW < best[i] < float("inf") and not in_step else 2))
+    submit(_plan([], 0, finished=range(sizes[-1])))()
     plain: dict[int, float] = {}
     drafted: dict[int, float] = {}
-    submit(_plan([], 0, new=[_new_row(row, num_groups) for row in range(sizes[-1])]))()
-    began = time.perf_counter()
-    for i, (rows, drafts) in enumerate([(1, 0), (1, 1), *further]):
-        if i >= 3 and not in_step and time.perf_counter() - began > MAX_SECONDS:
-            break
-        (drafted if drafts else plain)[rows * (1 + drafts)] = _seconds(submit, _plan(range(rows), drafts), in_step)
-    submit(_plan([], 0, finished=range(sizes[-1])))()
+    for plan, seconds in zip(plans, best, strict=True):
+        if seconds < float("inf"):
+            (drafted if plan.total_tokens > len(plan.rows) else plain)[plan.total_tokens] = seconds
     return tuple(sorted(plain.items())), tuple(sorted(drafted.items()))
 
 
-def _seconds(submit: Submit, plan: SchedulerOutput, in_step: bool) -> float:
-    """The least of several runs: the first may compile, record or allocate, and others may be disturbed."""
-    began, best = time.perf_counter(), float("inf")
-    for _ in range(RUNS):
-        times = 1 if SLOW < best < float("inf") and not in_step else 2
-        begin = time.perf_counter()
-        for _ in range(times):
-            wait = submit(plan)
-        wait()
-        best = min(best, (time.perf_counter() - begin) / times)
-        if not in_step and time.perf_counter() - began > MAX_SECONDS / 4:
-            break
-    return best
+def _seconds(submit: Submit, plan: SchedulerOutput, times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        wait = submit(plan)
+    wait()
+    return (time.perf_counter() - begin) / times
 
 
 def _plan(

@@ -222,7 +222,9 @@ class Worker:
             return self.runner.sample_tokens().result
 
         counts = (self.max_num_seqs, len(self.runner.block_sizes), self.runner.num_drafts)
-        plain, drafted = measure_step_costs(submit, *counts, max_tokens, in_step=self.world > 1)
+        plain, drafted = measure_step_costs(
+            submit, *counts, max_tokens, warm_up=self.platform.has_own_memory, in_step=self.world > 1
+        )
         captured = self.runner.graphs.tokens_per_row if self.runner.graphs is not None else []
         sizes = tuple(count - 1 for count in captured if count > 1)
         rests = proposer.finds or getattr(proposer, "rests", False)  # one that looks texts up has nothing to keep
