@@ -30,7 +30,8 @@ def resolve_drafts(
         )
         hf_config = load_hf_config(checkpoint)
     method = config.method or detect_method(hf_config, config.model or "")
-    _check_vocabulary(config.model, method, hf_config, vocab_size)
+    if method == "draft_model":  # heads are compared with the model that they belong to
+        _check_vocabulary(config.model, hf_config, vocab_size)
     count = config.num_drafts if config.num_is_given else stated_drafts(hf_config, method)
     return config.resolved(method, count, hf_config)
 
@@ -67,11 +68,11 @@ def stated_drafts(hf_config: dict[str, Any], method: str) -> int:
     return found if found is not None else DEFAULT_DRAFTS[method]
 
 
-def _check_vocabulary(name: str | None, method: str, hf_config: dict[str, Any], wanted: int) -> None:
-    """Drafts are ids of the model's own vocabulary. Heads may choose among fewer (draft_vocab_size)."""
+def _check_vocabulary(name: str | None, hf_config: dict[str, Any], wanted: int) -> None:
+    """Drafts are ids of the model's own vocabulary."""
     size = text_part(hf_config).get("vocab_size")
-    if (method == "draft_model" and size != wanted) or (method in ("eagle", "eagle3") and size not in (None, wanted)):
+    if size != wanted:
         raise ValueError(
-            f"the draft model {name} has a vocabulary of {shown(size)} tokens, the model one of {wanted}; they must be "
-            "equal (--spec-model)"
+            f"the draft model {name} has a vocabulary of {shown(size)} tokens, the model that it drafts for one of "
+            f"{wanted}; they must be equal (--spec-model)"
         )

@@ -31,6 +31,12 @@ class ObservabilityConfig:
     )
     disable_log_stats: bool = option(False, "no log line about load and throughput every 10 s of a server's work")
 
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "a request's drafts and how many were accepted, in its output and in the metrics of a response; detailed: also "
+        "step by step",
+        choices=("none", "summary", "detailed"),
+    )
     profiler_config: dict[str, Any] | None = option(
         None, 'what start_profile records, as JSON: {"profiler": "torch", "torch_profiler_dir": "FOLDER"}'
     )

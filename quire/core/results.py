@@ -120,8 +120,8 @@ class ResultReader:
             offsets = np.arange(len(rows) + 1, dtype=np.int32)
             places = sampled
         else:
-            accepted = self._accept(rows, output, sampled, frame.drafts[sampled])
-            tokens, last, stopped, offsets, places = accepted
+            drafts = frame.drafts[sampled]
+            tokens, last, stopped, offsets, places = self._accept(rows, output, sampled, drafts)
             lengths = run.num_tokens[rows]
         finish = np.where(stopped, STOP, np.where(lengths >= run.token_limit[rows], LENGTH, NOT_FINISHED))
         missing = np.flatnonzero(last < 0)
@@ -139,6 +139,7 @@ class ResultReader:
                 for part in output.prompt_logprobs
                 if live[part.owner]
             ],
+            num_drafts=None if frame.drafts is None else drafts.astype(np.int32),
         )
         result = AppliedStep(outputs, stale)
         self.num_generated_tokens += len(tokens)
@@ -165,6 +166,8 @@ class ResultReader:
         outputs.offsets = np.pad(outputs.offsets, (0, len(rows)), mode="edge")
         outputs.finish = np.concatenate([outputs.finish, np.full(len(rows), STOP)])
         outputs.num_cached = np.concatenate([outputs.num_cached, self._running.num_cached[rows]])
+        if outputs.num_drafts is not None:
+            outputs.num_drafts = np.pad(outputs.num_drafts, (0, len(rows)))
         for i, (place, row) in enumerate(zip(places.tolist(), rows.tolist(), strict=True), first):
             request, data = self._running.requests[row], output.pooled[place]
             if np.isfinite(data).all():
@@ -188,15 +191,19 @@ class ResultReader:
         self._drafts.observe(rows, drafts, np.minimum(counts - 1, drafts))
         width = matrix.shape[1]
         column = np.arange(width)
-        stops = (matrix[None] == run.stop_ids[:, rows, None]).any(axis=0) & (column < counts[:, None])
-        stopped = stops.any(axis=1)
-        counts = np.where(stopped, stops.argmax(axis=1) + 1, counts)
         kept = column < counts[:, None]
-        tokens = matrix[kept]
-        run.append_several(rows, tokens, kept, counts, drafts)
+        found, stopped = run.stop_ids[:, rows, None] == matrix, np.zeros(len(rows), bool)
+        if found.any():  # which is rare, and what follows is slow
+            stops = found.any(axis=0) & kept
+            stopped = stops.any(axis=1)
+            counts = np.where(stopped, stops.argmax(axis=1) + 1, counts)
+            kept = column < counts[:, None]
+        place = np.flatnonzero(kept)
+        tokens = matrix.reshape(-1)[place]
+        run.append_several(rows, tokens, place % width, counts, drafts)
         offsets = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
-        places = (sampled[:, None] * width + column)[kept]
+        places = place + np.repeat((sampled - np.arange(len(sampled))) * width, counts)
         return tokens, tokens[offsets[1:] - 1], stopped, offsets, places
 
     def fail(self, plan: SchedulerOutput, error: RequestError) -> AppliedStep:

@@ -141,13 +141,12 @@ class RunningSet:
         return lengths
 
     def append_several(
-        self, rows: np.ndarray, tokens: np.ndarray, kept: np.ndarray, counts: np.ndarray, drafts: np.ndarray
+        self, rows: np.ndarray, tokens: np.ndarray, offset: np.ndarray, counts: np.ndarray, drafts: np.ndarray
     ) -> None:
-        """Confirm `counts` tokens of each row, those that are `kept` of a plan's [rows, 1 + drafts]. The plan had
-        `drafts` drafts and made one token certain."""
+        """Confirm `counts` tokens of each row, one row after the other, of which `offset` is each token's number. The
+        plan had `drafts` drafts and made one token certain."""
         first = self.num_tokens[rows]
-        places = (rows * self.token_ids.shape[1] + first)[:, None] + np.arange(kept.shape[1])
-        self.token_ids.reshape(-1)[places[kept]] = tokens
+        self.token_ids.reshape(-1)[np.repeat(rows * self.token_ids.shape[1] + first, counts) + offset] = tokens
         self.num_tokens[rows] = first + counts
         self.num_computed[rows] += counts - 1
         self.num_pending[rows] -= 1

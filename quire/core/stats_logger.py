@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.core.scheduler import Scheduler
+from quire.messages.speculation import DraftStats
 
 logger = logging.getLogger("quire")
 
@@ -25,6 +26,7 @@ class Totals:
     generated_tokens: int
     prefix_queries: int
     prefix_hits: int
+    drafts: DraftStats
 
 
 class StatsLogger:
@@ -56,7 +58,8 @@ class StatsLogger:
         while not self._stopped.wait(self._interval):
             report = self.report()
             if report is not None:
-                logger.info(report)
+                for line in report.splitlines():
+                    logger.info(line)
 
     def report(self) -> str | None:
         """Load and throughput since the last call; None while idle, but for the first idle interval after work."""
@@ -76,6 +79,7 @@ class StatsLogger:
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"KV cache usage: {100 * stats.kv_cache_usage:.1f}%, Prefix cache hit rate: {100 * self._hit_rate:.1f}%"
+            f"{now.drafts.since(before.drafts).describe(seconds)}"
         )
 
     def _totals(self) -> Totals:
@@ -86,4 +90,5 @@ class StatsLogger:
             scheduler.results.num_generated_tokens,
             scheduler.kv.prefix_queries,
             scheduler.kv.prefix_hits,
+            scheduler.drafts.stats,
         )

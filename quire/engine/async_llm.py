@@ -56,8 +56,7 @@ class AsyncLLM(VllmInterface):
         self._num_blocks = ready.num_blocks
         client = self._connection.client or 0
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client, ready.features)
-        interval, buckets = self.config.scheduler.stream_interval, self.config.observability.custom_histogram_buckets
-        self.output_processor = OutputProcessor(self.tokenizer, interval, buckets)
+        self.output_processor = OutputProcessor.of_engine(self.config, self.tokenizer)
         self.stats = SchedulerStats()
         self._streams: dict[str, OutputStream[Any]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}

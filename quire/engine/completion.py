@@ -7,6 +7,7 @@ from quire.engine.outputs import CompletionOutput
 from quire.engine.stops import StopStrings, has_repetition
 from quire.messages.requests import FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.spec_decode import SpecDecodeMetrics
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
 
@@ -29,6 +30,7 @@ class Completion:
     text_sent: int = 0
     last_token_at: float = 0.0  # monotonic clock
     num_resumed: int = 0  # leading tokens that were generated elsewhere
+    drafts: SpecDecodeMetrics | None = None
 
     def __post_init__(self) -> None:
         if self.params.stop:
@@ -77,7 +79,7 @@ class Completion:
         delta = self.params.output_kind == RequestOutputKind.DELTA
         first_token, first_char = (self.tokens_sent, self.text_sent) if delta else (0, 0)
         self.tokens_sent, self.text_sent = len(self.token_ids), max(visible, self.text_sent)
-        return CompletionOutput(
+        output = CompletionOutput(
             self.index,
             self.text[first_char:visible],
             self.token_ids[first_token:],
@@ -87,6 +89,9 @@ class Completion:
             self.finish_reason,
             self.stop_reason,
         )
+        if self.drafts is not None:
+            output.spec_decode_metrics = self.drafts
+        return output
 
     def _should_stop(self) -> bool:
         if self.stops is not None:

@@ -45,8 +45,7 @@ class LLMEngine(VllmInterface):
         times.append(time.perf_counter())
         self.max_model_len = ready.max_model_len
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, features=ready.features)
-        interval, buckets = self.config.scheduler.stream_interval, self.config.observability.custom_histogram_buckets
-        self.output_processor = OutputProcessor(self.tokenizer, interval, buckets)
+        self.output_processor = OutputProcessor.of_engine(self.config, self.tokenizer)
         self.stats = SchedulerStats()
         self._num_blocks = ready.num_blocks
         for line in (*ready.summary.lines(checkpoint.name), _time_line(times, import_seconds)):

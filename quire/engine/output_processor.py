@@ -1,13 +1,15 @@
 """Turns the core's outputs (columns) into each request's outputs: text, logprobs, metrics."""
 
+import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from quire.config import EngineConfig
 from quire.engine.completion import Completion
 from quire.engine.logprobs import FlatLogprobs, Logprob
 from quire.engine.logprobs import PromptLogprobs as UserPromptLogprobs
@@ -26,6 +28,7 @@ from quire.messages.requests import (
 from quire.messages.sampling_params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.request import RequestMetrics
+from quire.metrics.spec_decode import SpecDecodeMetrics
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -73,14 +76,24 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         stream_interval: int = 1,
         buckets: Mapping[str, Sequence[float]] | None = None,
+        new_draft_metrics: Callable[[], SpecDecodeMetrics] | None = None,
     ) -> None:
         """Streams get an output every `stream_interval` tokens, beside the first and the last. `buckets`: of
-        EngineMetrics."""
+        EngineMetrics. `new_draft_metrics`: for a completion, if its drafts are counted."""
         self.tokenizer = tokenizer
         self.stream_interval = stream_interval
         self.metrics = EngineMetrics(buckets)
+        self._new_draft_metrics = new_draft_metrics
         self._running: dict[int, UserRequest] = {}  # by the core's index
         self._requests: dict[str, UserRequest] = {}
+
+    @classmethod
+    def of_engine(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> "OutputProcessor":
+        observed, num_drafts = config.observability, config.speculative.num_drafts
+        level, counts = observed.per_request_spec_decode_metrics, None
+        if num_drafts and level != "none":
+            counts = functools.partial(SpecDecodeMetrics, num_drafts, level == "detailed")
+        return cls(tokenizer, config.scheduler.stream_interval, observed.custom_histogram_buckets, counts)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -151,6 +164,8 @@ class OutputProcessor:
         now = time.monotonic()
         tokens, offsets, finish = outputs.token_ids.tolist(), outputs.offsets.tolist(), outputs.finish.tolist()
         logprobs_at = {} if outputs.logprobs is None else {int(p): i for i, p in enumerate(outputs.logprobs.position)}
+        counted = outputs.num_drafts if self._new_draft_metrics is not None else None
+        drafted = counted.tolist() if counted is not None else None
         self.metrics.generated(len(tokens))
         for index in outputs.preempted:
             if index in self._running:
@@ -174,6 +189,8 @@ class OutputProcessor:
                         self._record_first_token(request, int(outputs.num_cached[i]), outputs.scheduled.get(i), now)
                     completion.last_token_at = now
                 completion.add_tokens(tokens[offsets[i] : offsets[i + 1]])
+                if drafted is not None and drafted[i] and completion.drafts is not None:
+                    completion.drafts.add(drafted[i], offsets[i + 1] - offsets[i])
                 if logprobs_at and outputs.logprobs is not None:
                     found = outputs.logprobs
                     for at in (logprobs_at[j] for j in range(offsets[i], offsets[i + 1]) if j in logprobs_at):
@@ -221,6 +238,8 @@ class OutputProcessor:
         number = index - request.index
         detokenizer = self._detokenizer(request.prompt_token_ids, request.params)
         completion = Completion(sequence_id(request.core_id, number), number, request.params, detokenizer)
+        if self._new_draft_metrics is not None:
+            completion.drafts = self._new_draft_metrics()
         if request.resumed_token_ids:
             completion.resume(request.resumed_token_ids)
         request.completions[number] = completion

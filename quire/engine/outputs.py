@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from quire.engine.logprobs import Logprob, PromptLogprobs, SampleLogprobs, joined
 from quire.messages.requests import ErrorKind
 from quire.metrics.request import RequestMetrics
+from quire.metrics.spec_decode import SpecDecodeMetrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string, or the stop token if not an EOS
     lora_request: None = None
     sampling_mask: None = None
-    spec_decode_metrics: None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # with per_request_spec_decode_metrics
     weight_versions: None = None
 
     def finished(self) -> bool:

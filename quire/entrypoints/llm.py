@@ -18,7 +18,7 @@ from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, 
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
-from quire.metrics.kinds import Metric
+from quire.metrics.kinds import Metric, with_vectors
 
 if TYPE_CHECKING:
     from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
@@ -318,7 +318,7 @@ class LLM(UnavailableMethods):
 
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms so far, named like vLLM's with the prefix `quire:`."""
-        return self.llm_engine.get_metrics()
+        return with_vectors(self.llm_engine.get_metrics())
 
     def shutdown(self) -> None:
         self.llm_engine.shutdown()

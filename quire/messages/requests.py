@@ -203,6 +203,7 @@ class EngineCoreOutputs(msgspec.Struct):
     pooled: dict[int, np.ndarray] = {}  # row -> float32, of requests that pool, which finish so
     preempted: list[int] = []  # indices of requests, once for each preemption since the last outputs
     stats: SchedulerStats | None = None
+    num_drafts: np.ndarray | None = None  # [n] int32, verified in the step; None: none were
 
     @classmethod
     def ended(cls, index: list[int], reason: FinishReason, error: RequestError | None = None) -> "EngineCoreOutputs":
@@ -249,4 +250,5 @@ class EngineCoreOutputs(msgspec.Struct):
             pooled={new_row[row]: data for row, data in self.pooled.items() if row in new_row},
             preempted=[index for index in self.preempted if low <= index < high],
             stats=self.stats,
+            num_drafts=None if self.num_drafts is None else self.num_drafts[rows],
         )

@@ -40,3 +40,17 @@ class DraftStats(msgspec.Struct, frozen=True):
     def since(self, before: "DraftStats") -> "DraftStats":
         pairs = zip(self.accepted, before.accepted, strict=True)
         return DraftStats(self.num_draft_tokens - before.num_draft_tokens, tuple(a - b for a, b in pairs))
+
+    def describe(self, seconds: float) -> str:
+        """A line of the log, with vLLM's words, about that long; nothing where no drafts were verified."""
+        count, verified, accepted = self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens
+        if not count:
+            return ""
+        rates = ", ".join(f"{position / count:.3f}" for position in self.accepted_by_position)
+        return (
+            f"\nSpecDecoding metrics: Mean acceptance length: {1 + accepted / count:.2f}, "
+            f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
+            f"Drafted throughput: {verified / seconds:.2f} tokens/s, Accepted: {accepted} tokens, "
+            f"Drafted: {verified} tokens, Per-position acceptance rate: {rates}, "
+            f"Avg Draft acceptance rate: {100 * accepted / verified:.1f}%"
+        )

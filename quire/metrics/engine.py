@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from quire.config import CacheConfig
 from quire.messages.requests import RESIDENCY_SECONDS, STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.speculation import DraftStats
 from quire.metrics.kinds import Counter, Gauge, Metric, Observations, histogram
 from quire.metrics.request import RequestMetrics
 
@@ -181,10 +182,24 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
             for source, count in cached.items()
         ),
         histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
+        *draft_metrics(stats.drafts, labels, at),
         *(
             histogram(f"quire:{name}", labels, RESIDENCY_SECONDS, list(map(int, counts)), total, at)
             for name, (*counts, total) in zip(RESIDENCY, stats.residency, strict=False)
         ),
+    ]
+
+
+def draft_metrics(drafts: DraftStats | None, labels: dict[str, str], at: float) -> list[Metric]:
+    if drafts is None:
+        return []
+    by_position = enumerate(drafts.accepted_by_position)
+    name = "quire:spec_decode_num_accepted_tokens_per_pos"
+    return [
+        Counter("quire:spec_decode_num_drafts", labels, drafts.num_drafts, as_of=at),
+        Counter("quire:spec_decode_num_draft_tokens", labels, drafts.num_draft_tokens, as_of=at),
+        Counter("quire:spec_decode_num_accepted_tokens", labels, drafts.num_accepted_tokens, as_of=at),
+        *(Counter(name, {**labels, "position": str(i)}, count, as_of=at) for i, count in by_position),
     ]
 
 
@@ -211,6 +226,10 @@ HELP = {
     "quire:kv_block_lifetime_seconds": "From a KV block's allocation to its eviction.",
     "quire:kv_block_idle_before_evict_seconds": "From a KV block's last use to its eviction.",
     "quire:kv_block_reuse_gap_seconds": "Between two hits of a KV block.",
+    "quire:spec_decode_num_drafts": "Steps of a row in which it verified drafts.",
+    "quire:spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "quire:spec_decode_num_accepted_tokens": "Draft tokens accepted.",
+    "quire:spec_decode_num_accepted_tokens_per_pos": "Draft tokens accepted, by position among a row's drafts.",
     "quire:iteration_tokens_total": "Tokens per engine step.",
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token or pooled vector.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",

@@ -81,6 +81,22 @@ def combined(reports: Iterable[Iterable[Metric]]) -> list[Metric]:
     return list(found.values())
 
 
+def with_vectors(metrics: Iterable[Metric]) -> list[Metric]:
+    """Counters that differ in the label `position` alone, which come in its order, as one Vector."""
+    found: list[Metric] = []
+    for metric in metrics:
+        if not isinstance(metric, Counter) or "position" not in metric.labels:
+            found.append(metric)
+            continue
+        labels = {name: value for name, value in metric.labels.items() if name != "position"}
+        last = found[-1] if found else None
+        if not isinstance(last, Vector) or (last.name, last.labels) != (metric.name, labels):
+            last = Vector(metric.name, labels, [], as_of=metric.as_of)
+            found.append(last)
+        last.values.append(int(metric.value))
+    return found
+
+
 def _merged(a: Metric, b: Metric) -> Metric:
     if a.as_of is not None and b.as_of is not None:
         return a if a.as_of >= b.as_of else b

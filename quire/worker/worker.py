@@ -30,13 +30,13 @@ from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.spec_decode.proposer import Proposer, make_proposer
+from quire.spec_decode.step_costs import measure_step_costs
 from quire.worker.features import feature_support
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profiler import TorchProfiler
 from quire.worker.recovery import Recovery
-from quire.worker.step_costs import measure_step_costs
 from quire.worker.transfer import Pending
 
 logger = logging.getLogger("quire")
@@ -238,10 +238,24 @@ class Worker:
         assert max_tokens is not None
         self.runner.capture_graphs(max_tokens)
         if self.runner.proposer is not None and self.config.speculative.adaptive:
-            self.draft_profile = measure_step_costs(self.runner, max_tokens, in_step=self.world > 1)
+            self.draft_profile = self._measure_drafts(self.runner.proposer, max_tokens)
         connectors = make_connectors(self.config.transfer, config, "worker")
         if connectors:  # after the steps that no one has asked for
             self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
+
+    def _measure_drafts(self, proposer: Proposer, max_tokens: int) -> DraftProfile:
+        def submit(plan: SchedulerOutput) -> Callable[[], object]:
+            self.runner.execute_model(plan)
+            return self.runner.sample_tokens().result
+
+        counts = (self.max_num_seqs, len(self.runner.block_sizes), self.runner.num_drafts)
+        plain, drafted = measure_step_costs(
+            submit, *counts, max_tokens, warm_up=self.platform.has_own_memory, in_step=self.world > 1
+        )
+        captured = self.runner.graphs.tokens_per_row if self.runner.graphs is not None else []
+        sizes = tuple(count - 1 for count in captured if count > 1)
+        rests = proposer.finds or getattr(proposer, "rests", False)  # one that looks texts up has nothing to keep
+        return DraftProfile(proposer.finds, rests, sizes, plain, drafted)
 
     def get_draft_profile(self) -> DraftProfile:
         return self.draft_profile

@@ -59,7 +59,7 @@ def test_the_models_own_heads(tmp_path: Path) -> None:
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vocabulary of 99 tokens, the model one of 100"):
+    with pytest.raises(ValueError, match="vocabulary of 99 tokens, the model that it drafts for one of 100"):
         resolved(tmp_path, {"architectures": ["LlamaForCausalLM"], "vocab_size": 99})
 
 

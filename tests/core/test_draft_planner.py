@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.core.draft_planner import PROBE_ROW, PROBE_STEP, DraftPlanner
+from quire.core.draft_planner import LOOK, PATIENCE, PROBE_ROW, PROBE_STEP, DraftPlanner
 from quire.messages.speculation import DraftProfile
 from quire.messages.structured import StructuredOutputsParams
 from tests.core.fake_engine import FakeEngine, expected_tokens
@@ -95,6 +95,19 @@ def test_rows_without_a_match_get_none() -> None:
     assert decode(made) == [4, 0, 2, 0]
 
 
+def test_a_proposer_that_finds_nothing_looks_less_often() -> None:
+    made = planner(finds=True, rests=True)
+    looked = [decode(made) is not None for _ in range(PATIENCE + 4 * LOOK)]
+    assert all(looked[:PATIENCE]) and sum(looked[PATIENCE:]) == 4
+    made.num_found[1] = 3
+    assert decode(made) == [0, 3, 0, 0]
+
+
+def test_a_few_drafts_may_pay_where_many_do_not() -> None:
+    made = planner(seconds=((1, 1.0), (8, 1.0), (9, 40.0), (256, 50.0)))
+    assert decode(made) == [1, 1, 1, 1]
+
+
 def test_equal_rows_where_steps_are_captured() -> None:
     made = planner(sizes=(4,), finds=True)
     made.num_found[:] = [4, 4, 0, 4]
@@ -130,6 +143,7 @@ PROFILES = {
     "found": DraftProfile(finds=True),
     "equal": DraftProfile(sizes=(3,)),
     "equal, found": DraftProfile(sizes=(3,), finds=True, plain=((1, 1.0), (16, 1.0), (64, 4.0))),
+    "rests": DraftProfile(finds=True, rests=True, plain=((1, 1.0), (4, 1.0), (64, 6.0))),
     "none pays": DraftProfile(plain=LINEAR, finds=True, rests=True),
 }
 

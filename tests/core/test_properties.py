@@ -7,6 +7,7 @@ from quire.core.kv_layout import blocks_of_one_request
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import FinishReason
+from quire.messages.speculation import DraftProfile
 from quire.messages.structured import StructuredOutputsParams
 from tests.core.fake_engine import (
     MOST_DRAFTS,
@@ -75,6 +76,10 @@ def workloads(draw):
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "num_drafts": num_drafts,
+        "adaptive_drafts": draw(st.booleans()),
+        "draft_profile": DraftProfile(
+            finds=draw(st.booleans()), rests=draw(st.booleans()), sizes=draw(st.sampled_from([(), (num_drafts,)]))
+        ),
         "proposer": draw(st.sampled_from(sorted(PROPOSERS))),
     }
     return engine, requests

@@ -54,6 +54,15 @@ def test_two_ranks_say_what_one_says(tmp_path, family):
         }
 
 
+def test_two_ranks_measure_the_same_steps(tmp_path):
+    """Adaptive drafts: each rank times steps in which the other takes part."""
+    save_tiny("llama", tmp_path)
+    drafts = {"spec_method": "tests.spec_decode.proposers:Fixed", "spec_tokens": 2, "max_num_seqs": 4}
+    found = outputs(str(tmp_path), distributed_executor_backend=THREADS, **drafts)
+    for ours, theirs in zip(found, outputs(str(tmp_path)), strict=True):
+        assert list(ours.token_ids) == list(theirs.token_ids)
+
+
 def test_shards_of_a_checkpoint_compute_what_the_whole_does(tmp_path):
     reference = save_tiny("llama", tmp_path, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
     hf = reference.config.to_dict()

@@ -2,7 +2,7 @@
 One file, and its name: --distributed-executor-backend tests.executor.threads:ThreadsExecutor."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quire.config import EngineConfig
+from quire.executor.base import WorkerMethod
 from quire.executor.uniproc import UniProcExecutor
 from quire.layers.parallel import TensorParallel
 from quire.lora.adapters import AdapterWeights
@@ -114,6 +115,10 @@ class ThreadsExecutor:
 
     def feature_support(self) -> FeatureSupport | None:
         return self.ranks[0].feature_support()
+
+    def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        with ThreadPoolExecutor(WORLD) as pool:
+            return [one for (one,) in pool.map(lambda rank: rank.collective_rpc(method, args, kwargs), self.ranks)]
 
     def describe(self) -> str:
         return self.ranks[0].describe()

@@ -50,6 +50,18 @@ def test_the_text_is_that_of_one_token_a_step(tiny, method, eager):
     assert texts(tiny, speculative_config=config, enforce_eager=eager) == wanted
 
 
+def test_adaptive_steps_replay_graphs(tiny):
+    """All rows of a step have the same number of drafts, of which there are graphs."""
+    wanted = texts(tiny)
+    proposers.KNOWN[:] = [[*prompt, *text] for prompt, text in zip(PROMPTS, wanted, strict=True)]
+    for method in ("Right", "HalfRight", "Fixed", "Finds"):
+        options = {"spec_method": f"tests.spec_decode.proposers:{method}", "spec_tokens": 3, "spec_adaptive": True}
+        assert texts(tiny, **options) == wanted
+    with LLM(tiny, skip_tokenizer_init=True, max_model_len=128, dtype="float32", max_num_seqs=16, **options) as llm:
+        profile = llm.collective_rpc("get_draft_profile")[0]
+        assert profile.sizes == (3,) and profile.plain and profile.drafted
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_logits_that_depend_on_tokens_before(tmp_path, eager):
     """Penalties, grammars and the rest: a row of each kind, greedy and sampled."""

@@ -27,6 +27,7 @@ from quire.messages.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGro
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.speculation import DraftProfile
 from quire.tokenizer.load import load_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -51,6 +52,9 @@ def parser() -> FlagParser:
     parser.add_argument("--depth", type=counts, default=[1, 2], metavar="N,N", help="plans ahead (default: 1,2)")
     parser.add_argument("--steps", type=positive, default=600, metavar="N", help="steps to measure (default: 600)")
     parser.add_argument(
+        "--drafts", type=int, default=0, metavar="N", help="drafts that each request verifies in a step (default: 0)"
+    )
+    parser.add_argument(
         "--cold", action="store_true", help=f"read {COLD_MIB} MiB between steps, as a model would, to empty the caches"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -68,9 +72,11 @@ def counts(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    longest = PROMPT_LENS[1] + WARM_UP_STEPS + args.steps + max(args.depth) + 1
+    if args.drafts < 0:
+        raise ValueError(f"--drafts is {args.drafts}; it must be at least 0")
+    longest = PROMPT_LENS[1] + (WARM_UP_STEPS + args.steps + max(args.depth) + 1) * (1 + args.drafts)
     if longest > MAX_MODEL_LEN:
-        limit = MAX_MODEL_LEN - longest + args.steps
+        limit = (MAX_MODEL_LEN - PROMPT_LENS[1]) // (1 + args.drafts) - WARM_UP_STEPS - max(args.depth) - 1
         raise ValueError(f"--steps is {args.steps}; at most {limit}, so that no request reaches {MAX_MODEL_LEN} tokens")
     tokenizer = embedded_or_named(args.model)
     cold = np.ones(COLD_MIB << 17) if args.cold else None
@@ -78,13 +84,14 @@ def run(args: argparse.Namespace) -> int:
     metrics: list[Metric] = []
     for count in args.requests:
         for depth in args.depth:
-            metrics += core_metrics(count, depth, args.steps, cold)
+            metrics += core_metrics(count, depth, args.steps, cold, args.drafts)
     for count in args.requests:
         metrics += front_end_metrics(tokenizer, count, args.steps, cold)
     workload = {
         "steps": args.steps,
         "prompt_len": f"{PROMPT_LENS[0]} to {PROMPT_LENS[1]}",
         "block_size": BLOCK_SIZE,
+        "drafts": args.drafts,
         "caches": "cold" if args.cold else "warm",
     }
     given = {"model": args.model} if args.model else {}
@@ -145,8 +152,10 @@ def _times(
 # The core
 
 
-def core_metrics(num_requests: int, depth: int, steps: int, cold: np.ndarray | None) -> list[Metric]:
-    measured = np.array(list(core_steps(num_requests, depth, steps, cold)))
+def core_metrics(
+    num_requests: int, depth: int, steps: int, cold: np.ndarray | None, num_drafts: int = 0
+) -> list[Metric]:
+    measured = np.array(list(core_steps(num_requests, depth, steps, cold, num_drafts)))
     schedule, update, blocks = measured.T
     total = schedule + update
     name = f"core {num_requests} depth {depth}"
@@ -158,11 +167,11 @@ def core_metrics(num_requests: int, depth: int, steps: int, cold: np.ndarray | N
 
 
 def core_steps(
-    num_requests: int, depth: int, steps: int, cold: np.ndarray | None = None
+    num_requests: int, depth: int, steps: int, cold: np.ndarray | None = None, num_drafts: int = 0
 ) -> Iterator[tuple[float, float, int]]:
     """Per step: seconds of schedule and of update_from_output, and the number of blocks allocated or registered."""
     rng = np.random.default_rng(0)
-    scheduler = _busy_scheduler(num_requests, rng)
+    scheduler = _busy_scheduler(num_requests, rng, num_drafts)
     pool = scheduler.kv.pool
     in_flight: deque[SchedulerOutput] = deque()
     for step in range(-WARM_UP_STEPS, steps):
@@ -195,7 +204,7 @@ def by_blocks(blocks: np.ndarray, seconds: np.ndarray, width: int) -> dict[str, 
     return buckets
 
 
-def _busy_scheduler(num_requests: int, rng: np.random.Generator) -> Scheduler:
+def _busy_scheduler(num_requests: int, rng: np.random.Generator, num_drafts: int) -> Scheduler:
     """A scheduler that runs all requests at once without preemption."""
     group = KVCacheGroup((0,), FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="bfloat16"))
     blocks = num_requests * (MAX_MODEL_LEN // BLOCK_SIZE)
@@ -204,6 +213,9 @@ def _busy_scheduler(num_requests: int, rng: np.random.Generator) -> Scheduler:
         max_num_seqs=num_requests,
         max_num_batched_tokens=num_requests * PROMPT_LENS[1],
         max_model_len=MAX_MODEL_LEN,
+        num_drafts=num_drafts,
+        adaptive_drafts=True,
+        draft_profile=DraftProfile(finds=True, plain=((1, 1.0), (num_requests * PROMPT_LENS[1], 1.0))),
     )
     params = SamplingParams(max_tokens=None)
     for i in range(num_requests):
@@ -226,7 +238,12 @@ def _request(index: int, prompt: np.ndarray, params: SamplingParams) -> EngineCo
 
 def _fake_output(plan: SchedulerOutput, rng: np.random.Generator) -> ModelRunnerOutput:
     count = len(plan.rows)
-    return ModelRunnerOutput(_token_ids(rng, count)[:, None], np.ones(count, np.int32))
+    if plan.num_drafts is None:
+        return ModelRunnerOutput(_token_ids(rng, count)[:, None], np.ones(count, np.int32))
+    width = 1 + int(plan.num_drafts.max())
+    accepted = rng.integers(1, plan.num_drafts + 2, dtype=np.int32)
+    found = np.full(count, width + MAX_MODEL_LEN, np.int32)
+    return ModelRunnerOutput(_token_ids(rng, count * width).reshape(count, width), accepted, num_found=found)
 
 
 # The front end

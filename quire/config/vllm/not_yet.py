@@ -153,9 +153,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
     "diffusion models": {
         "diffusion_config": ("json",),
     },
-    "figures of drafts by request": {
-        "per_request_spec_decode_metrics": ("text", "none"),
-    },
     "offloading of weights": {
         "offload_backend": ("text", "auto"),
         "cpu_offload_gb": ("float", 0.0),

@@ -127,6 +127,7 @@ WORKS: dict[str, str] = {
     "speculative_config": "spec_decode/test_several_tokens.py::test_the_text_is_that_of_one_token_a_step",
     "spec_method": "config/test_speculative.py::test_flags_of_single_keys",
     "spec_model": "checkpoint/test_draft_config.py::test_the_method_is_read_from_the_draft_model",
+    "per_request_spec_decode_metrics": "spec_decode/test_metrics.py::test_figures_of_a_request",
     "spec_tokens": "config/test_speculative.py::test_flags_of_single_keys",
     # Devices and kernels
     "distributed_executor_backend": "executor/test_ranks.py::test_two_ranks_say_what_one_says",

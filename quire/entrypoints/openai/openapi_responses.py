@@ -24,6 +24,20 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | None
 
 
+class DraftFigures(msgspec.Struct):
+    """With --per-request-spec-decode-metrics."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | None
+    per_step_drafted: list[int] | None
+
+
 class RequestTimes(msgspec.Struct):
     """With --enable-per-request-metrics."""
 
@@ -32,7 +46,7 @@ class RequestTimes(msgspec.Struct):
     queue_time_ms: float | None
     mean_itl_ms: float | None
     tokens_per_second: float | None
-    speculative_decoding: None
+    speculative_decoding: DraftFigures | None
 
 
 class CompletionLogprobs(msgspec.Struct):

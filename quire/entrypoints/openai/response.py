@@ -15,6 +15,7 @@ from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.metrics.request import RequestMetrics
+from quire.metrics.spec_decode import SpecDecodeMetrics
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -58,8 +59,8 @@ class Usage:
         }
 
 
-def timing(times: RequestMetrics | None, num_tokens: int) -> dict[str, float | None]:
-    """A request's times in milliseconds, with vLLM's names; unknown ones are null."""
+def timing(times: RequestMetrics | None, num_tokens: int, drafts: SpecDecodeMetrics | None = None) -> dict[str, Any]:
+    """A request's times in milliseconds and its drafts, with vLLM's names; unknown ones are null."""
     decode = times.time_in_decode if times is not None else None
     inference = times.time_in_inference if times is not None else None
     return {
@@ -68,7 +69,7 @@ def timing(times: RequestMetrics | None, num_tokens: int) -> dict[str, float | N
         "queue_time_ms": _ms(times.time_in_queue) if times is not None else None,
         "mean_itl_ms": _ms(decode / (num_tokens - 1)) if decode is not None and num_tokens > 1 else None,
         "tokens_per_second": num_tokens / inference if inference else None,
-        "speculative_decoding": None,
+        "speculative_decoding": None if drafts is None else drafts.to_dict(),
     }
 
 
@@ -98,6 +99,7 @@ class ResponseBuilder(ABC):
         self._prompt_tokens: dict[int, int] = {}  # by prompt
         self._choice_tokens: dict[int, int] = {}  # by choice, kept for continuous usage
         self._times: RequestMetrics | None = None
+        self._drafts: SpecDecodeMetrics | None = None
         self._started: set[int] = set()
         self._finished: set[int] = set()
 
@@ -151,7 +153,7 @@ class ResponseBuilder(ABC):
                     self._choice_tokens[index] += len(completion.token_ids)
                 if completion.finish_reason is not None:
                     self._finished.add(index)
-                    self._times = output.metrics
+                    self._times, self._drafts = output.metrics, completion.spec_decode_metrics
                     parts.append(self._full_event(index, completion))
                 elif self._text_only:
                     if completion.text:
@@ -165,8 +167,8 @@ class ResponseBuilder(ABC):
         parts = [self.last_event(index, "abort", None) for index in sorted(self._started - self._finished)]
         if self.with_usage:
             fields = b',"choices":[],"usage":' + encode(self.usage.shape())
-            if self._has_metrics():
-                fields += b',"metrics":' + encode(timing(self._times, self.usage.completion_tokens))
+            if (metrics := self._metrics(self._times, self._drafts)) is not None:
+                fields += b',"metrics":' + encode(metrics)
             parts.append(self._head + fields + b"}\n\n")
         return b"".join((*parts, DONE))
 
@@ -233,9 +235,11 @@ class ResponseBuilder(ABC):
         usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
         return b',"usage":' + encode(usage) + b"}\n\n"
 
-    def _has_metrics(self) -> bool:
-        """Times of one completion only: those of several overlap."""
-        return self.options.request_metrics and self.n == 1 and len(self._prompt_tokens) == 1
+    def _metrics(self, times: RequestMetrics | None, drafts: SpecDecodeMetrics | None) -> dict[str, Any] | None:
+        """Of one completion only: the times of several overlap."""
+        if self.n != 1 or len(self._prompt_tokens) != 1 or not (self.options.request_metrics or drafts is not None):
+            return None
+        return timing(times if self.options.request_metrics else None, self.usage.completion_tokens, drafts)
 
     # Whole responses
 
@@ -253,7 +257,8 @@ class ResponseBuilder(ABC):
             for completion in sorted(output.outputs, key=lambda one: one.index):
                 self.usage.completion_tokens += len(completion.token_ids)
                 choices.append(self.choice(prompt_index * self.n + completion.index, prompt_index, output, completion))
-        metrics = timing(outputs[0].metrics, self.usage.completion_tokens) if self._has_metrics() else None
+        drafts = outputs[0].outputs[0].spec_decode_metrics if outputs and outputs[0].outputs else None
+        metrics = self._metrics(outputs[0].metrics if outputs else None, drafts)
         return {
             **self.head,
             "choices": choices,

@@ -7,8 +7,10 @@ import httpx
 import pytest
 
 from quire.config.server import ServerConfig
+from quire.engine.output_processor import OutputProcessor
 from quire.entrypoints.openai.response import timing
 from quire.metrics.request import RequestMetrics
+from quire.metrics.spec_decode import SpecDecodeMetrics
 from tests.entrypoints.stub_server import StubServer, stub_engine, stub_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -100,6 +102,18 @@ def test_per_request_metrics(server: StubServer) -> None:
         "tokens_per_second": 2,
         "speculative_decoding": None,
     }
+
+
+def test_drafts_of_a_request() -> None:
+    engine = stub_engine()
+    engine.output_processor = OutputProcessor(engine.tokenizer, new_draft_metrics=lambda: SpecDecodeMetrics(4))
+    with stub_server(engine, ServerConfig()) as server:
+        found = complete(server)["metrics"]
+        assert found["speculative_decoding"] == SpecDecodeMetrics(4).to_dict()
+        assert found["tokens_per_second"] is None, "times are asked for by another flag"
+        assert complete(server, n=2)["metrics"] is None
+        last = chunks(server, stream_options={"include_usage": True})[-1]
+        assert last["metrics"]["speculative_decoding"]["num_spec_tokens"] == 4
 
 
 def test_tokens_as_token_ids_by_default() -> None:
