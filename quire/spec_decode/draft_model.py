@@ -16,6 +16,7 @@ from quire.models.base import LanguageModel
 from quire.models.loading.loader import load_model
 from quire.spec_decode.draft_runner import DraftGraphs, DraftRunner
 from quire.spec_decode.proposer import DraftStep, Proposer
+from quire.spec_decode.sampled import SampledDrafts
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 
@@ -82,6 +83,10 @@ class DraftModelProposer(Proposer):
         self.max_length = min([last_position + 1, *(limit for limit in limits if limit is not None)])
         self.finds = self.max_length <= last_position  # longer rows get no drafts
         self.runner = DraftRunner(state, backends, self.max_length - 1)
+        if self.config.speculative.draft_sample_method == "probabilistic":
+            rows, vocab_size = len(state.num_tokens), self.config.model.vocab_size
+            dtype: torch.dtype = getattr(torch, self.config.model.dtype)
+            self.sampled = SampledDrafts(rows, self.num_drafts, vocab_size, self.device, dtype)
         self.graphs = DraftGraphs(self._compute, len(state.num_tokens), self.device)
         if backends.supports_replay:
             self.recorded = RecordedSteps(self.model, backends, state.block_tables, state.block_sizes)
@@ -136,7 +141,11 @@ class DraftModelProposer(Proposer):
 
     def _append(self, index: int, hidden: torch.Tensor, rows: torch.Tensor) -> None:
         """Draft `index` of rows [n] by the hidden states [n, hidden] of the tokens before."""
-        self.runner.append_likeliest(self.model.compute_logits(hidden), rows)
+        logits, runner = self.model.compute_logits(hidden), self.runner
+        if self.sampled is None:
+            runner.append_likeliest(logits, rows)
+        else:
+            runner.append(self.sampled.draw(index, logits, rows, runner.state, self.parameters), rows)
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """Hidden states of all tokens."""

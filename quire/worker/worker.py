@@ -254,7 +254,7 @@ class Worker:
         )
         captured = self.runner.graphs.tokens_per_row if self.runner.graphs is not None else []
         sizes = tuple(count - 1 for count in captured if count > 1)
-        rests = proposer.finds or getattr(proposer, "rests", False)  # one that looks texts up has nothing to keep
+        rests = proposer.finds or proposer.rests  # one that looks texts up has nothing to keep
         return DraftProfile(proposer.finds, rests, sizes, plain, drafted)
 
     def get_draft_profile(self) -> DraftProfile:

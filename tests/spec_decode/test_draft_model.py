@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "depth 2": {"async_depth": 2},
     "chunked": {"max_num_batched_tokens": 16, "block_size": 8},
     "preempted": {"num_gpu_blocks_override": 9, "block_size": 16},
+    "adaptive": {"spec_adaptive": True},
     "few rows": {"enable_prefix_caching": False, "max_num_seqs": 2},
 }
 
@@ -46,7 +47,7 @@ def generate(target: str, draft: str | None = None, prompts: Any = None, params:
     keys = {"num_speculative_tokens": K} | options.pop("keys", {})
     if draft is not None:
         options["speculative_config"] = {"method": "draft_model", "model": draft} | keys
-        options.setdefault("spec_adaptive", False)  # what is counted below is with all drafts
+        options = {"spec_adaptive": False} | options
     options = {"max_model_len": 128, "dtype": "float32", "num_gpu_blocks_override": 200} | options
     with LLM(target, skip_tokenizer_init=True, cpu_threads=1, use_tqdm_on_load=False, **options) as llm:
         given = [{"prompt_token_ids": ids} for ids in prompts or PROMPTS]
@@ -137,12 +138,20 @@ def test_seeded_draws_accept_what_the_draft_foresees(models: dict[str, str]) -> 
     assert run.num_steps < 40
 
 
+def test_drawn_drafts_of_the_target_itself_are_always_right(models: dict[str, str]) -> None:
+    """p equals q, at any temperature."""
+    params = SamplingParams(temperature=1.3, seed=1, max_tokens=1 + 9 * (K + 1), ignore_eos=True)
+    options = {"async_scheduling": False, "keys": {"draft_sample_method": "probabilistic"}}
+    run = generate(models["target"], models["target"], [[5, 6, 7]], params, **options)
+    assert run.num_steps == 1 + 9
+
+
 @pytest.mark.parametrize("max_tokens", [16, 512])
 def test_what_it_was_left_out_of_is_computed_later(models: dict[str, str], max_tokens: int) -> None:
     """Steps without drafts are not its business; with drafts again, all are right once it has caught up."""
     config = {"method": "draft_model", "model": models["target"], "num_speculative_tokens": K}
     options = {"max_model_len": 128, "dtype": "float32", "num_gpu_blocks_override": 100, "async_scheduling": False}
-    options |= {"max_num_seqs": 4, "max_num_batched_tokens": max_tokens, "cpu_threads": 1}
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": max_tokens, "cpu_threads": 1, "spec_adaptive": False}
     prompt, params = {"prompt_token_ids": PROMPTS[1]}, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with LLM(models["target"], skip_tokenizer_init=True, speculative_config=config, **options) as llm:
         engine, counts = llm.llm_engine, []
