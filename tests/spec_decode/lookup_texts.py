@@ -31,6 +31,7 @@ OPTIONS = {
 
 
 def engine(model, **options) -> LLM:
+    options = {"spec_adaptive": False} | options  # what is counted is with all drafts
     return LLM(model, skip_tokenizer_init=True, max_model_len=128, dtype="float32", **options)
 
 

@@ -67,7 +67,7 @@ def test_texts_have_the_distribution_of_the_target(tiny, probabilities, chain, o
         SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(NUM_TEXTS)
     ]
-    with open_engine(tiny, speculative_config=config, **options) as llm:
+    with open_engine(tiny, speculative_config=config, spec_adaptive=False, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": PROMPT}] * NUM_TEXTS, params, use_tqdm=False)
     counts = dict.fromkeys(probabilities, 0)
     for one in outputs:
@@ -85,7 +85,7 @@ def test_greedy_text_and_logprobs_are_those_of_one_token_a_step(tiny, chain):
     prompts = [{"prompt_token_ids": PROMPT}] * 2
     with open_engine(tiny) as llm:
         greedy, _ = llm.generate(prompts, params, use_tqdm=False)
-    with open_engine(tiny, speculative_config=config) as llm:
+    with open_engine(tiny, speculative_config=config, spec_adaptive=False) as llm:
         same, random = llm.generate(prompts, params, use_tqdm=False)
     assert same.outputs[0].token_ids == greedy.outputs[0].token_ids
     # Whichever way a token came to be, its logprob is that of the token.

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from examples import train_eagle
 from quire import LLM, SamplingParams
-from quire.spec_decode.proposer import PROPOSERS
 from tests.tiny_models import COMMON, save_tiny
 
 LAYERS = (1, 2, 3)
@@ -142,7 +141,6 @@ def test_the_checkpoint_is_of_the_published_format(trained):
     torch.testing.assert_close(tensors["fc.weight"].float(), fc.detach(), rtol=0.01, atol=1e-6)
 
 
-@pytest.mark.skipif("eagle3" not in PROPOSERS, reason="the engine has no EAGLE-3")
 def test_the_head_serves(trained):
     """The text is that of the engine without a head."""
     prompts = [{"prompt_token_ids": text.ids[:6].tolist()} for text in trained.texts[:4]]
