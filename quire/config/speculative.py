@@ -15,7 +15,7 @@ MAX_DRAFTS = 32
 # find, so the most that a step verifies cheaply; a draft model or head pays for each of its drafts, and of the fourth
 # and later ones few are right. Adaptivity plans fewer where these do not pay.
 DEFAULT_DRAFTS = {
-    "ngram": 4,
+    "ngram": 8,
     "suffix": 16,
     "draft_model": 4,
     "medusa": 4,
@@ -155,8 +155,8 @@ class SpeculativeConfig:
 
     def _read_lookup(self, given: Mapping[str, Any]) -> None:
         low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-        # As in vLLM one of them alone is both. Shorter matches than three tokens are mostly chance.
-        low, high = low or high or 3, high or low or 5
+        # As in vLLM one of them alone is both. Two tokens are enough: rows of chance matches soon get fewer drafts.
+        low, high = low or high or 2, high or low or 4
         self.prompt_lookup_min = _whole("prompt_lookup_min", low)
         self.prompt_lookup_max = _whole("prompt_lookup_max", high)
         if low > high:
