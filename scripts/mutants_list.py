@@ -100,12 +100,7 @@ MUTANTS = (
     ),
     Mutant(TRANSFERS, "if count > best.num_tokens:", "if count >= best.num_tokens:", TRANSFERRING),
     Mutant(TRANSFERS, 'keepers = {("load", loader)} if loader is not None else set()', "keepers = set()", TRANSFERRING),
-    Mutant(
-        MANAGER,
-        "length, before = request.block_hashes, num_tokens - 1, -1",
-        "length, before = request.block_hashes, num_tokens, -1",
-        BLOCKS,
-    ),
+    Mutant(MANAGER, "self._longest_hit(hashes, num_tokens - 1)", "self._longest_hit(hashes, num_tokens)", BLOCKS),
     Mutant(MANAGER, "0 if group.window is not None else _common_length", "_common_length", SCHEDULING + BLOCKS),
     Mutant(MANAGER, "self.alignment = math.lcm(*sizes)", "self.alignment = max(sizes)", BLOCKS),
     Mutant(POOL, "if block.key is None and key not in self._cached:", "if block.key is None:", BLOCKS),

@@ -244,6 +244,8 @@ class Scheduler:
             counts[short] = np.minimum(counts[short], certain[short])
             end = self._end_of_step(rows, computed + counts)
         preempted = len(short) > 0 and self._extend_or_preempt(rows, short, end, counts, appended)
+        if preempted and self.num_drafts:
+            appended.drop_rows(self._released_rows)  # what they were to write their drafts to
         drafts = np.maximum(counts - certain, 0) if planned is not None else None
         chosen = counts > 0
         if not chosen.all():

@@ -50,6 +50,11 @@ class BlockAppends:
         self.positions.append(position)
         self.block_ids.append(block_id)
 
+    def drop_rows(self, rows: list[int]) -> None:
+        kept = [i for i, row in enumerate(self.rows) if row not in rows]
+        columns = (self.rows, self.groups, self.positions, self.block_ids)
+        self.rows, self.groups, self.positions, self.block_ids = ([column[i] for i in kept] for column in columns)
+
 
 @dataclass(slots=True)
 class SchedulerOutput:

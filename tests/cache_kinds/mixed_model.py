@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from quire.attention.base import ForwardContext
 from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope_and_write import norm_and_rope
 from quire.layers.attention import Attention
@@ -124,6 +125,7 @@ class DenseAttention(nn.Module):
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
+NO_CONTEXT = ForwardContext(None, [], [])  # dense layers need none
 DENSE = {Attention: DenseAttention, LatentLayer: DenseLatents, StateLayer: DenseScan}
 
 
@@ -136,6 +138,6 @@ def dense_logprobs(model, sequences):
     results = []
     for ids in sequences:
         tokens = torch.tensor(ids, device=next(model.parameters()).device)
-        hidden = model(tokens, torch.arange(len(ids), device=tokens.device), None)
+        hidden = model(tokens, torch.arange(len(ids), device=tokens.device), NO_CONTEXT)
         results.append(model.compute_logits(hidden).float().log_softmax(-1).cpu())
     return results

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.config import EngineConfig
@@ -73,7 +74,10 @@ class ResultOfAll:
 
     def result(self) -> ModelRunnerOutput:
         first, *others = [result.result() for result in self.results]
-        assert all((other.token_ids == first.token_ids).all() for other in others)
+        kept = np.arange(first.token_ids.shape[1]) < first.num_sampled[:, None]
+        for other in others:
+            assert (other.num_sampled == first.num_sampled).all()
+            assert (other.token_ids == first.token_ids)[kept].all()
         return first
 
 

@@ -62,6 +62,7 @@ def test_the_documentation_lists_all_and_only_what_is_there(text: str) -> None:
         r"^\| `((?:quire:|process_)\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text("utf-8"), re.MULTILINE
     )
     with_flag = {f"quire:{name}": "histogram" for name in RESIDENCY}  # of --kv-cache-metrics
+    with_flag |= {f"{name}_total": "counter" for name in HELP_TEXTS if name.startswith("quire:spec_decode_")}
     assert dict(rows) == exposed(text) | with_flag
     assert len(HELP_TEXTS) == len(rows)
 
