@@ -41,7 +41,7 @@ def detect_method(hf_config: dict[str, Any], name: str) -> str:
     speculators = hf_config.get("speculators_config")
     if isinstance(speculators, dict):
         method = speculators.get("algorithm") or hf_config.get("speculators_model_type")
-        if method not in DEFAULT_DRAFTS:
+        if not isinstance(method, str) or method not in DEFAULT_DRAFTS:
             raise ValueError(
                 f"{name}: speculators_config has the algorithm {shown(method)}; allowed: {', '.join(DEFAULT_DRAFTS)}"
             )

@@ -11,6 +11,12 @@ ENGINE_DECAY = 0.99  # of the acceptance of all rows, with which requests begin
 # A row, or a step of equal rows, that was planned without drafts for so many plans gets some: texts change.
 PROBE_ROW, PROBE_STEP = 16, 64
 PATIENCE, LOOK = 8, 4  # after so many plans without any match, a proposer that may rest looks in every fourth
+# Costs were measured at start-up, when anything may have disturbed them. Where by these even right drafts do not pay,
+# some are tried for TRIAL plans after so many without, and after twice as many each further time.
+TRIAL, FIRST_TRIAL, LAST_TRIAL = 8, 32, 1024
+PLAIN_EVERY = 256  # plans with drafts, after which two have none: both kinds of steps are timed
+FRESH = 8  # steps for which the time of one without drafts says how long the next would take
+TIME_WEIGHT = 0.15  # of one step's time
 FREE_TOKENS = 64  # a step takes equally long up to here, where its costs were not measured
 
 
@@ -43,6 +49,11 @@ class DraftPlanner:
         plain, drafted = profile.plain, profile.drafted or profile.plain
         larger = tuple((tokens, seconds) for tokens, seconds in drafted if not plain or tokens > plain[-1][0])
         self._plain, self._drafted = _seconds(plain + larger, max_tokens), _seconds(drafted, max_tokens)
+        # By length in bits of the number of rows: how much longer drafts make a step than was measured.
+        sizes = max_tokens.bit_length() + 1
+        self._factors, self._trials, self._suspended = [1.0] * sizes, [FIRST_TRIAL] * sizes, [0] * sizes
+        self._pace, self._steps_since, self._rested = (0, 1.0), 0, False  # of the last step without drafts
+        self._drafted_plans = 0
         self._draft_tokens = 0
         self._histogram = np.zeros(1 + num_drafts, np.int64)  # drafts by tokens accepted
 
@@ -70,12 +81,17 @@ class DraftPlanner:
             return np.zeros_like(certain)
         pace = MIN_GAIN * count / self._plain[base]  # tokens per second that drafts have to beat
         # By number of drafts, from 1 on. Where even right ones do not pay there are none.
-        seconds = np.maximum(
-            self._drafted[base + 1 : 1 + min(base + count * self.num_drafts, longest)], self._plain[base]
-        )
+        drafted = self._drafted[base + 1 : 1 + min(base + count * self.num_drafts, longest)]
+        seconds = np.maximum(drafted * self._factors[count.bit_length()], self._plain[base])
         if ((count + self._numbers[: len(seconds)]) / seconds).max() <= pace:
-            self.num_found[:] = 0  # of what it does not see
-            return None if self.rests else np.zeros_like(certain)
+            if not self._tries(count.bit_length()):
+                self.num_found[:] = 0  # of what it does not see
+                return None if self.rests else np.zeros_like(certain)
+            pace = 0.0
+        self._drafted_plans += 1
+        if self._drafted_plans > PLAIN_EVERY:
+            self._drafted_plans %= PLAIN_EVERY + 2
+            return np.zeros_like(certain)
         if self.finds:
             most = np.minimum(most, self.num_found[rows])
             self._misses = 0 if most.any() else self._misses + 1
@@ -89,6 +105,30 @@ class DraftPlanner:
         chosen[probed] = 1
         self._idle[rows] = np.where(chosen > 0, 0, self._idle[rows] + 1)
         return chosen
+
+    def _tries(self, size: int) -> bool:
+        """Whether drafts that do not pay are planned nevertheless."""
+        self._suspended[size] += 1
+        if self._suspended[size] > self._trials[size] + TRIAL:
+            self._suspended[size], self._trials[size] = 0, min(2 * self._trials[size], LAST_TRIAL)
+        return self._suspended[size] > self._trials[size]
+
+    def took(self, num_rows: int, num_drafts: int, rested: bool, seconds: float) -> None:
+        """A step of rows that all decode took so long. Only compared with one just before it: texts grow, and other
+        work comes and goes."""
+        # A proposal may be timed with the step after it: steps count that follow one like them.
+        alike, self._rested = rested == self._rested, rested
+        if not alike or num_rows + num_drafts >= len(self._plain):
+            return
+        size = num_rows.bit_length()
+        if not num_drafts:
+            self._pace, self._steps_since = (size, seconds / self._plain[num_rows]), 0
+            return
+        self._steps_since += 1
+        if self._pace[0] == size and self._steps_since <= FRESH:
+            expected = max(self._drafted[num_rows + num_drafts], self._plain[num_rows]) * self._pace[1]
+            found = min(max(seconds / expected, 0.1), 10.0)
+            self._factors[size] = self._factors[size] ** (1 - TIME_WEIGHT) * found**TIME_WEIGHT
 
     def _gains(self, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
         """[drafts, rows]: the probability that a draft is accepted, with all before it; 0 where there is none."""

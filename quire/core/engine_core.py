@@ -1,6 +1,7 @@
 """The step loop: schedule, execute, apply results, with as many plans in flight as configured."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -99,6 +100,7 @@ class EngineCore:
         self.grammars = StructuredOutputManager.of_engine(config)
         self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned
         self._unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need tokens in flight
+        self._last_result = 0.0  # when it came
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -154,6 +156,7 @@ class EngineCore:
         self._poll_grammars()
         if self._failures:
             return self._report_failures()
+        began = self._last_result if self._in_flight else time.perf_counter()
         while self._can_schedule and (plan := self.scheduler.schedule()) is not None:
             self._in_flight.append((plan, _interrupted()))  # until it is executing
             self.executor.execute_model(plan)
@@ -177,6 +180,8 @@ class EngineCore:
             connector = error.connector if isinstance(error, ConnectorError) else None
             return self._after_result(self.scheduler.fail_plan(plan, failure_of(error), connector))
         self._in_flight.popleft()  # only now: an interrupted wait can be resumed
+        self._last_result = time.perf_counter()
+        self.scheduler.note_time(plan, self._last_result - began)
         return self._after_result(self.scheduler.update_from_output(plan, output))
 
     @property

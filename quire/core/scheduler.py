@@ -224,15 +224,15 @@ class Scheduler:
         known = run.num_known(rows)
         computed = run.num_computed[rows]
         # Plans in flight may already sample a request's last token.
-        wanted = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
-        certain, planned = wanted, None
+        certain = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
+        planned = None
         if self.num_drafts:
             room = np.minimum(run.token_limit[rows] - known - 1, self.num_drafts)
-            planned = self.drafts.plan(rows, wanted, run.decodes(rows), room, self.max_num_batched_tokens)
-            wanted = wanted if planned is None else wanted + planned
+            planned = self.drafts.plan(rows, certain, run.decodes(rows), room, self.max_num_batched_tokens)
             computed = run.most_computed(rows)
-        ahead = np.cumsum(wanted) - wanted
-        counts = np.maximum(np.minimum(self.max_num_batched_tokens - ahead, wanted), 0)
+        counts = _within(self.max_num_batched_tokens, certain)
+        if planned is not None:  # what is left: no row waits for another's drafts
+            counts += _within(self.max_num_batched_tokens - int(counts.sum()), np.where(counts == certain, planned, 0))
         if self.features.active:
             self.features.limit_rows(rows, computed, counts)
         end = self._end_of_step(rows, computed + counts + self.num_lookahead)
@@ -310,6 +310,13 @@ class Scheduler:
             self.reset_prefix_cache()
         return self._with_stats(result.outputs)
 
+    def note_time(self, plan: SchedulerOutput, seconds: float) -> None:
+        """The plan's results came so long after those before."""
+        if self.drafts.adaptive:
+            drafts = 0 if plan.num_drafts is None else int(plan.num_drafts.sum())
+            if len(plan.rows) and plan.total_tokens == len(plan.rows) + drafts:  # no prompts
+                self.drafts.took(len(plan.rows), drafts, plan.num_drafts is None, seconds)
+
     def _with_stats(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         outputs.stats = self.stats()
         if self._preempted:
@@ -362,3 +369,9 @@ class Scheduler:
         if request.core.features:
             self.features.leave(request)
         self._common_prefix = None
+
+
+def _within(budget: int, wanted: np.ndarray) -> np.ndarray:
+    """As much as there is of what rows want, one after the other."""
+    counts: np.ndarray = np.maximum(np.minimum(budget - (np.cumsum(wanted) - wanted), wanted), 0)
+    return counts

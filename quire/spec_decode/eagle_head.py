@@ -124,9 +124,10 @@ def aux_layers(hf: dict[str, Any], num_layers: int) -> tuple[int, ...]:
 
 def head_config(hf: dict[str, Any], max_model_len: int | None) -> DecoderConfig:
     """Of a layer like Llama's. A head may have been trained on shorter texts than it is used for."""
-    length = max(hf.get("max_position_embeddings") or 0, max_model_len or 0)
+    name = "max_position_embeddings"
+    length = max(whole_number(name, hf.get(name) or 0, 0), max_model_len or 0)
     if length:
-        hf = hf | {"max_position_embeddings": length}
+        hf = hf | {name: length}
     return LlamaForCausalLM.read_config({"intermediate_size": 1, "num_hidden_layers": 1} | hf).limited_to(max_model_len)
 
 

@@ -6,6 +6,8 @@ from quire.config import EngineConfig
 from quire.kernels.ngram_drafts import new_workspace, ngram_drafts
 from quire.spec_decode.proposer import DraftStep, Proposer
 
+LONGEST = 128  # tokens: n-grams that agree so far are alike, and repetitive texts would take long to compare
+
 
 class NgramProposer(Proposer):
     finds = True
@@ -13,7 +15,7 @@ class NgramProposer(Proposer):
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.shortest = config.speculative.prompt_lookup_min
-        self.longest = config.speculative.prompt_lookup_max
+        self.longest = max(self.shortest, min(config.speculative.prompt_lookup_max, LONGEST))
         assert config.scheduler.max_num_seqs is not None
         self._workspace = new_workspace(device, config.scheduler.max_num_seqs)
 

@@ -13,6 +13,8 @@ from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow
 from quire.spec_decode.proposer import DraftStep, Proposer
 
+MAX_DEPTH = 256  # tokens of a match: repetitive texts would take long to compare
+
 
 class SuffixProposer(Proposer):
     """Looks drafts up on the host. Outputs of requests that have left their row are shared with later requests of the
@@ -27,7 +29,7 @@ class SuffixProposer(Proposer):
         options, num_rows = config.speculative, config.scheduler.max_num_seqs
         assert num_rows is not None
         self._copies_rows = device.type != "cpu"
-        self._depth = options.suffix_decoding_max_tree_depth
+        self._depth = min(options.suffix_decoding_max_tree_depth, MAX_DEPTH)
         self._factor = options.suffix_decoding_max_spec_factor
         self._least_probability = options.suffix_decoding_min_token_prob
         most = options.suffix_decoding_max_cached_requests

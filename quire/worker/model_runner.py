@@ -34,7 +34,7 @@ from quire.worker.prompt_logprobs import PromptLogprobsTracker
 from quire.worker.recorded import RecordedSteps
 from quire.worker.rows import RowState
 from quire.worker.transfer import Pending
-from quire.worker.verification import logit_positions, sample_and_verify
+from quire.worker.verification import drafts_of, logit_positions, sample_and_verify
 
 # From this length and number of rows on, a prefix that all rows share is attended to once for all of them.
 MIN_SHARED_PREFIX = 512
@@ -234,13 +234,18 @@ class ModelRunner:
         sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
         top = sampled.logprobs
+        # The proposer rests. Masks of the next plan are made for what it will verify, whatever lies there.
+        held = [drafts_of(rows, state, self.num_drafts)] if self.proposer and self.sampler.constrains(row_list) else []
 
         def make(ids: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
-            logprobs = Logprobs(np.asarray(sampled.places), *found) if found else None
-            return self._complete(step, _output(ids, logprobs))
+            rest = list(found)
+            drafts = rest.pop(0) if held else None
+            output = _output(ids, Logprobs(np.asarray(sampled.places), *rest) if rest else None)
+            output.drafts = drafts
+            return self._complete(step, output)
 
         arrays = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
-        return Pending(make, sampled.token_ids.int(), *arrays)
+        return Pending(make, sampled.token_ids.int(), *held, *arrays)
 
     def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Adds prompt logprobs, pooled vectors, and the requests whose KV transfers have finished."""

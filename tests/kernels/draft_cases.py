@@ -82,7 +82,7 @@ def check(seed: int, device: str) -> None:
 
 def check_sampled(vocab: int, draft_vocab: int, draw: Draw, device: str, dtype: torch.dtype = torch.float32) -> None:
     """Drafts drawn from a distribution near the target's: the same tokens as by torch. Every fourth position has none,
-    and one has no token to draw."""
+    one has no token to draw, and one a draft of no distribution."""
     n, num_rows = 80, 16
     filters = {"top_p": 0.9, "top_k": 40} if draw == Draw.WARPED else {}
     params = [SamplingParams(temperature=0.3 + 0.1 * row, **filters) for row in range(num_rows)]
@@ -102,9 +102,13 @@ def check_sampled(vocab: int, draft_vocab: int, draw: Draw, device: str, dtype: 
     drawn = tokens[sample_tokens_torch(draft_logits[places], rows, positions + 100, by_row, Draw.RANDOM)]
     drafts = DrawnDrafts(torch.where(rows % 4 > 0, drawn, -1), places, draft_logits, ids)
     logits[7] = float("nan")
+    draft_logits[places[9]] = float("nan")  # of a broken checkpoint: nothing is accepted for it
+    undrafted = sample_tokens_torch(logits, rows, positions, by_row, draw)
+    drafts.tokens[9] = tokens[int(tokens[0] == undrafted[9])]
     wanted = sample_tokens_torch(logits, rows, positions, by_row, draw, drafts)
     got = sample_tokens(logits, rows, positions, by_row, draw, drafts)
     assert wanted[7] == got[7] == NO_TOKEN
+    assert wanted[9] == got[9] == undrafted[9]
     assert int((wanted != got).sum()) <= (device != "cpu")  # a number at a boundary may fall on either side
     accepted = (got == drafts.tokens).float().sum() / (drafts.tokens >= 0).sum()
     assert 0.2 < accepted < 1

@@ -1,6 +1,7 @@
 """Drafts of rows whose logits depend on the tokens before: penalties, grammars, bad words. The text is that of single
 steps, through the real engine, with any drafts."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.core.draft_planner import DraftPlanner
 from quire.messages.sampling_params import ReasoningTokens
 from quire.sampling_params import StructuredOutputsParams
 from tests.sample.user_examples import Counting, NoRepeat
@@ -152,6 +154,19 @@ def test_right_drafts_are_accepted_in_every_row(model: str, single: Run) -> None
 def test_preempted_and_chunked(model: str, single: Run) -> None:
     options = {"num_gpu_blocks_override": 14, "block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 6}
     check(generate(model, speculative_config=drafting("HalfRight", 3), **options), single)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_proposer_that_rests_in_between(model: str, single: Run, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are for the drafts that are verified, though these are what an earlier proposal left."""
+    plan, calls = DraftPlanner.plan, itertools.count()
+
+    def rest(planner: DraftPlanner, *given: Any) -> Any:
+        return None if next(calls) % 3 == 2 else plan(planner, *given)
+
+    monkeypatch.setattr(DraftPlanner, "plan", rest)
+    check(generate(model, depth, speculative_config=drafting("HalfRight", 3)), single)
+    check(generate(model, depth, speculative_config=drafting("Right", 4)), single)
 
 
 def test_logits_processors_must_support_drafts(model: str) -> None:

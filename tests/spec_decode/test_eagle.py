@@ -168,7 +168,7 @@ def test_replayed_passes_give_the_same_drafts(models) -> None:
     for name in ("NotingEagle3", "NotingEagle3Unrecorded"):
         heads.PROPOSED.clear()
         head = method("eagle3", models("eagle3")) | {"method": f"tests.spec_decode.heads:{name}"}
-        options = {"dtype": "bfloat16", "async_scheduling": False, "speculative_config": head}
+        options = {"dtype": "bfloat16", "async_scheduling": False, "speculative_config": head, "spec_adaptive": False}
         with LLM(models("llama"), skip_tokenizer_init=True, **options) as llm:
             llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
             runner = core_of(llm).executor.worker.runner
@@ -188,9 +188,19 @@ def test_replayed_passes_give_the_same_drafts(models) -> None:
         ({"draft_vocab_size": 95}, r"lm_head.weight has shape \[96, 64\].*must be \[95, 64\]"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "has unknown fc.weight"),
         ({"hidden_size": 32}, "cannot share the target's embedding"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long'; it must be a whole number"),
     ],
 )
 def test_heads_that_do_not_fit(tmp_path, models, keys: dict[str, Any], message: str) -> None:
     saved = heads.save_eagle3(tmp_path, **keys)
     with pytest.raises(ValueError, match=message):
+        generate(models("llama"), {"method": "eagle3", "model": saved, "num_speculative_tokens": 2})
+
+
+def test_a_head_with_numbers_that_are_none(tmp_path, models) -> None:
+    saved = heads.save_eagle3(tmp_path)
+    tensors = torch.load(tmp_path / "pytorch_model.bin")
+    tensors["fc.weight"][3, 5] = float("nan")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"fc.weight has infinite numbers or NaN; all must be finite"):
         generate(models("llama"), {"method": "eagle3", "model": saved, "num_speculative_tokens": 2})

@@ -172,8 +172,8 @@ static float choose(const occurrence *found, int64_t count, int64_t room, float 
             if (found[i].length < length && found[i].length > next) next = found[i].length;
         if (!next) return best;
         length = next;
-        int64_t limit = (int64_t)((float)length * factor + 1e-4f);
-        if (limit > room) limit = room;
+        float allowed = (float)length * factor + 1e-4f;
+        int64_t limit = allowed < (float)room ? (int64_t)allowed : room;
         if (best >= (float)limit) return best;
         for (int64_t i = 0; i < count; i++)
             if (found[i].length >= length) matches[n++] = found + i;

@@ -116,7 +116,7 @@ def _accept_kernel(
             q = _q(source, draft_ids, draft, draft >= 0, draft_max, draft_sum, scale, HAS_IDS)
             p = _p(logits + i * stride, draft, draft >= 0, floor, top, total, scale)
             u = uniform(tl.load(seeds + row), tl.load(positions + i), PURPOSE)
-            rejected = u * q.to(tl.float64) >= p.to(tl.float64)
+            rejected = (u * q.to(tl.float64) < p.to(tl.float64)) == 0  # also if the draft's logits were NaN
             tl.store(out + i, draft, mask=rejected == 0)
             tl.store(norms + i * 5, top)
             tl.store(norms + i * 5 + 1, total)
