@@ -19,6 +19,8 @@ QUESTIONS = [
 ]
 PROMPTS = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in QUESTIONS]
 NUM_TOKENS = 64
+OPTIONS = {"dtype": "float32", "quantization": "dequantized", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 28}
+REPEATED = " ".join(["The cat sat on the mat."] * 6)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def reference_model():
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(dtype="float32", quantization="dequantized", max_model_len=512, kv_cache_memory_bytes=1 << 28) as llm:
+    with LLM(**OPTIONS) as llm:
         yield llm
 
 
@@ -52,3 +54,24 @@ def test_it_responds_and_stops_at_the_end_of_its_turn(llm):
     assert completion.text == "The capital of Italy is Rome."
     assert completion.finish_reason == "stop" and completion.stop_reason is None
     assert llm.get_tokenizer().decode(completion.token_ids, skip_special_tokens=False).endswith("<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def without_drafts(llm):
+    return texts(llm)
+
+
+def texts(llm):
+    """Greedy ones, then seeded ones. Draws are from likely tokens: between two unlikely neighbours rounding decides,
+    which differs with the batch, drafts or not."""
+    params = [SamplingParams(temperature=0, max_tokens=24)] * 2
+    params += [SamplingParams(temperature=0.8, top_k=20, seed=n, max_tokens=24) for n in range(3)]
+    found = llm.generate([PROMPTS[2], REPEATED, REPEATED, PROMPTS[3], PROMPTS[7]], params, use_tqdm=False)
+    return [one.outputs[0].token_ids for one in found]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_same_texts_with_drafts(without_drafts, method):
+    with LLM(**OPTIONS, max_num_seqs=3, spec_method=method, spec_tokens=4, spec_adaptive=False) as llm:
+        assert texts(llm) == without_drafts
+        assert llm.llm_engine.client.core.scheduler.drafts.stats.num_accepted_tokens > 10

@@ -87,6 +87,21 @@ def test_greedy_text_is_that_of_transformers(path, prompts, reference):
             assert output.outputs[0].token_ids == tokens
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_same_text_with_drafts(path, method):
+    options = {"dtype": "float32", "quantization": "dequantized", "max_model_len": 1024}
+    params = [GREEDY] * len(PROMPTS)
+    # From likely tokens: between two unlikely neighbours rounding decides, which differs with the batch, drafts or not.
+    params += [SamplingParams(top_k=20, seed=n, max_tokens=COUNT, ignore_eos=True) for n in range(len(PROMPTS))]
+    texts = []
+    for drafts in ({}, {"spec_method": method, "spec_tokens": 4, "spec_adaptive": False}):
+        with LLM(path, kv_cache_memory_bytes=1 << 29, **options, **drafts) as llm:
+            found = llm.generate(PROMPTS * 2, params, use_tqdm=False)
+            texts.append([one.outputs[0].token_ids for one in found])
+            stats = llm.llm_engine.client.core.scheduler.drafts.stats
+    assert texts[0] == texts[1] and stats.num_accepted_tokens > 10
+
+
 def test_blocks_stay_quantized(path):
     checkpoint = resolve_model(path)
     model = load_model(checkpoint, load_hf_config(checkpoint), torch.bfloat16, "cpu", quantization="gguf")

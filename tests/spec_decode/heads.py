@@ -130,7 +130,7 @@ def layer_tensors(place: str, wide: bool, head_dim: int = 16) -> dict[str, torch
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def save_eagle1(folder: Path, speculators: bool = False, bias: bool = True) -> str:
+def save_eagle1(folder: Path, speculators: bool = False, bias: bool = True, vocab: int = 211) -> str:
     """As the authors' .bin, or as the speculators library's safetensors."""
     torch.manual_seed(2)
     fc = "fusion_fc" if speculators else "fc"
@@ -138,9 +138,13 @@ def save_eagle1(folder: Path, speculators: bool = False, bias: bool = True) -> s
     tensors[f"{fc}.weight"] = torch.randn(64, 128) * 0.15
     if bias:
         tensors[f"{fc}.bias"] = torch.randn(64) * 0.15
-    config: dict[str, object] = EAGLE | {"bias": bias}
+    config: dict[str, object] = EAGLE | {"bias": bias, "vocab_size": vocab}
     if speculators:
-        config = {"speculators_model_type": "eagle", "transformer_layer_config": EAGLE, "fusion_bias": bias}
+        config = {
+            "speculators_model_type": "eagle",
+            "transformer_layer_config": EAGLE | {"vocab_size": vocab},
+            "fusion_bias": bias,
+        }
         config |= {"architectures": ["EagleSpeculator"], "layernorms": False}
         save_file(tensors, folder / "model.safetensors")
     else:
@@ -149,22 +153,25 @@ def save_eagle1(folder: Path, speculators: bool = False, bias: bool = True) -> s
     return str(folder)
 
 
-def save_eagle3(folder: Path, speculators: bool = False, draft_vocab: int = 96, **keys: object) -> str:
+def save_eagle3(
+    folder: Path, speculators: bool = False, draft_vocab: int = 96, vocab: int = 211, **keys: object
+) -> str:
     torch.manual_seed(3)
     place = "layers.0" if speculators else "midlayer"
     tensors = layer_tensors(place, wide=True)
     tensors["fc.weight"] = torch.randn(64, 3 * 64) * 0.15
     tensors |= {f"{place}.{name}.weight": torch.rand(64) + 0.5 for name in ("input_layernorm", "hidden_norm")}
     tensors |= {"norm.weight": torch.rand(64) + 0.5, "lm_head.weight": torch.randn(draft_vocab, 64)}
-    ids = torch.randperm(211)[:draft_vocab].sort().values
+    ids = torch.randperm(vocab)[:draft_vocab].sort().values
     tensors["d2t"] = ids - torch.arange(draft_vocab)
-    tensors["t2d"] = torch.isin(torch.arange(211), ids)
-    config: dict[str, object] = EAGLE | {"draft_vocab_size": draft_vocab, "architectures": ["LlamaForCausalLMEagle3"]}
+    tensors["t2d"] = torch.isin(torch.arange(vocab), ids)
+    sizes = EAGLE | {"vocab_size": vocab}
+    config: dict[str, object] = sizes | {"draft_vocab_size": draft_vocab, "architectures": ["LlamaForCausalLMEagle3"]}
     if speculators:
-        tensors["embed_tokens.weight"] = torch.randn(211, 64)
+        tensors["embed_tokens.weight"] = torch.randn(vocab, 64)
         config = {
             "speculators_model_type": "eagle3",
-            "transformer_layer_config": EAGLE,
+            "transformer_layer_config": sizes,
             "draft_vocab_size": draft_vocab,
         }
         config |= {"architectures": ["Eagle3Speculator"], "norm_before_residual": True, "target_hidden_size": None}

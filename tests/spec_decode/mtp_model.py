@@ -38,15 +38,20 @@ class NotingMTP(Noting, MTPProposer):
 
 def save_mtp(folder: Path) -> str:
     save_tiny("llama", folder)
+    return add_mtp(folder)
+
+
+def add_mtp(folder: Path) -> str:
+    """To a tiny Llama, whose text stays as it is."""
+    config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(5)
     tensors |= layer_tensors(LAYER, wide=False)
     names = ("input_layernorm", "enorm", "hnorm", "shared_head.norm")
     tensors |= {f"{LAYER}.{name}.weight": torch.rand(64) + 0.5 for name in names}
     tensors[f"{LAYER}.eh_proj.weight"] = torch.randn(64, 128) * 0.15
-    tensors[f"{LAYER}.embed_tokens.weight"] = torch.zeros(211, 64)  # a copy, which is not read
+    tensors[f"{LAYER}.embed_tokens.weight"] = torch.zeros(config["vocab_size"], 64)  # a copy, which is not read
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaWithMTP"]}))
     return str(folder)
 

@@ -13,7 +13,7 @@ END = "<|end|>"
 WORDS = ['{"', '":', '", "', "true", "false", "null", "name", "  ", "ab", "12", "é", "}}", '"}', "\n\n"]
 
 
-def save_model(folder: Path, initializer_range: float = 0.05, family: str = "llama") -> str:
+def save_model(folder: Path, initializer_range: float = 0.05, family: str = "llama", **changes: object) -> str:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -27,7 +27,8 @@ def save_model(folder: Path, initializer_range: float = 0.05, family: str = "lla
     vocab = tokenizer.get_vocab_size()
     padded = vocab + 13  # ids that the tokenizer does not know, as padded models have
     end = tokenizer.token_to_id(END)
-    save_tiny(family, folder, vocab_size=padded, eos_token_id=end, initializer_range=initializer_range)
+    given = {"vocab_size": padded, "eos_token_id": end, "initializer_range": initializer_range}
+    save_tiny(family, folder, **given | changes)
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
 
