@@ -182,30 +182,30 @@ def save_eagle3(
     return str(folder)
 
 
-def eagle_drafts(
-    folder: str, known: list[int], states: torch.Tensor, embed: Module, unembed: Module, count: int
-) -> list[int]:
-    """By a plain forward pass over all positions for each draft. `states` [len(known) - 1, width], `embed` and
-    `unembed` are the target's."""
+def check_eagle_drafts(
+    folder: str, known: list[int], states: torch.Tensor, embed: Module, unembed: Module, drafts: list[int]
+) -> None:
+    """Each draft is the likeliest after those before, but for rounding, by a plain forward pass over all positions.
+    `states` [len(known) - 1, width], `embed` and `unembed` are the target's."""
     tensors, config = read_head(folder)
     eagle3 = "midlayer.hidden_norm.weight" in tensors
     hidden = states @ tensors["fc.weight"].T if eagle3 else states
-    tokens, drafts = list(known[1:]), []
-    for _ in range(count):
+    tokens = list(known[1:])
+    for draft in drafts:
         ids = torch.tensor(tokens)
         x = tensors["embed_tokens.weight"][ids] if "embed_tokens.weight" in tensors else embed(ids)
         if eagle3:
             out = eagle3_layer(tensors, x, hidden, bool(config.get("norm_before_residual")))
-            logits = rms_norm(out[-1:], tensors["norm.weight"]) @ tensors["lm_head.weight"].T
-            draft = int(logits.argmax())
-            draft += int(tensors["d2t"][draft])
+            logits = (rms_norm(out[-1:], tensors["norm.weight"]) @ tensors["lm_head.weight"].T)[0]
+            place = int(tensors["t2d"][:draft].sum())
+            assert tensors["t2d"][draft], draft
         else:
             out = eagle1_layer(tensors, x, hidden)
-            draft = int(unembed(out[-1:]).argmax())
-        drafts.append(draft)
+            logits, place = unembed(out[-1:])[0], draft
+        best = logits.max()
+        assert logits[place] >= best - 1e-5 * logits.abs().max(), (len(known), draft, int(logits.argmax()))
         tokens.append(draft)
         hidden = torch.cat((hidden, out[-1:]))
-    return drafts
 
 
 def read_head(folder: str) -> tuple[dict, dict]:

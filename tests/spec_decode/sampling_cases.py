@@ -69,13 +69,15 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-def write_texts(case: Case, device: str = "cpu", num_rows: int = NUM_ROWS) -> tuple[np.ndarray, float]:
+def write_texts(
+    case: Case, device: str = "cpu", num_rows: int = NUM_ROWS, first_seed: int = 0
+) -> tuple[np.ndarray, float]:
     """[rows, LENGTH] tokens, and how many of the drafts that were looked at were accepted."""
     target, state = chain(1).to(device), Rows(num_rows, device)
     sampler = Sampler(num_rows, VOCAB, torch.device(device))
     params = SamplingParams(**case.params)
     for row in range(num_rows):
-        sampler.add_row(dataclasses.replace(new_row(row, params, PROMPT), seed=row))
+        sampler.add_row(dataclasses.replace(new_row(row, params, PROMPT), seed=first_seed + row))
     proposer = ChainProposer(case.draft_chain.to(device), num_rows, case.num_drafts, case.draft_tokens, case.dtype)
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     counts = np.full(num_rows, case.num_drafts, np.int32)

@@ -104,8 +104,7 @@ def check_drafts(target: str, head: str, count: int) -> None:
             states[key] = torch.cat([state[0] for state in aux], -1)
         for known, drafts in heads.PROPOSED[::2]:
             key = next(key for key, text in longest.items() if text[: len(known)] == known)
-            wanted = heads.eagle_drafts(head, known, states[key][: len(known) - 1], embed, unembed, count)
-            assert drafts[:count] == wanted, len(known)
+            heads.check_eagle_drafts(head, known, states[key][: len(known) - 1], embed, unembed, drafts[:count])
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
