@@ -11,6 +11,7 @@ ENGINE_DECAY = 0.99  # of the acceptance of all rows, with which requests begin
 # A row, or a step of equal rows, that was planned without drafts for so many plans gets some: texts change.
 PROBE_ROW, PROBE_STEP = 16, 64
 PATIENCE, LOOK = 8, 4  # after so many plans without any match, a proposer that may rest looks in every fourth
+PAUSE = 8  # plans for which it rests where drafts do not pay
 # Costs were measured at start-up, when anything may have disturbed them. Where by these even right drafts do not pay,
 # some are tried for TRIAL plans after so many without, and after twice as many each further time.
 TRIAL, FIRST_TRIAL, LAST_TRIAL = 8, 32, 1024
@@ -45,6 +46,7 @@ class DraftPlanner:
         self._idle = np.zeros(num_rows, np.int64)  # plans since the row had drafts
         self._idle_steps = 0
         self._misses = 0  # plans in which no row had a match
+        self._resting = 0  # plans for which it is decided that the proposer rests
         self._column, self._numbers = np.arange(num_drafts)[:, None], np.arange(1, num_rows * num_drafts + 1)
         plain, drafted = profile.plain, profile.drafted or profile.plain
         larger = tuple((tokens, seconds) for tokens, seconds in drafted if not plain or tokens > plain[-1][0])
@@ -63,8 +65,22 @@ class DraftPlanner:
 
     def add_rows(self, rows: list[int]) -> None:
         """Requests have entered these rows."""
-        self.num_found[rows] = self._idle[rows] = 0
+        self.num_found[rows] = self._idle[rows] = self._resting = 0
         self._accepted[rows], self._verified[rows] = PRIOR_TOKENS * self._all[0] / self._all[1], PRIOR_TOKENS
+
+    def found(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """The proposer found so many drafts for rows."""
+        self.num_found[rows] = counts
+        if counts.any():
+            self._resting = 0
+
+    def goes_on_resting(self) -> bool:
+        """Whether the next plan has no drafts, without a look at its rows: most steps of small models that drafts do
+        not help are short enough for that to matter."""
+        if self._resting:
+            self._resting -= 1
+            return True
+        return False
 
     def plan(
         self, rows: np.ndarray, certain: np.ndarray, decodes: np.ndarray, room: np.ndarray, max_tokens: int
@@ -86,7 +102,11 @@ class DraftPlanner:
         if ((count + self._numbers[: len(seconds)]) / seconds).max() <= pace:
             if not self._tries(count.bit_length()):
                 self.num_found[:] = 0  # of what it does not see
-                return None if self.rests else np.zeros_like(certain)
+                if self.rests:
+                    self._resting = PAUSE - 1
+                    self._suspended[count.bit_length()] += self._resting
+                    return None
+                return np.zeros_like(certain)
             pace = 0.0
         self._drafted_plans += 1
         if self._drafted_plans > PLAIN_EVERY:
@@ -95,8 +115,8 @@ class DraftPlanner:
         if self.finds:
             most = np.minimum(most, self.num_found[rows])
             self._misses = 0 if most.any() else self._misses + 1
-            if self.rests and self._misses > PATIENCE and self._misses % LOOK:
-                return None
+            if self.rests and self._misses > PATIENCE:
+                self._resting = LOOK - 1  # after this plan, which is followed by a look
         gains = self._gains(rows, most)
         if self.uniform:
             return self._plan_equal(count, gains, seconds, pace) * (certain > 0) if base == count else 0 * certain

@@ -110,7 +110,7 @@ class ResultReader:
         if output.drafts is not None:
             run.drafts[frame.rows[live]] = output.drafts[live]
         if output.num_found is not None:
-            self._drafts.num_found[frame.rows[live]] = output.num_found[live]
+            self._drafts.found(frame.rows[live], output.num_found[live])
         sampled = np.flatnonzero(live & frame.samples)
         rows = frame.rows[sampled]
         if frame.drafts is None:

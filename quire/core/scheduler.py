@@ -227,8 +227,9 @@ class Scheduler:
         certain = np.where(known < run.token_limit[rows], np.minimum(known - computed, self.chunk_limit), 0)
         planned = None
         if self.num_drafts:
-            room = np.minimum(run.token_limit[rows] - known - 1, self.num_drafts)
-            planned = self.drafts.plan(rows, certain, run.decodes(rows), room, self.max_num_batched_tokens)
+            if not self.drafts.goes_on_resting():
+                room = np.minimum(run.token_limit[rows] - known - 1, self.num_drafts)
+                planned = self.drafts.plan(rows, certain, run.decodes(rows), room, self.max_num_batched_tokens)
             computed = run.most_computed(rows)
         counts = _within(self.max_num_batched_tokens, certain)
         if planned is not None:  # what is left: no row waits for another's drafts

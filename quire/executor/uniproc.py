@@ -14,6 +14,7 @@ from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
+from quire.worker.memory import free_unused
 from quire.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class UniProcExecutor:
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
         self._tasks: Tasks = queue.SimpleQueue()
         self._stop: Callable[[], object] | None = None
-        if config.scheduler.depth > 0 and not platform_class(config.device.device).launches_async:
+        self._platform = platform_class(config.device.device)
+        self.worker: Any = None
+        if config.scheduler.depth > 0 and not self._platform.launches_async:
             thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-worker", daemon=True)
             thread.start()
             # Even without a call of shutdown(): a thread inside torch while the interpreter exits aborts the process.
@@ -91,6 +94,9 @@ class UniProcExecutor:
     def shutdown(self) -> None:
         if self._stop is not None:
             self._stop()
+        if self.worker is not None and self._platform.has_own_memory:
+            self.worker = None
+            free_unused()  # the next engine of this process measures what is free
 
     def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
         future: Future[Any] = Future()

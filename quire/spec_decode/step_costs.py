@@ -25,15 +25,17 @@ def measure_step_costs(
     num_groups: int,
     num_drafts: int,
     max_tokens: int,
+    fewest: int = 1,
     warm_up: bool = False,
     in_step: bool = False,
 ) -> tuple[Costs, Costs]:
     """(tokens, seconds) of steps in which no row has drafts, and in which all have `num_drafts`, by up to `num_rows`
-    rows of a cache of `num_groups`. `warm_up`: first runs may compile. `in_step`: other ranks take part in each step,
-    so that all must run the same ones, however long they take."""
+    rows of a cache of `num_groups`; also of one row with `fewest`, the least that any is planned with. `warm_up`: first
+    runs may compile. `in_step`: other ranks take part in each step, so that all must run the same ones, however long
+    they take."""
     sizes = [rows for rows in ROWS if rows <= num_rows and rows * (1 + num_drafts) <= max_tokens] or [1]
-    further = ((rows, drafts) for rows in sizes for drafts in (0, num_drafts) if (rows, drafts) != (1, 0))
-    plans = [_plan(range(rows), drafts) for rows, drafts in ((1, 0), (1, 1), *further)]
+    pairs = dict.fromkeys(((1, 0), (1, fewest), *((rows, drafts) for rows in sizes for drafts in (0, num_drafts))))
+    plans = [_plan(range(rows), drafts) for rows, drafts in pairs]
     submit(_plan([], 0, new=[_new_row(row, num_groups) for row in range(sizes[-1])]))()
     for plan in plans if warm_up else ():
         submit(plan)()

@@ -1,5 +1,6 @@
 """The KV cache's memory budget: what is left on the device beside everything else that this process will use."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,3 +88,9 @@ def state_memory(
     sizes = [group.spec.block_size // count for group, count in zip(groups, pages, strict=True)]
     rows = row_state_bytes(max_rows, length, sizes)
     return rows + penalty_table_bytes(max_rows, vocab)
+
+
+def free_unused() -> None:
+    """Give back what nothing refers to any more; a worker's parts refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()

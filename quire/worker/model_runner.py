@@ -193,11 +193,13 @@ class ModelRunner:
             waited = () if step.rows is None else (step.rows[:1],)
             return Pending(lambda *_: self._complete(step, _nothing_sampled()), *waited)
         assert step.rows is not None
-        if step.plan.num_drafts is None:
-            if self.proposer is not None:
-                self.proposer.skip(step.plan)
+        drafts, proposer = step.plan.num_drafts, self.proposer
+        if proposer is not None and drafts is None:
+            proposer.skip(step.plan)
+        # One that looks drafts up needs no more than the tokens, so a step without drafts is sampled as usual.
+        if drafts is None or (proposer is not None and proposer.finds and not drafts.any()):
             return self._sample(step, step.logits, grammar)
-        assert self.proposer is not None, "a plan with drafts, which no one proposes"
+        assert proposer is not None, "a plan with drafts, which no one proposes"
         hidden = None if self.hidden is None else self.hidden.of_step(step.plan.total_tokens)
         return sample_and_verify(
             step.plan,
@@ -207,7 +209,7 @@ class ModelRunner:
             self.sampler,
             grammar,
             self.num_drafts,
-            self.proposer,
+            proposer,
             DraftStep(step.plan, step.rows, self.rows, hidden),
             functools.partial(self._complete, step),
         )
@@ -221,7 +223,12 @@ class ModelRunner:
         draw = self.sampler.choose_draw(row_list, grammar) if supports_triton(self.device) else None
         if draw is not None:
             self.sampler.sample_fused(logits, step.rows, state, draw, self.sampled)
-            return Pending(lambda ids: self._complete(step, _output(ids, None)), self.sampled[:count])
+            looked = self._look_up(step)
+
+            def complete(ids: np.ndarray, num_found: np.ndarray | None = None) -> ModelRunnerOutput:
+                return self._complete(step, _output(ids, None, num_found))
+
+            return Pending(complete, self.sampled[:count], *looked)
         rows = step.rows[:count].long()
         positions = state.num_tokens[rows]
         batch = SampleBatch(
@@ -234,18 +241,27 @@ class ModelRunner:
         sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
         top = sampled.logprobs
-        # The proposer rests. Masks of the next plan are made for what it will verify, whatever lies there.
+        looked = self._look_up(step)
+        # Masks of the next plan are made for what it will verify, whatever lies there if the proposer rests.
         held = [drafts_of(rows, state, self.num_drafts)] if self.proposer and self.sampler.constrains(row_list) else []
 
         def make(ids: np.ndarray, *found: np.ndarray) -> ModelRunnerOutput:
             rest = list(found)
+            num_found = rest.pop(0) if looked else None
             drafts = rest.pop(0) if held else None
-            output = _output(ids, Logprobs(np.asarray(sampled.places), *rest) if rest else None)
+            output = _output(ids, Logprobs(np.asarray(sampled.places), *rest) if rest else None, num_found)
             output.drafts = drafts
             return self._complete(step, output)
 
         arrays = (top.token_ids, top.logprobs, top.ranks) if top is not None else ()
-        return Pending(make, sampled.token_ids.int(), *held, *arrays)
+        return Pending(make, sampled.token_ids.int(), *looked, *held, *arrays)
+
+    def _look_up(self, step: PendingStep) -> list[torch.Tensor]:
+        """Drafts for the rows of a step without any, if it is to be followed by a proposal: how many were found."""
+        if step.plan.num_drafts is None or self.proposer is None or step.rows is None:
+            return []
+        self.proposer.propose(DraftStep(step.plan, step.rows, self.rows))
+        return [self.rows.num_found[step.rows[: len(step.plan.rows)].long()]]
 
     def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Adds prompt logprobs, pooled vectors, and the requests whose KV transfers have finished."""
@@ -447,5 +463,5 @@ def _nothing_sampled() -> ModelRunnerOutput:
     return ModelRunnerOutput(np.empty((0, 1), np.int32), np.empty(0, np.int32))
 
 
-def _output(ids: np.ndarray, logprobs: Logprobs | None) -> ModelRunnerOutput:
-    return ModelRunnerOutput(ids[:, None], np.ones(len(ids), np.int32), logprobs)
+def _output(ids: np.ndarray, logprobs: Logprobs | None, num_found: np.ndarray | None = None) -> ModelRunnerOutput:
+    return ModelRunnerOutput(ids[:, None], np.ones(len(ids), np.int32), logprobs, num_found=num_found)

@@ -248,12 +248,12 @@ class Worker:
             self.runner.execute_model(plan)
             return self.runner.sample_tokens().result
 
-        counts = (self.max_num_seqs, len(self.runner.block_sizes), self.runner.num_drafts)
-        plain, drafted = measure_step_costs(
-            submit, *counts, max_tokens, warm_up=self.platform.has_own_memory, in_step=self.world > 1
-        )
+        # Only captured steps are planned, if there are any: others take several times as long.
         captured = self.runner.graphs.tokens_per_row if self.runner.graphs is not None else []
         sizes = tuple(count - 1 for count in captured if count > 1)
+        counts = (self.max_num_seqs, len(self.runner.block_sizes), self.runner.num_drafts)
+        fewest, warm_up = min(sizes, default=1), self.platform.has_own_memory
+        plain, drafted = measure_step_costs(submit, *counts, max_tokens, fewest, warm_up, in_step=self.world > 1)
         rests = proposer.finds or proposer.rests  # one that looks texts up has nothing to keep
         return DraftProfile(proposer.finds, rests, sizes, plain, drafted)
 
