@@ -95,14 +95,15 @@ def make_prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(100, 100_000) for _ in range(PROMPT)] for _ in range(count)]
 
 
-class Run:
-    """Texts, and milliseconds per token and request, of an engine at a batch size."""
+class Engine:
+    """Texts, and milliseconds per token and request, at a batch size."""
 
     def __init__(
-        self, folder: str, batch: int, repetitions: int, speculative: dict[str, Any] | None, temperature: float = 0.0
+        self, folder: str, batch: int, speculative: dict[str, Any] | None, temperature: float = 0.0, **options: Any
     ) -> None:
-        prompts = make_prompts(batch)
-        with LLM(
+        self.prompts, self.temperature = make_prompts(batch), temperature
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+        self.llm = LLM(
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -111,51 +112,63 @@ class Run:
             enable_prefix_caching=False,
             use_tqdm_on_load=False,
             speculative_config=speculative,
-            **({"spec_adaptive": False} if speculative and not temperature else {}),
-        ) as llm:
+            **options,
+        )
+        self._seconds(SHORT)  # warm-up
+        for thread in threading.enumerate():
+            if thread.name == "quire-compile":
+                thread.join()  # kernels for other requests than these
 
-            def seconds(length: int) -> float:
-                params = SamplingParams(temperature=temperature, seed=SEED, max_tokens=length, ignore_eos=True)
-                began = time.perf_counter()
-                found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-                taken = time.perf_counter() - began
-                self.texts = {
-                    tuple(ids): list(one.outputs[0].token_ids) for ids, one in zip(prompts, found, strict=True)
-                }
-                return taken
+    def ms(self) -> float:
+        return 1e3 * (-self._seconds(SHORT) + self._seconds(LONG)) / (LONG - SHORT)
 
-            seconds(SHORT)  # warm-up
-            for thread in threading.enumerate():
-                if thread.name == "quire-compile":
-                    thread.join()  # kernels for other requests than these
-            pairs = [(seconds(SHORT), seconds(LONG)) for _ in range(repetitions)]
-        self.ms = 1e3 * statistics.median(long - short for short, long in pairs) / (LONG - SHORT)
+    def _seconds(self, length: int) -> float:
+        params = SamplingParams(temperature=self.temperature, seed=SEED, max_tokens=length, ignore_eos=True)
+        began = time.perf_counter()
+        found = self.llm.generate([{"prompt_token_ids": ids} for ids in self.prompts], params, use_tqdm=False)
+        taken = time.perf_counter() - began
+        self.texts = {tuple(ids): list(one.outputs[0].token_ids) for ids, one in zip(self.prompts, found, strict=True)}
+        return taken
+
+
+def run(folder: str, batch: int, repetitions: int, speculative: dict[str, Any] | None) -> tuple[float, dict]:
+    """Milliseconds, and the texts."""
+    options = {} if speculative is None else {"spec_adaptive": False}
+    engine = Engine(folder, batch, speculative, **options)
+    found = statistics.median(engine.ms() for _ in range(repetitions)), engine.texts
+    engine.llm.shutdown()
+    return found
 
 
 def eagle(batch: int, repetitions: int, drafts: int) -> None:
     with shape_folder(MODEL_SHAPES["llama3-8b"]) as model, shape_folder(HEAD) as head:
         method = {"method": "benchmarks.gpu.speculation:PartlyRight", "model": head, "num_speculative_tokens": drafts}
         PartlyRight.KNOWN.clear()
-        single = Run(model, batch, repetitions, None)
-        wrong = Run(model, batch, 1, method)
-        PartlyRight.KNOWN.update(wrong.texts)
-        guessed = Run(model, batch, repetitions, method)
+        single, _ = run(model, batch, repetitions, None)
+        wrong, right_texts = run(model, batch, 1, method)
+        PartlyRight.KNOWN.update(right_texts)
+        guessed, texts = run(model, batch, repetitions, method)
     same = [
-        next((i for i, (a, b) in enumerate(zip(text, wrong.texts[key], strict=True)) if a != b), LONG)
-        for key, text in guessed.texts.items()
+        next((i for i, (a, b) in enumerate(zip(text, right_texts[key], strict=True)) if a != b), LONG)
+        for key, text in texts.items()
     ]
     expected = sum(PartlyRight.PROBABILITY**j for j in range(drafts + 1))
-    print_ratio(f"llama3-8b, batch {batch}", "EAGLE-3", single.ms, guessed.ms)
-    print(f"  a step with no draft accepted takes {wrong.ms:.3f} ms, one of {expected:.2f} tokens, if acceptance is as")
-    print(f"  meant, {guessed.ms * expected:.3f}; texts agree for {min(same)} of {LONG} tokens or more")
+    print_ratio(f"llama3-8b, batch {batch}", "EAGLE-3", single, guessed)
+    print(f"  a step with no draft accepted takes {wrong:.3f} ms, one of {expected:.2f} tokens, if acceptance is as")
+    print(f"  meant, {guessed * expected:.3f}; texts agree for {min(same)} of {LONG} tokens or more")
 
 
 def ngram(repetitions: int) -> None:
+    """In alternating pairs: the host's speed changes."""
+    method = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 8, "prompt_lookup_max": 8}
     with shape_folder(MODEL_SHAPES["qwen3-0.6b"]) as model:
-        single = Run(model, 1, repetitions, None, temperature=1.0)  # random tokens, which nothing repeats
-        method = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 8, "prompt_lookup_max": 8}
-        looked = Run(model, 1, repetitions, method, temperature=1.0)
-    print_ratio("qwen3-0.6b, batch 1", "n-gram lookup", single.ms, looked.ms)
+        # Random tokens, which nothing repeats.
+        single, looked = (Engine(model, 1, each, 1.0, num_gpu_blocks_override=4096) for each in (None, method))
+        pairs = [(single.ms(), looked.ms()) for _ in range(3 * repetitions)]
+    ratios = sorted(one / other for one, other in pairs)
+    print_ratio("qwen3-0.6b, batch 1", "n-gram lookup", *(statistics.median(each) for each in zip(*pairs, strict=True)))
+    middle = f"median {statistics.median(ratios):.3f}, quartiles {ratios[len(ratios) // 4]:.3f}"
+    print(f"  of {len(pairs)} pairs: {middle} and {ratios[-1 - len(ratios) // 4]:.3f}")
 
 
 def print_ratio(where: str, what: str, without: float, with_it: float) -> None:

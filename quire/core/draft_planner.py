@@ -10,7 +10,8 @@ PRIOR, PRIOR_TOKENS = 0.7, 4.0  # a new request's acceptance, as if so many toke
 ENGINE_DECAY = 0.99  # of the acceptance of all rows, with which requests begin
 # A row, or a step of equal rows, that was planned without drafts for so many plans gets some: texts change.
 PROBE_ROW, PROBE_STEP = 16, 64
-PATIENCE, LOOK = 8, 4  # after so many plans without any match, a proposer that may rest looks in every fourth
+# After so many plans without any match, a proposer that may rest looks in every fourth, and after more in every eighth.
+PATIENCE, LOOK, FEW_LOOKS = 8, 4, 64
 PAUSE = 8  # plans for which it rests where drafts do not pay
 # Costs were measured at start-up, when anything may have disturbed them. Where by these even right drafts do not pay,
 # some are tried for TRIAL plans after so many without, and after twice as many each further time.
@@ -116,7 +117,8 @@ class DraftPlanner:
             most = np.minimum(most, self.num_found[rows])
             self._misses = 0 if most.any() else self._misses + 1
             if self.rests and self._misses > PATIENCE:
-                self._resting = LOOK - 1  # after this plan, which is followed by a look
+                self._resting = (LOOK if self._misses <= FEW_LOOKS else 2 * LOOK) - 1
+                self._misses += self._resting
         gains = self._gains(rows, most)
         if self.uniform:
             return self._plan_equal(count, gains, seconds, pace) * (certain > 0) if base == count else 0 * certain

@@ -213,7 +213,8 @@ class Scheduler:
         )
         self.transfers.add_meta(plan)
         self._released_rows = []
-        self.results.expect(self._step, rows, requests, samples, drafts)
+        verified = drafts if drafts is not None and drafts.any() else None
+        self.results.expect(self._step, rows, requests, samples, verified)
         return plan
 
     def _advance_running(self, appended: BlockAppends) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, bool]:

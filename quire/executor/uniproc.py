@@ -32,7 +32,7 @@ class UniProcExecutor:
     longer.
     """
 
-    def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig, int, int], Any] = Worker) -> None:
+    def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Any] = Worker) -> None:
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
         self._tasks: Tasks = queue.SimpleQueue()
         self._stop: Callable[[], object] | None = None
@@ -44,7 +44,7 @@ class UniProcExecutor:
             # Even without a call of shutdown(): a thread inside torch while the interpreter exits aborts the process.
             self._stop = weakref.finalize(self, _stop, self._tasks, thread)
         try:
-            self.worker = self._submit(lambda: make_worker(config, 0, 1)).result()
+            self.worker = self._submit(lambda: make_worker(config)).result()
         except BaseException:
             self.shutdown()
             raise

@@ -88,8 +88,16 @@ MEASURED_FUSED: dict[tuple[int, int, int, int], IntConfig] = {
 }
 
 # The same for short chunks, which the key has behind the bits.
-MEASURED_SHORT: dict[tuple[int, int, int, int, int], IntConfig | None] = {}
-MEASURED_SHORT_FUSED: dict[tuple[int, int, int, int, int], IntConfig] = {}
+MEASURED_SHORT: dict[tuple[int, int, int, int, int], IntConfig | None] = {
+    (4, 128, 1, 4096, 28672): IntConfig(64, warps=2, stages=8),
+    (4, 128, 1, 14336, 4096): IntConfig(64, warps=2, stages=8, splits=8, prescaled=True),
+}
+MEASURED_SHORT_FUSED: dict[tuple[int, int, int, int, int], IntConfig] = {
+    (4, 128, 1, 4096, 6144): IntConfig(32, warps=2, stages=6, splits=2, norm_apart=True),
+    (4, 128, 1, 4096, 4096): IntConfig(128, stages=6, splits=12),
+    (4, 128, 1, 4096, 14336): IntConfig(32, warps=2, stages=6, norm_apart=True),
+    (4, 128, 1, 14336, 4096): IntConfig(64, warps=2, stages=8, splits=8, prescaled=True),
+}
 
 
 def choose(bits: int, rows: int, k: int, n: int, chunk: int) -> IntConfig | None:

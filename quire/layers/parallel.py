@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-UNCONNECTED = "tensor parallelism over several workers is not supported yet"
+from quire.distributed.group import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
+    group: Group = ALONE
 
     def share(self, total: int, what: str) -> int:
         """This rank's share of `total`, which must divide evenly."""
@@ -30,15 +31,16 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
-        if self.size > 1:
-            raise NotImplementedError(UNCONNECTED)
-        return x
+        return x if self.size == 1 else self._connected().all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, of one shape, concatenated along the last dimension."""
-        if self.size > 1:
-            raise NotImplementedError(UNCONNECTED)
-        return x
+        return x if self.size == 1 else self._connected().all_gather(x)
+
+    def _connected(self) -> Group:
+        if self.group.size != self.size:
+            raise RuntimeError(f"this is one of {self.size} tensor-parallel ranks that are not connected")
+        return self.group
 
 
 SINGLE = TensorParallel()

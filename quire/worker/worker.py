@@ -13,6 +13,7 @@ from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import make_connectors
+from quire.distributed.world import SINGLE_WORLD, World
 from quire.kernels import native
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.parallel import TensorParallel
@@ -43,11 +44,11 @@ logger = logging.getLogger("quire")
 
 
 class Worker:
-    """Rank `rank` of `world`: it alone knows which; layers get a TensorParallel object."""
+    """A rank of a world: it alone knows which; layers get a TensorParallel object."""
 
-    def __init__(self, config: EngineConfig, rank: int, world: int) -> None:
+    def __init__(self, config: EngineConfig, world: World = SINGLE_WORLD) -> None:
         self.config = config
-        self.rank, self.world = rank, world
+        self.world, self.rank = world, world.rank
         load_plugins()
         for architecture, target in (config.model.model_class_overrides or {}).items():
             ModelRegistry.register_model(architecture, target)
@@ -116,12 +117,13 @@ class Worker:
             share_prefixes=not device.disable_cascade_attn,
         )
         self.draft_profile = DraftProfile()
-        self.profiler = TorchProfiler(config.observability.profiler_config, rank)
+        self.profiler = TorchProfiler(config.observability.profiler_config, world.rank)
         self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
 
     def tensor_parallel(self) -> TensorParallel:
-        """This worker's part in the layers. Until there are process groups, override it to add collectives."""
-        return TensorParallel(self.rank, self.world)
+        """This worker's part in the layers."""
+        group = self.world.tensor
+        return TensorParallel(group.rank, group.size, group)
 
     def _make_adapters(self) -> Adapters | None:
         config, max_tokens = self.config, self.config.scheduler.max_num_batched_tokens
@@ -253,7 +255,7 @@ class Worker:
         sizes = tuple(count - 1 for count in captured if count > 1)
         counts = (self.max_num_seqs, len(self.runner.block_sizes), self.runner.num_drafts)
         fewest, warm_up = min(sizes, default=1), self.platform.has_own_memory
-        plain, drafted = measure_step_costs(submit, *counts, max_tokens, fewest, warm_up, in_step=self.world > 1)
+        plain, drafted = measure_step_costs(submit, *counts, max_tokens, fewest, warm_up, in_step=self.world.size > 1)
         rests = proposer.finds or proposer.rests  # one that looks texts up has nothing to keep
         return DraftProfile(proposer.finds, rests, sizes, plain, drafted)
 

@@ -4,13 +4,15 @@ One file, and its name: --distributed-executor-backend tests.executor.threads:Th
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from quire.config import EngineConfig
+from quire.distributed.group import Group
+from quire.distributed.layout import WorldLayout
+from quire.distributed.world import World
 from quire.executor.base import WorkerMethod
 from quire.executor.uniproc import UniProcExecutor
 from quire.layers.parallel import TensorParallel
@@ -23,7 +25,7 @@ from quire.worker.worker import Worker
 WORLD = 2
 
 
-class ThreadGroup:
+class Meeting:
     def __init__(self, size: int = WORLD) -> None:
         self.tensors: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=300)
@@ -37,33 +39,24 @@ class ThreadGroup:
         return found
 
 
-@dataclass(frozen=True)
-class ThreadParallel(TensorParallel):
-    group: ThreadGroup | None = None
+class ThreadGroup(Group):
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(range(WORLD), rank)
+        self.meeting = meeting
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.group is not None
-        return torch.stack(self.group.exchange(self.rank, x)).sum(0)
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.group is not None
-        return torch.cat(self.group.exchange(self.rank, x), dim=-1)
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
 
 
 def on_every_rank(function: Callable[[TensorParallel], Any]) -> list[Any]:
     """Call it at the same time as rank 0 and rank 1 of two."""
-    group = ThreadGroup()
+    meeting = Meeting()
     with ThreadPoolExecutor(WORLD) as pool:
-        return list(pool.map(lambda rank: function(ThreadParallel(rank, WORLD, group)), range(WORLD)))
-
-
-class RankWorker(Worker):
-    def __init__(self, config: EngineConfig, rank: int, world: int, group: ThreadGroup) -> None:
-        self.group = group
-        super().__init__(config, rank, world)
-
-    def tensor_parallel(self) -> TensorParallel:
-        return ThreadParallel(self.rank, self.world, self.group)
+        parts = [TensorParallel(rank, WORLD, ThreadGroup(rank, meeting)) for rank in range(WORLD)]
+        return list(pool.map(function, parts))
 
 
 class ResultOfAll:
@@ -85,10 +78,12 @@ class ThreadsExecutor:
     """Every plan goes to every rank. Asynchronous scheduling is needed: it gives each worker its thread."""
 
     def __init__(self, config: EngineConfig) -> None:
-        group = ThreadGroup()
+        meeting = Meeting()
 
         def start(rank: int) -> UniProcExecutor:
-            return UniProcExecutor(config, lambda config, *_: RankWorker(config, rank, WORLD, group))
+            group = ThreadGroup(rank, meeting)
+            world = World(rank, WorldLayout(tensor=WORLD), tensor=group, model=group)
+            return UniProcExecutor(config, lambda config: Worker(config, world))
 
         self.ranks = [start(rank) for rank in range(WORLD)]
 

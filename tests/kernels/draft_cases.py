@@ -108,7 +108,9 @@ def check_sampled(vocab: int, draft_vocab: int, draw: Draw, device: str, dtype: 
     wanted = sample_tokens_torch(logits, rows, positions, by_row, draw, drafts)
     got = sample_tokens(logits, rows, positions, by_row, draw, drafts)
     assert wanted[7] == got[7] == NO_TOKEN
-    assert wanted[9] == got[9] == undrafted[9]
-    assert int((wanted != got).sum()) <= (device != "cpu")  # a number at a boundary may fall on either side
+    assert wanted[9] == got[9] == undrafted[9], (wanted[9], got[9], undrafted[9])
+    # A number at a boundary may fall on either side: torch's cumulative sums on a GPU are not exact.
+    other = (wanted != got).nonzero().flatten().tolist()
+    assert len(other) <= (3 if device != "cpu" else 0), other
     accepted = (got == drafts.tokens).float().sum() / (drafts.tokens >= 0).sum()
     assert 0.2 * draft_vocab / vocab < accepted < 1, accepted
