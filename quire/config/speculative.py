@@ -55,7 +55,7 @@ class SpeculativeConfig:
     spec_method: str | None = option(None, "the method of --speculative-config; on by this flag alone")
     spec_model: str | None = option(None, "the draft model or head of --speculative-config: a folder, or a hub id")
     spec_tokens: int | None = option(
-        None, "drafts that a row verifies in a step, at most; default: by the method", minimum=0, maximum=MAX_DRAFTS
+        None, "drafts that a row verifies in a step, at most; default: by the method", minimum=1, maximum=MAX_DRAFTS
     )
     spec_adaptive: bool = option(
         True, "fewer drafts, or none, where measured acceptance and the cost of a step say that they do not pay"
@@ -126,7 +126,7 @@ class SpeculativeConfig:
         flags = {
             "method": self.spec_method,
             "model": self.spec_model,
-            "num_speculative_tokens": self.spec_tokens or None,
+            "num_speculative_tokens": self.spec_tokens,
         }
         for key, value in flags.items():
             if value is not None and given.get(key) not in (None, value):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from quire.core.draft_planner import DraftPlanner
 from quire.core.request import Request
 from quire.core.running_set import RunningSet
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import EngineCoreOutputs, ErrorKind, FinishReason, Logprobs, RequestError
+from quire.spec_decode.draft_planner import DraftPlanner
 
 NO_TOKEN_ERROR = RequestError(
     ErrorKind.NOT_A_NUMBER,

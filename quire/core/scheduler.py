@@ -12,7 +12,6 @@ import numpy as np
 
 from quire.core.admission import Admission
 from quire.core.admission_queue import AdmissionQueue
-from quire.core.draft_planner import DraftPlanner
 from quire.core.forks import ForkTable
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_transfers import Ended, KVTransfers
@@ -31,6 +30,7 @@ from quire.messages.requests import (
     SchedulerStats,
 )
 from quire.messages.speculation import DraftProfile
+from quire.spec_decode.draft_planner import DraftPlanner
 
 
 class Scheduler:

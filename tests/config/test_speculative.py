@@ -14,7 +14,7 @@ def config(**keys: Any) -> SpeculativeConfig:
 
 
 def test_off_by_default() -> None:
-    for given in (SpeculativeConfig(), SpeculativeConfig(speculative_config={}), SpeculativeConfig(spec_tokens=0)):
+    for given in (SpeculativeConfig(), SpeculativeConfig(speculative_config={})):
         assert (given.method, given.num_drafts) == (None, 0)
 
 

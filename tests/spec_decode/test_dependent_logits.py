@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.draft_planner import DraftPlanner
 from quire.messages.sampling_params import ReasoningTokens
 from quire.sampling_params import StructuredOutputsParams
+from quire.spec_decode.draft_planner import DraftPlanner
 from tests.sample.user_examples import Counting, NoRepeat
 from tests.spec_decode import proposers
 from tests.structured_output.model import save_model

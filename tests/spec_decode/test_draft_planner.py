@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.core.draft_planner import (
+from quire.messages.speculation import DraftProfile
+from quire.messages.structured import StructuredOutputsParams
+from quire.spec_decode.draft_planner import (
     FIRST_TRIAL,
     LOOK,
     PATIENCE,
@@ -13,8 +15,6 @@ from quire.core.draft_planner import (
     TRIAL,
     DraftPlanner,
 )
-from quire.messages.speculation import DraftProfile
-from quire.messages.structured import StructuredOutputsParams
 from tests.core.fake_engine import FakeEngine, expected_tokens
 
 FLAT = ((1, 1.0), (1000, 1.0))  # a step takes as long with any number of tokens
