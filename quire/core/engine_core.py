@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.config import EngineConfig, ModelConfig
+from quire.config.speculative import SpeculativeConfig
 from quire.core.hashing import cache_root
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
@@ -76,7 +77,7 @@ class EngineCore:
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
-            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative.model),
+            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
@@ -265,7 +266,7 @@ class EngineCore:
         return fits
 
 
-def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, draft: str | None = None) -> bytes:
+def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, drafts: SpeculativeConfig) -> bytes:
     """Two engines with the same one compute the same keys and values for the same tokens."""
     # Of all RoPE scalings, longrope alone chooses its factors by the longest sequence that may come.
     chooses_by_length = "long_factor" in repr(model.hf_config)
@@ -277,7 +278,7 @@ def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfi
         f"quantization {model.quantization}",
         f"longrope {model.max_model_len or model.derived_max_model_len}" if chooses_by_length else "",
         repr(layout.groups),
-        *([f"draft {draft}"] if draft else []),
+        *([f"draft {drafts.model}, {drafts.revision}, quantization {drafts.quantization}"] if drafts.model else []),
     )
 
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from quire.config import ModelConfig
+from quire.config.speculative import SpeculativeConfig
 from quire.core.engine_core import kv_fingerprint
 from quire.core.hashing import BlockHasher, cache_root, make_digest
 from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup
@@ -53,7 +54,7 @@ LAYOUT = KVCacheConfig(8, (KVCacheGroup((0,), spec()),))
 def fingerprint(hf_config=None, kv_cache_dtype="auto", layout=LAYOUT, **options):
     model = ModelConfig(model="m", **options)
     model.hf_config = hf_config or {}
-    return kv_fingerprint(model, kv_cache_dtype, layout)
+    return kv_fingerprint(model, kv_cache_dtype, layout, SpeculativeConfig())
 
 
 def test_whatever_changes_keys_and_values_changes_the_fingerprint():
