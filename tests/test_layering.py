@@ -21,8 +21,9 @@ LAYERS: list[set[str]] = [
     {"models"},
     {"lora", "quantization", "layers"},
     {"attention", "pooling", "sample"},
+    {"distributed"},
     {"kernels"},
-    {"distributed", "platforms"},
+    {"platforms"},
 ]
 
 # Beside the stack. Only the packages named here may import them.

@@ -1,45 +1,111 @@
 """Ranks that exchange tensors. Every collective of Quire goes through here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 
-class Group:
-    """Some ranks of a world, by torch's process groups. Of one rank alone: nothing is exchanged."""
+class Count(NamedTuple):
+    """Of a collective: how often it was called, and the bytes of this rank's tensors in all."""
 
-    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0, process_group: "dist.ProcessGroup | None" = None):
-        """`rank` is this process's in the world."""
+    calls: int
+    bytes: int
+
+
+def nobody(ranks: Sequence[int]) -> list[str]:
+    return []
+
+
+class Group:
+    """Some ranks of a world, by torch's process groups. Without one: a rank alone, and nothing is exchanged. What is on
+    a GPU goes through the host here, so this serves ranks that share one."""
+
+    capturable = False  # whether a CUDA graph can contain its collectives
+
+    def __init__(
+        self,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        process_group: "dist.ProcessGroup | None" = None,
+        find_gone: Callable[[Sequence[int]], list[str]] = nobody,
+    ) -> None:
+        """`rank` is this process's in the world; `find_gone` names those whose process has ended."""
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
-        self._group = process_group
+        self._group, self._find_gone = process_group, find_gone
+        self._counts: dict[str, Count] = {}
+
+    @property
+    def counts(self) -> dict[str, Count]:
+        """By collective. What a CUDA graph replays is not counted."""
+        return dict(self._counts)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place where that is possible."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self._group)
-        return x
+        if self._group is None:
+            return x
+        with self._exchange("all_reduce", x):
+            host = x.cpu().contiguous()
+            dist.all_reduce(host, group=self._group)
+            return x if host is x else x.copy_(host)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, of one shape, concatenated along the last dimension."""
-        if self.size == 1:
+        if self._group is None:
             return x
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(found, x.contiguous(), group=self._group)
-        return torch.cat(found, dim=-1)
+        with self._exchange("all_gather", x):
+            host = x.cpu().contiguous()
+            found = [torch.empty_like(host) for _ in range(self.size)]
+            dist.all_gather(found, host, group=self._group)
+            return torch.cat(found, dim=-1).to(x.device)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Into x, from the rank that is `source` in this group."""
-        if self.size > 1:
-            dist.broadcast(x, self.ranks[source], group=self._group)
-        return x
+        if self._group is None:
+            return x
+        with self._exchange("broadcast", x):
+            host = x.cpu().contiguous()
+            dist.broadcast(host, self.ranks[source], group=self._group)
+            return x if host is x else x.copy_(host)
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        dist.send(x.contiguous(), self.ranks[to], group=self._group)
+        with self._exchange("send", x):
+            dist.send(x.cpu().contiguous(), self.ranks[to], group=self._group)
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        dist.recv(x, self.ranks[source], group=self._group)
-        return x
+        with self._exchange("receive", x):
+            host = torch.empty_like(x, device="cpu", memory_format=torch.contiguous_format)
+            dist.recv(host, self.ranks[source], group=self._group)
+            return x.copy_(host)
+
+    def fail(self) -> None:
+        """This rank takes part in nothing more: ends the others' waits where the group can tell them."""
+
+    def close(self) -> None:
+        """Give back what the group holds."""
+
+    def _count(self, collective: str, x: torch.Tensor) -> None:
+        calls, total = self._counts.get(collective, (0, 0))
+        self._counts[collective] = Count(calls + 1, total + x.nbytes)
+
+    @contextmanager
+    def _exchange(self, collective: str, x: torch.Tensor) -> Iterator[None]:
+        self._count(collective, x)
+        try:
+            yield
+        except RuntimeError as error:
+            others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+            gone = self._find_gone(others)
+            cause = f"{', '.join(gone)} has ended" if gone else str(error)
+            raise RuntimeError(f"{collective} among ranks {list(self.ranks)} failed: {cause}") from error
 
 
-ALONE = Group()
+class NoGroup(Group):
+    """One rank alone."""
+
+    capturable = True
+
+
+ALONE = NoGroup()

@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from quire.distributed.gpu_group import GpuGroup
 from quire.distributed.group import ALONE, Group
 from quire.distributed.layout import WorldLayout
+from quire.distributed.rendezvous import Meeting, meet
+from quire.distributed.shm_group import SharedMemoryGroup
 
 ONE_RANK = WorldLayout()
 
@@ -39,27 +43,76 @@ class World:
 
     @classmethod
     def connect(
-        cls, rank: int, layout: WorldLayout, address: str, backend: str, timeout: float, local_rank: int | None = None
+        cls,
+        rank: int,
+        layout: WorldLayout,
+        address: str,
+        backend: str,
+        timeout: float,
+        local_rank: int | None = None,
+        share_memory: bool = True,
+        even_alone: bool = False,
     ) -> "World":
-        """Meet all other ranks at `address`, as torch.distributed has them ("tcp://host:port", "file:///path"),
-        within so many seconds."""
-        if layout.size == 1:
+        """Meet all other ranks at `address` ("tcp://host:port", "file:///path") within so many seconds, which is also
+        the limit of every wait after that. `backend`: "nccl" where each rank has a GPU of its own, else "gloo", with
+        which ranks of one machine that share layers exchange tensors over shared memory if `share_memory`.
+        `even_alone`: one rank alone makes groups too."""
+        if not 0 <= rank < layout.size:
+            raise ValueError(f"rank {rank} is not in a world of {layout.size}; allowed: 0 to {layout.size - 1}")
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"ranks cannot exchange tensors by {backend!r}; allowed: gloo, nccl")
+        if layout.size == 1 and not even_alone:
             return cls()
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(backend, init_method=address, rank=rank, world_size=layout.size, timeout=limit)
-        found = {}
-        for kind in ("tensor", "stage", "model"):
-            members = [getattr(layout, f"{kind}_ranks")(each) for each in range(layout.size)]
-            for ranks in dict.fromkeys(members):  # every rank takes part in making every group
-                group = dist.new_group(list(ranks), timeout=limit)
-                if rank in ranks:
-                    found[kind] = Group(ranks, rank, group)
-        local = rank if local_rank is None else local_rank
+        local, limit = rank if local_rank is None else local_rank, timedelta(seconds=timeout)
+        if backend == "nccl":
+            torch.cuda.set_device(local)
+        meeting = meet(rank, layout, address, backend, timeout)
+        store = dist.PrefixStore("torch", meeting.store)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=limit)
+            found = {
+                kind: _make_group(kind, rank, layout, backend, timeout, meeting, share_memory)
+                for kind in ("tensor", "stage", "model")
+            }
+        except RuntimeError as error:
+            gone = meeting.find_gone(range(layout.size))
+            cause = f"{', '.join(gone)} has ended" if gone else str(error)
+            raise RuntimeError(f"{layout.size} ranks could not be connected by {backend}: {cause}") from error
         return cls(rank, layout, local, found["tensor"], found["stage"], found["model"])
 
+    def fail(self) -> None:
+        """This rank takes part in nothing more: ends the waits of others that can be told."""
+        for group in (self.tensor, self.stages, self.model):
+            group.fail()
+
     def close(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+        for group in (self.tensor, self.stages, self.model):
+            group.close()
+        if self.tensor is not ALONE and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _make_group(
+    kind: str, rank: int, layout: WorldLayout, backend: str, timeout: float, meeting: Meeting, share_memory: bool
+) -> Group:
+    """This rank's of a kind. Every rank takes part in making all of them."""
+    members = [getattr(layout, f"{kind}_ranks")(each) for each in range(layout.size)]
+    mine: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
+    for ranks in dict.fromkeys(members):
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout))
+        if rank in ranks:
+            mine = ranks, group
+    assert mine is not None
+    ranks, group = mine
+    if backend == "nccl":
+        gpus = GpuGroup(ranks, rank, group, meeting.find_gone)
+        gpus.warm_up(torch.device("cuda", torch.cuda.current_device()))
+        return gpus
+    if kind == "tensor" and share_memory and len(ranks) > 1:
+        shared = SharedMemoryGroup.connect(ranks, rank, group, meeting.store, timeout, meeting.find_gone)
+        if shared is not None:
+            return shared
+    return Group(ranks, rank, group, meeting.find_gone)
 
 
 SINGLE_WORLD = World()

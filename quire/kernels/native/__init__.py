@@ -20,7 +20,7 @@ logger = logging.getLogger("quire")
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 32
-NO_MEMORY = 2  # as status.h numbers it
+NO_MEMORY, LOST_RANK = 2, 4  # as status.h numbers them
 ATTENTION_SLOTS = 1024  # for partial results; rows that need more are attended to some at a time
 SILU = 0  # of the activations, as kernels.c numbers them
 
@@ -42,6 +42,9 @@ _RESULTS = {  # of functions that return a value; all others return a status of 
     "quire_quantized_kind": ctypes.c_int,
     "quire_quantized_panel_bytes": ctypes.c_int64,
     "quire_attention_fits": ctypes.c_int,
+    "quire_group_error": ctypes.c_char_p,
+    "quire_group_bytes": ctypes.c_int64,
+    "quire_group_open": ctypes.c_void_p,
 }
 _SIGNATURES = {
     "quire_rms_norm": "pppp ll f i",
@@ -74,6 +77,15 @@ _SIGNATURES = {
     "quire_texts_add": "pp ll",
     "quire_texts_remove": "p l",
     "quire_suffix_drafts": "pppppppp llll ff",
+    "quire_group_error": "",
+    "quire_group_bytes": "ll",
+    "quire_group_open": "i lllll f",
+    "quire_group_fail": "p",
+    "quire_group_close": "p",
+    "quire_group_counts": "pp",
+    "quire_all_reduce": "pp ll i",
+    "quire_all_gather": "ppp ll",
+    "quire_broadcast": "pp ll",
     "quire_replay": "p lllll",
 }
 
@@ -318,6 +330,8 @@ def bound(name: str) -> Any:
 
 
 def _raise_failed(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if status & LOST_RANK:
+        raise RuntimeError(bound("quire_group_error")().decode())
     if status & NO_MEMORY:
         raise MemoryError(f"{function.__name__} could not allocate memory to work in")
     if status:

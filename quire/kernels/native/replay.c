@@ -35,7 +35,8 @@ enum {
     LAYER_NORM,
     ADD,
     ACTIVATE,
-    ADD_LOW_RANK
+    ADD_LOW_RANK,
+    ALL_REDUCE
 };
 typedef union {
     int64_t i;
@@ -68,6 +69,7 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
             status = quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, OF_TOKENS(a[6]), a[7].i, a[8].i,
                                         a[9].i, a[10].i, a[11].i, a[12].i, a[13].i);
             break;
+        case ALL_REDUCE: status = quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i); break;
         case ROPE_AND_WRITE:
             status = quire_rope_and_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].f, a[6].p, a[7].p, a[8].p,
                                           OF_TOKENS(a[9]), a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].p,

@@ -26,6 +26,7 @@ KINDS = {
     "add": 4,
     "activate": 2,
     "add_low_rank": 6,
+    "all_reduce": 2,
 }
 ROWS_OF_ATTENTION = 9  # its argument that counts requests
 MAX_ARGUMENTS = 26

@@ -1,0 +1,190 @@
+"""Collectives among real processes: against torch's sums, bit for bit the same on all ranks, and when ranks die."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.distributed.group import Count, Group
+from quire.distributed.layout import WorldLayout
+from quire.distributed.shm_group import PIECE, SharedMemoryGroup
+from quire.distributed.world import World
+from quire.kernels.native.build import library
+from tests.distributed.ranks import die, free_address, in_world, on_ranks, over_gloo
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs the C kernels")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 8), (3, 1), (7, 33), (5,), (), (0, 4), (2, 3, 5), (300, 1024), (1, PIECE + 3))
+MANY = 10_000
+
+
+def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    return (made * 10).to(dtype)
+
+
+def all_collectives(world: World) -> dict[str, list[torch.Tensor]]:
+    group, found = world.tensor, {"sum": [], "gather": [], "broadcast": []}
+    for shape in SHAPES:
+        for dtype in FLOATS:
+            mine = tensor(world.rank, shape, dtype)
+            kept = mine.clone()
+            found["sum"].append(group.all_reduce(mine.clone()))
+            if shape:
+                found["gather"].append(group.all_gather(mine))
+            assert torch.equal(mine, kept)
+            found["broadcast"].append(group.broadcast(mine.clone(), source=world.size - 1))
+    assert group.all_reduce(torch.tensor([1 << 40, world.rank])).tolist() == [
+        world.size << 40,
+        sum(range(world.size)),
+    ]
+    strided = torch.arange(12.0).view(3, 4).t()
+    assert torch.equal(group.all_reduce(strided.clone(memory_format=torch.preserve_format)), strided * world.size)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_collectives_give_every_rank_the_same_bits(size):
+    results = on_ranks(size, in_world, all_collectives, WorldLayout(tensor=size), free_address())
+    cases = [(shape, dtype) for shape in SHAPES for dtype in FLOATS]
+    for rank in range(size):
+        for name, tensors in results[rank].items():
+            for ours, first in zip(tensors, results[0][name], strict=True):
+                assert torch.equal(ours, first), (name, rank, ours.shape, ours.dtype)
+    found = results[0]
+    for (shape, dtype), summed, sent in zip(cases, found["sum"], found["broadcast"], strict=True):
+        parts = [tensor(rank, shape, dtype) for rank in range(size)]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        assert torch.equal(summed, total.to(dtype))
+        assert torch.equal(sent, parts[-1])
+    for (shape, dtype), gathered in zip([case for case in cases if case[0]], found["gather"], strict=True):
+        assert torch.equal(gathered, torch.cat([tensor(rank, shape, dtype) for rank in range(size)], dim=-1))
+
+
+def sum_of_special_values(world: World) -> torch.Tensor:
+    largest, smallest = torch.finfo(torch.float16).max, 2.0**-24
+    values = [0.0, -0.0, largest, -largest, smallest, -smallest, 2.0**-14, 32.0, float("inf"), float("nan"), 2049.0]
+    return world.tensor.all_reduce(torch.tensor(values, dtype=torch.float16))
+
+
+def test_sums_of_special_halves():
+    found = on_ranks(2, in_world, sum_of_special_values, WorldLayout(tensor=2), free_address())
+    expected = [0.0, -0.0, "inf", "-inf", 2.0**-23, -(2.0**-23), 2.0**-13, 64.0, "inf", "nan", 4098.0]
+    wanted = torch.tensor([float(value) for value in expected], dtype=torch.float16)
+    for rank in range(2):
+        assert torch.equal(found[rank].nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert torch.equal(found[rank].signbit(), wanted.signbit())
+
+
+def many_small_sums(world: World) -> tuple[int, dict[str, Count], str]:
+    x = torch.empty(1, 16)
+    for i in range(MANY):
+        x.fill_(i + world.rank)
+        if not (world.tensor.all_reduce(x) == world.size * i + sum(range(world.size))).all():
+            return i, {}, ""
+    return MANY, world.tensor.counts, type(world.tensor).__name__
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_in_a_row(size):
+    """Four ranks are more than this machine may have cores."""
+    found = on_ranks(size, in_world, many_small_sums, WorldLayout(tensor=size), free_address())
+    counted = {"all_reduce": Count(MANY, MANY * 64)}
+    assert found == dict.fromkeys(range(size), (MANY, counted, SharedMemoryGroup.__name__))
+
+
+def all_groups(world: World) -> dict[str, object]:
+    x = torch.full((2, 3), float(world.rank))
+    stages = world.stages
+    if world.stage == 0:
+        stages.send(x, 1)
+    else:
+        x = stages.receive(x, 0)
+    return {
+        "tensor": world.tensor.all_gather(torch.tensor([[float(world.rank)]])).tolist()[0],
+        "model": world.model.all_reduce(torch.ones(1)).item(),
+        "passed": x[0, 0].item(),
+        "answers": world.answers,
+        "kinds": [type(group) for group in (world.tensor, world.stages, world.model)],
+        "counts": stages.counts,
+    }
+
+
+def test_tensor_ranks_share_memory_and_stages_do_not():
+    layout = WorldLayout(tensor=2, stages=2)
+    found = on_ranks(4, in_world, all_groups, layout, free_address())
+    for rank in range(4):
+        assert found[rank]["tensor"] == ([0, 1] if rank < 2 else [2, 3])
+        assert found[rank]["model"] == 4
+        assert found[rank]["passed"] == rank % 2
+        assert found[rank]["answers"] == (rank == 2)
+        assert found[rank]["kinds"] == [SharedMemoryGroup, Group, Group]
+        assert found[rank]["counts"] == {"send" if rank < 2 else "receive": Count(1, 24)}
+
+
+def one_dies(world: World, victim: int) -> None:
+    for i in range(20):
+        if world.rank == victim and i == 7:
+            die()
+        world.tensor.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 2)])
+def test_a_killed_rank_is_named(size, victim):
+    found = on_ranks(size, in_world, one_dies, WorldLayout(tensor=size), free_address(), victim)
+    assert found.pop(victim) is None
+    for text in found.values():
+        assert f"rank {victim} (process " in text and "has ended" in text
+
+
+def test_a_killed_rank_is_named_over_gloo():
+    found = on_ranks(2, over_gloo, one_dies, WorldLayout(tensor=2), free_address(), 1)
+    assert found[1] is None
+    assert "all_reduce among ranks [0, 1] failed: rank 1 (process " in found[0]
+
+
+def one_fails(world: World) -> None:
+    world.tensor.all_reduce(torch.ones(4))
+    if world.rank == 1:
+        world.fail()
+        raise KeyError("a cause of its own")
+    world.tensor.all_reduce(torch.ones(4))
+
+
+def test_a_rank_that_fails_ends_the_waits_of_others():
+    found = on_ranks(3, in_world, one_fails, WorldLayout(tensor=3), free_address())
+    assert found[1] == "KeyError: 'a cause of its own'"
+    for rank in (0, 2):
+        assert "RuntimeError: rank 1 (process " in found[rank] and "has failed" in found[rank]
+
+
+def one_is_late(rank: int, address: str, notes: str) -> None:
+    world = World.connect(rank, WorldLayout(tensor=2), address, "gloo", 2.0)
+    store = dist.FileStore(notes, 2)
+    if rank == 1:
+        store.wait(["rank 0 gave up"], timedelta(seconds=60))
+    try:
+        world.tensor.all_reduce(torch.ones(4))
+    finally:
+        store.set(f"rank {rank} gave up", "")
+
+
+def test_a_rank_that_does_something_else_is_late(tmp_path):
+    found = on_ranks(2, one_is_late, free_address(), str(tmp_path / "notes"))
+    for text in found.values():
+        assert "rank 1 (process " in text and "did not take part in a collective within 2 seconds" in text
+
+
+def use_after_close(world: World) -> None:
+    world.tensor.all_reduce(torch.ones(4))
+    world.close()
+    world.tensor.all_reduce(torch.ones(4))
+
+
+def test_a_closed_group_says_so():
+    found = on_ranks(2, in_world, use_after_close, WorldLayout(tensor=2), free_address())
+    assert set(found.values()) == {"RuntimeError: the group of ranks is closed"}
