@@ -23,6 +23,10 @@ class PtTensor:
         """Copy into `out`, a view of this tensor's shape in any type on any device."""
         copy_into(self.name, self._stored, out)
 
+    def read_part(self, out: torch.Tensor, dim: int, start: int) -> None:
+        """Copy what begins at `start` along `dim` into `out`."""
+        copy_into(self.name, self._stored.narrow(dim, start, out.shape[dim]), out)
+
 
 def open_pt(files: tuple[Path, ...]) -> Iterator[PtTensor]:
     """All tensors, shard by shard."""

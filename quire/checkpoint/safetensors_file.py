@@ -76,6 +76,12 @@ class SafetensorsTensor:
 
         copy_into(self.name, self.tensor(), out)
 
+    def read_part(self, out: "torch.Tensor", dim: int, start: int) -> None:
+        """Copy what begins at `start` along `dim` into `out`: other pages of the file are not touched."""
+        from quire.checkpoint.mapped import copy_into
+
+        copy_into(self.name, self.tensor().narrow(dim, start, out.shape[dim]), out)
+
 
 def open_safetensors(files: tuple[Path, ...]) -> Iterator[SafetensorsTensor]:
     """All tensors, shard by shard. Every header is checked before the first tensor is yielded."""

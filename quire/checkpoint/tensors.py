@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from quire.checkpoint.resolve import Checkpoint
 from quire.checkpoint.safetensors_file import count_safetensors, open_safetensors
@@ -21,6 +21,24 @@ class CheckpointTensor(Protocol):
 
     def read_into(self, out: "torch.Tensor") -> None:
         """Copy (cast, dequantize) into `out`, a view of this shape, any float type, on any device."""
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A weight whose parts can be read without the rest."""
+
+    def read_part(self, out: "torch.Tensor", dim: int, start: int) -> None:
+        """Copy what begins at `start` along `dim` into `out`, otherwise of this shape."""
+
+
+def read_part(tensor: CheckpointTensor, out: "torch.Tensor", dim: int, start: int) -> None:
+    """Of any weight: one that cannot read parts is read whole."""
+    if isinstance(tensor, ReadsParts):
+        tensor.read_part(out, dim, start)
+        return
+    full = out.new_empty(tensor.shape)
+    tensor.read_into(full)
+    out.copy_(full.narrow(dim, start, out.shape[dim]))
 
 
 def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:

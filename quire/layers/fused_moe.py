@@ -39,6 +39,10 @@ class HalvesSlot(LoadSlot):
         halves = full.unflatten(1, (2, -1))
         return halves.narrow(2, self.start, self.view.shape[1] // 2).flatten(1, 2)
 
+    def pieces(self, view: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        starts = (self.start, self.full_shape[1] // 2 + self.start)
+        return [(half, 1, start) for half, start in zip(view.chunk(2, dim=1), starts, strict=True)]
+
 
 class FusedMoE(nn.Module):
     """Every expert is down(activation(gate(x)) * up(x)); a row's result is the weighted sum of its top_k experts'.

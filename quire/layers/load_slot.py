@@ -36,6 +36,10 @@ class LoadSlot:
         """Load the whole tensor without `opened`, if the slot can; whether it did."""
         return False
 
+    def pieces(self, view: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        """(part of the view, dimension, start): what of the whole tensor is read into which part."""
+        return [(view, self.dim, self.start)]
+
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         return full.narrow(self.dim, self.start, self.view.shape[self.dim])
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
-from quire.checkpoint.tensors import CheckpointTensor
+from quire.checkpoint.tensors import CheckpointTensor, read_part
 from quire.kernels.add import add, add_rows
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
@@ -224,9 +224,9 @@ class DecoderModel(nn.Module):
         rows = self.embed_tokens.rows
         same = tuple(head.shape) == rows.full_shape
         if same:
-            read = torch.empty(rows.full_shape, dtype=embedding.dtype, device=embedding.device)
-            head.read_into(read)
-            same = torch.equal(read.narrow(0, rows.start, rows.size), embedding)
+            read = torch.empty_like(embedding)
+            read_part(head, read, 0, rows.start)
+            same = torch.equal(read, embedding)
         if not same:
             raise ValueError(
                 f"{head.name} differs from the embedding, but the config says that they are tied; "

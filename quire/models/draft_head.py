@@ -44,11 +44,14 @@ class DraftHead(nn.Module):
                 f"the head's hidden_size is {c.hidden_size} and the target's {target.hidden_size}: it cannot share the "
                 "target's embedding, and its checkpoint has no embed_tokens of its own"
             )
-        self.embed_tokens = VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device) if own_embedding else None
+        self.embed_tokens = (
+            VocabEmbedding(c.vocab_size, c.hidden_size, dtype, device, tp=options.tp) if own_embedding else None
+        )
+        # Whole on every rank: it is small, and its outputs would have to be gathered.
         self.fc = ColumnParallelLinear(fc_inputs, c.hidden_size, fc_bias, dtype, device) if fc_inputs else None
         build = BuildContext(c, options)
         self.layers = nn.ModuleList(DecoderLayer(build, i, MLP(build, i)) for i in range(c.num_layers))
-        self.lm_head = LMHead(draft_vocab, c.hidden_size, dtype, device) if draft_vocab else None
+        self.lm_head = LMHead(draft_vocab, c.hidden_size, dtype, device, tp=options.tp) if draft_vocab else None
         assert c.ropes[0] is not None
         self.rotary = RotaryEmbedding(c.ropes[0], dtype, device)
         # Outside of nn.Module's registry: they are the target's.

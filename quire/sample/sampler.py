@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire.kernels import native
+from quire.kernels.accept_sampled import DrawnDrafts
 from quire.kernels.apply_bitmask import apply_bitmask
 from quire.kernels.apply_penalties import apply_penalties
 from quire.kernels.dispatch import use_triton
@@ -121,10 +122,22 @@ class Sampler:
     ) -> None:
         """Sample and append in a few fused launches; nothing waits for the host.
 
-        logits [n, vocab]; rows [n], -1 for padding -> out [n] int32. A row that has computed all its tokens gets the
-        sampled one appended. A row with NaN in its logits, or without a possible token: -1, and token 0 in its state.
+        logits [n, vocab]; rows [n], -1 for padding at the end -> out int32, of all but padding. A row that has computed
+        all its tokens gets the sampled one appended. A row with NaN in its logits, or without a possible token: -1, and
+        token 0 in its state.
         """
         sample_and_append(logits, rows, state, self.parameters.device, draw, out)
+
+    def draw_fused(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        draw: Draw,
+        drafts: DrawnDrafts | None = None,
+    ) -> torch.Tensor:
+        """The same without appending: see sample_tokens()."""
+        return sample_tokens(logits, rows, positions, self.parameters.device, draw, drafts)
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch, grammar: GrammarMask | None = None) -> Sampled:
         """logits: [n, vocab], any float dtype; not changed. If rows verify drafts, keep_accepted() must follow."""
@@ -145,6 +158,9 @@ class Sampler:
     def keep_accepted(self, tokens: torch.Tensor, batch: SampleBatch) -> None:
         """After verification, with batch.done for those of the sampled tokens [n] that were accepted."""
         self._keep(tokens.clamp(min=0), batch, self._used(self._draw_of(batch.row_list)))
+
+    def check(self) -> None:
+        """After a step: raise an error that had to wait until other ranks have their tokens."""
 
     @property
     def follows_tokens(self) -> bool:

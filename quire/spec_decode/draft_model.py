@@ -30,6 +30,8 @@ class DraftModelProposer(Proposer):
     then each draft in turn, but for the last. So its part of the cache never lags behind the target's, and prefixes hit
     for both alike. What it is left out of, it computes later, as far as a step's tokens allow."""
 
+    agrees = True
+
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.config, self.device = config, device
@@ -62,6 +64,7 @@ class DraftModelProposer(Proposer):
             hf_config,
             dtype,
             self.device,
+            self.tp,
             progress=config.load.use_tqdm_on_load,
             max_model_len=config.model.max_model_len,
             quantization=given.quantization,

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from quire.checkpoint.resolve import Checkpoint
-from quire.checkpoint.tensors import CheckpointTensor
+from quire.checkpoint.tensors import CheckpointTensor, read_part
 from quire.models.decoder import DecoderModel
 from quire.models.draft_head import DraftHead
 from quire.models.options import ModelOptions
@@ -50,11 +50,12 @@ def _repeats(tensor: CheckpointTensor, model: DecoderModel) -> bool:
     shared = getattr(model.embed_tokens, "weight", None)
     if tensor.name.removeprefix("model.") != "embed_tokens.weight" or shared is None:
         return False
-    if model.embed_tokens.scale != 1.0 or tuple(tensor.shape) != tuple(shared.shape):
+    rows = model.embed_tokens.rows
+    if model.embed_tokens.scale != 1.0 or tuple(tensor.shape) != rows.full_shape:
         return False
     read = torch.empty(shared.shape, dtype=shared.dtype)
-    tensor.read_into(read)
-    return torch.equal(read, shared.to("cpu"))
+    read_part(tensor, read, 0, rows.start)
+    return torch.equal(read, shared.to("cpu"))  # of ranks each looks up rows of its own, the target's or the head's
 
 
 def _target_ids(
@@ -63,7 +64,7 @@ def _target_ids(
     """[draft vocab] from `d2t`, which has the differences of target's and draft's ids."""
     if head.lm_head is None:
         return None
-    count = head.lm_head.rows.size
+    count = head.lm_head.rows.full_shape[0]
     found = [tensor for tensor in tensors if tensor.name == "d2t"]
     if not found:
         if count != vocab_size and checkpoint.format != "dummy":

@@ -74,7 +74,14 @@ class Eagle3Head(DraftHead):
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         first.self_attn.qkv_proj = QKVParallelLinear(
-            2 * c.hidden_size, c.head_dim, c.num_heads, c.num_kv_heads, c.qkv_bias, options.dtype, options.device
+            2 * c.hidden_size,
+            c.head_dim,
+            c.num_heads,
+            c.num_kv_heads,
+            c.qkv_bias,
+            options.dtype,
+            options.device,
+            options.tp,
         )
         self.hidden_norm = build.norm()
         self.norm = build.norm()

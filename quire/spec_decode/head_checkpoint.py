@@ -12,7 +12,7 @@ from quire.checkpoint.resolve import HUB_ID, Checkpoint, resolve_model
 from quire.checkpoint.tensors import CheckpointTensor, open_tensors
 from quire.config import EngineConfig
 from quire.layers.load_slot import all_load_slots
-from quire.models.loading.weight_loader import abbreviated, init_dummy_weights
+from quire.models.loading.weight_loader import abbreviated, init_dummy_weights, read_shard
 from quire.models.loading.weight_map import WeightMap
 
 OTHER_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # that resolve_model does not know
@@ -78,7 +78,7 @@ def load_head(head: nn.Module, checkpoint: Checkpoint, tensors: Iterable[Checkpo
                 f"config it must be {list(slot.full_shape)}"
             )
         with slot.opened() as view:
-            tensor.read_into(view)
+            read_shard(tensor, slot, view)
             # Its layers would write them into blocks of the cache, which other layers own later.
             if not bool(view.isfinite().all()):
                 raise ValueError(f"{checkpoint.name}: {tensor.name} has infinite numbers or NaN; all must be finite")

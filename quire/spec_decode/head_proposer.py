@@ -45,6 +45,7 @@ class HeadProposer(Proposer):
     continues the hidden states of the one before."""
 
     head: DraftHead
+    agrees = True
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -60,7 +61,7 @@ class HeadProposer(Proposer):
         if not isinstance(model, DecoderModel):
             return  # the worker refuses it, for its hidden states
         length = self.config.model.max_model_len or self.config.model.derived_max_model_len
-        self.head = self.load(model, ModelOptions(self.dtype, self.device, max_model_len=length)).eval()
+        self.head = self.load(model, ModelOptions(self.dtype, self.device, self.tp, max_model_len=length)).eval()
         self.hidden_outputs = self.head.hidden_outputs
         self.input_width = len(self.hidden_outputs) * model.hidden_size
 

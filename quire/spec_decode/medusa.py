@@ -12,6 +12,7 @@ from quire.kernels.add import add
 from quire.kernels.transfer import to_device
 from quire.layers.embedding import LMHead
 from quire.layers.linear import ColumnParallelLinear
+from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import FINAL, LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.weight_map import Rule, WeightMap
@@ -25,13 +26,21 @@ class MedusaHead(nn.Module):
     """[n, hidden] -> logits [n, vocab]: residual layers, then a head."""
 
     def __init__(
-        self, num_layers: int, hidden: int, vocab: int, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        hidden: int,
+        vocab: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
     ) -> None:
+        """Ranks share the vocabulary; the layers are small, and each rank has them whole."""
         super().__init__()
         self.layers = nn.ModuleList(
             ColumnParallelLinear(hidden, hidden, bias, dtype, device) for _ in range(num_layers)
         )
-        self.lm_head = LMHead(vocab, hidden, dtype, device)
+        self.lm_head = LMHead(vocab, hidden, dtype, device, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -44,6 +53,7 @@ class MedusaProposer(Proposer):
     """Drafts are each head's likeliest token."""
 
     hidden_outputs = (FINAL,)
+    agrees = True
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -64,7 +74,8 @@ class MedusaProposer(Proposer):
         c, dtype = model.config, getattr(torch, self.config.model.dtype)
         bias = any(tensor.name.endswith(".bias") for tensor in tensors)
         self.heads = nn.ModuleList(
-            MedusaHead(num_layers, c.hidden_size, c.vocab_size, bias, dtype, self.device) for _ in range(num_heads)
+            MedusaHead(num_layers, c.hidden_size, c.vocab_size, bias, dtype, self.device, self.tp)
+            for _ in range(num_heads)
         )
         load_head(self.heads, checkpoint, tensors, _names(num_layers))
         for head in self.heads:

@@ -15,6 +15,7 @@ LONGEST = 128  # tokens: n-grams that agree so far are alike, and repetitive tex
 
 class NgramProposer(Proposer):
     finds = True
+    agrees = True
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)

@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.kernels.accept_drafts import DraftRows
 from quire.kernels.sample_tokens import DrawParameters
 from quire.layers.cache_layer import CacheLayer
+from quire.layers.parallel import SINGLE, TensorParallel
 from quire.messages.kv_cache import DraftNeeds
 from quire.messages.plan import NewRow, SchedulerOutput
 from quire.models.base import LanguageModel
@@ -64,6 +65,11 @@ class Proposer:
 
     parameters: DrawParameters  # of the rows, for proposers that sample; set before initialize()
 
+    tp: TensorParallel = SINGLE  # this rank's part in layers; set before prepare()
+    # Whether ranks that share layers come to the same drafts, each by itself: by tokens, or by gathered logits. Others
+    # get those of the first rank.
+    agrees: bool = False
+
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.num_drafts = config.speculative.num_drafts
 
@@ -109,6 +115,18 @@ class Proposer:
         """After every step: write guesses behind the known tokens of rows that may decode next,
         state.token_ids[row, num_tokens : num_tokens + num_drafts], on the current stream, without waiting for it."""
         raise NotImplementedError
+
+    def propose_on_ranks(self, step: DraftStep) -> None:
+        """The same drafts on all ranks that share layers: they verify them together."""
+        self.propose(step)
+        if self.tp.size == 1 or self.agrees:
+            return
+        state, rows = step.state, step.rows[: len(step.plan.rows)].long()
+        at = state.num_tokens[rows].unsqueeze(1) + torch.arange(self.num_drafts, device=rows.device)
+        held = state.token_ids[rows.unsqueeze(1), at.clamp(max=state.token_ids.shape[1] - 1)]
+        sent = self.tp.group.broadcast(torch.cat((held, state.num_found[rows].unsqueeze(1)), dim=1))
+        write_drafts(state, rows, sent[:, :-1])
+        state.num_found[rows] = sent[:, -1]
 
 
 def write_drafts(state: DraftRows, rows: torch.Tensor, drafts: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ class SuffixProposer(Proposer):
     same cache salt; the oldest are forgotten. On a GPU propose() waits for the step's tokens."""
 
     finds = True
+    agrees = True
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)

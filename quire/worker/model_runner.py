@@ -11,6 +11,7 @@ import torch
 
 from quire.attention.group_backends import GroupBackends
 from quire.attention.step_batch import StepBatch, first_tokens
+from quire.distributed.group import ALONE, Group
 from quire.kernels.dispatch import supports_triton
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
@@ -23,7 +24,7 @@ from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.models.base import LanguageModel
 from quire.pooling.pooler import Pooler
 from quire.sample.processors import LogitsProcessor, SampleBatch
-from quire.sample.sampler import Sampler
+from quire.sample.ranks import make_sampler
 from quire.spec_decode.hidden_states import HiddenStates
 from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.cache_pages import block_view, new_pages, page_views
@@ -73,10 +74,11 @@ class ModelRunner:
         graph_sizes: Sequence[int] | None = None,
         largest_graph: int | None = None,
         share_prefixes: bool = True,
+        tensor: Group = ALONE,
     ) -> None:
         """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step. `lora`:
         that of the model's layers, if rows may have adapters. `graph_sizes` and `largest_graph` are those of users, if
-        they set any."""
+        they set any. `tensor`: the ranks that share every layer, of which the first samples."""
         self.model = model
         self.backends = backends
         self.device = device
@@ -90,7 +92,7 @@ class ModelRunner:
         self.num_drafts = num_drafts
         self.lora = lora
         self.graph_sizes, self.largest_graph = graph_sizes, largest_graph
-        self.share_prefixes = share_prefixes
+        self.share_prefixes, self.tensor = share_prefixes, tensor
         self.graphs: StepGraphs | None = None
         self.recorded: RecordedSteps | None = None
         self.hidden: HiddenStates | None = None  # that the proposer reads
@@ -108,8 +110,11 @@ class ModelRunner:
         self._last_position = max_model_len - 1
         self.features = FeatureStore(self.model, max_num_seqs, self.device)
         self.block_sizes = [group.spec.block_size for group in config.groups]
-        self.sampler = Sampler(max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
-        self.prompt_logprobs = PromptLogprobsTracker(self.model.compute_logits, self.logprobs_mode)
+        drawing = (max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
+        self.sampler = make_sampler(self.tensor, *drawing)
+        self.prompt_logprobs = PromptLogprobsTracker(
+            self.model.compute_logits, self.logprobs_mode, answers=self.tensor.rank == 0
+        )
         self.pooler = Pooler()
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in (*self.model.cache_layers(), *drafting)}
@@ -222,13 +227,14 @@ class ModelRunner:
         count, row_list = len(plan.rows), plan.rows.tolist()
         draw = self.sampler.choose_draw(row_list, grammar) if supports_triton(self.device) else None
         if draw is not None:
-            self.sampler.sample_fused(logits, step.rows, state, draw, self.sampled)
+            drawn = self.sampled[:count]
+            self.sampler.sample_fused(logits, step.rows, state, draw, drawn)
             looked = self._look_up(step)
 
             def complete(ids: np.ndarray, num_found: np.ndarray | None = None) -> ModelRunnerOutput:
                 return self._complete(step, _output(ids, None, num_found))
 
-            return Pending(complete, self.sampled[:count], *looked)
+            return Pending(complete, drawn, *looked)
         rows = step.rows[:count].long()
         positions = state.num_tokens[rows]
         batch = SampleBatch(
@@ -260,7 +266,7 @@ class ModelRunner:
         """Drafts for the rows of a step without any, if it is to be followed by a proposal: how many were found."""
         if step.plan.num_drafts is None or self.proposer is None or step.rows is None:
             return []
-        self.proposer.propose(DraftStep(step.plan, step.rows, self.rows))
+        self.proposer.propose_on_ranks(DraftStep(step.plan, step.rows, self.rows))
         return [self.rows.num_found[step.rows[: len(step.plan.rows)].long()]]
 
     def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:

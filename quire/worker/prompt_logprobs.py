@@ -22,8 +22,11 @@ class PromptProgress:
 
 
 class PromptLogprobsTracker:
-    def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor], logprobs_mode: str) -> None:
-        self.compute_logits = compute_logits
+    def __init__(
+        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], logprobs_mode: str, answers: bool = True
+    ) -> None:
+        """A rank that does not answer takes part in computing logits, and makes nothing of them."""
+        self.compute_logits, self.answers = compute_logits, answers
         self.as_logits = logprobs_mode.endswith("logits")
         self._rows: dict[int, PromptProgress] = {}
 
@@ -60,7 +63,8 @@ class PromptLogprobsTracker:
                 for at in range(begin, stop, PROMPT_SLICE):
                     size = min(PROMPT_SLICE, stop - at)
                     part = hidden[first + at - start : first + at - start + size]
-                    results += self._slice(prompt, place, at, self.compute_logits(part))
+                    logits = self.compute_logits(part)
+                    results += self._slice(prompt, place, at, logits) if self.answers else []
             first += num_new
         return results
 

@@ -7,7 +7,6 @@ import torch
 
 from quire.kernels.accept_drafts import accept_drafts
 from quire.kernels.dispatch import supports_triton
-from quire.kernels.sample_tokens import sample_tokens
 from quire.kernels.transfer import to_device
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs
@@ -64,7 +63,7 @@ def sample_and_verify(
     found: tuple[torch.Tensor, ...] = ()
     batch = None
     if draw is not None:
-        tokens = sample_tokens(logits, position_rows, positions, sampler.parameters.device, draw, drawn)
+        tokens = sampler.draw_fused(logits, position_rows, positions, draw, drawn)
     else:
         batch = SampleBatch(
             rows=position_rows,
@@ -94,9 +93,9 @@ def sample_and_verify(
     constrained = sampler.constrains(plan.rows.tolist())
     if not (constrained or proposer.finds):
         pending = Pending(make, out, num_sampled, *found)
-        proposer.propose(after)  # results do not wait for it
+        proposer.propose_on_ranks(after)  # results do not wait for it
         return pending
-    proposer.propose(after)
+    proposer.propose_on_ranks(after)
     drafts_found = [state.num_found[rows.long()]] if proposer.finds else []
     new_drafts = [drafts_of(rows, state, num_drafts)] if constrained else []
 

@@ -69,7 +69,8 @@ class Worker:
             logger.info(note)
         own_memory = self.platform.has_own_memory
         self.memory_before = DeviceMemory.measure(self.platform.device) if own_memory else None
-        processors = make_processors(processor_classes(config.model.logits_processors), config, self.platform.device)
+        classes = processor_classes(config.model.logits_processors) if world.answers else []
+        processors = make_processors(classes, config, self.platform.device)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.platform.check_dtype(self.dtype)
         kept = (config.cache.kv_cache_dtype, config.model.hf_config)
@@ -115,6 +116,7 @@ class Worker:
             graph_sizes=device.cudagraph_capture_sizes,
             largest_graph=device.max_cudagraph_capture_size,
             share_prefixes=not device.disable_cascade_attn,
+            tensor=world.tensor,
         )
         self.draft_profile = DraftProfile()
         self.profiler = TorchProfiler(config.observability.profiler_config, world.rank)
@@ -138,6 +140,7 @@ class Worker:
     def _make_proposer(self) -> Proposer | None:
         proposer = make_proposer(self.config, self.platform.device)
         if proposer is not None:
+            proposer.tp = self.tensor_parallel()
             proposer.prepare(self.model)
             if proposer.hidden_outputs and not isinstance(self.model, DecoderModel):
                 raise ValueError(
@@ -272,6 +275,7 @@ class Worker:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         try:
             pending = self.runner.sample_tokens(grammar)
+            self.runner.sampler.check()
         except Exception as error:
             self.recovery.after(error)
             raise

@@ -1,5 +1,6 @@
 """Streams a checkpoint's tensors into a model's parameters, or fills these with dummy weights."""
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.checkpoint.tensors import CheckpointTensor, reader_pool
+from quire.checkpoint.tensors import CheckpointTensor, ReadsParts, read_part, reader_pool
 from quire.layers.load_slot import LoadSlot, all_load_slots
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import KVScaleLoader
@@ -146,10 +147,19 @@ def _read_into_slot(tensor: CheckpointTensor, target: Target, slot: LoadSlot) ->
         if target.transform is None and slot.is_whole and tuple(tensor.shape) == slot.full_shape:
             tensor.read_into(view)
             return
+        if target.transform is None and tuple(tensor.shape) == slot.full_shape:
+            read_shard(tensor, slot, view)
+            return
         full = _read_whole(tensor, target, view)
         full = _reshaped(full, slot, slot.full_shape)
         _check_shape(tensor.name, full.shape, slot)
         view.copy_(slot.part_of(full))
+
+
+def read_shard(tensor: CheckpointTensor, slot: LoadSlot, view: torch.Tensor) -> None:
+    """This worker's part of a tensor of the slot's full shape into the slot's opened view."""
+    for part, dim, start in slot.pieces(view):
+        read_part(tensor, part, dim, start)
 
 
 def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
@@ -160,6 +170,13 @@ def _split_into_slots(tensor: CheckpointTensor, target: Target, slots: list[Load
             _read_into_slot(tensor, target, slot)
         return
     sizes = [slot.full_shape[dim] for slot in slots]
+    joined = (*slots[0].full_shape[:dim], sum(sizes), *slots[0].full_shape[dim + 1 :])
+    readable = isinstance(tensor, ReadsParts) and target.transform is None and tuple(tensor.shape) == joined
+    if readable and all(slot.dim == dim for slot in slots):
+        for slot, last in zip(slots, itertools.accumulate(sizes), strict=True):
+            with slot.opened() as view:
+                read_part(tensor, view, dim, last - slot.full_shape[dim] + slot.start)
+        return
     parts: tuple[torch.Tensor, ...] | None = None
     for i, slot in enumerate(slots):
         with slot.opened() as view:

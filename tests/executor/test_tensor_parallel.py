@@ -1,0 +1,151 @@
+"""Ranks that share every layer write what one rank writes: one of them samples, and the others' rows advance alike.
+
+A run has an engine of some settings and requests of many kinds, as those of tests/spec_decode/test_matrix.py. Settings
+meet pairwise over the runs of `python -m scripts.tensor_parallel_matrix`; otherwise there are a few.
+"""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.spec_decode import proposers
+from tests.spec_decode.matrix_models import Models
+from tests.spec_decode.pairwise import pairwise
+from tests.spec_decode.test_matrix import (
+    KINDS,
+    describe,
+    engine_options,
+    generate,
+    possible_engine,
+    same_logprobs,
+)
+from tests.tiny_models import save_tiny
+
+THREADS = {
+    2: "tests.executor.threads:ThreadsExecutor",
+    3: "tests.executor.threads:ThreeThreads",
+    4: "tests.executor.threads:FourThreads",
+}
+AXES = {
+    "method": ("Random", "ngram", "suffix", "draft_model", "medusa", "eagle", "HelpedEagle3", "mtp"),
+    "family": ("llama", "qwen3", "gemma3", "mixtral"),
+    "ranks": (2, 4),
+    "num_drafts": (1, 3),
+    "depth": (0, 1),
+    "chunked": (False, True),
+    "prefix_caching": (False, True),
+    "preempted": (False, True),
+    "policy": ("fcfs",),
+    "adaptive": (False,),
+}
+ALL_RUNS = pairwise(AXES, possible_engine)
+RUN_ALL = os.environ.get("QUIRE_TP_MATRIX") == "all"
+# Otherwise one of every method, with two ranks rather than four.
+SORTED_RUNS = sorted(ALL_RUNS, key=lambda run: run["ranks"])
+RUNS = ALL_RUNS if RUN_ALL else [next(r for r in SORTED_RUNS if r["method"] == method) for method in AXES["method"]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="module")
+def singles(models: Models) -> Callable[[str], list[Any]]:
+    """By family: what one rank writes a token at a time."""
+    return cache(lambda family: generate(models.target(family)))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=describe)
+def test_drafts_are_verified_together(
+    run: dict[str, Any], models: Models, singles: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = singles(run["family"])
+    texts = [[*kind["prompt"], *one.token_ids] for kind, of in zip(KINDS, wanted, strict=True) for one in of]
+    monkeypatch.setattr(proposers, "KNOWN", texts)
+    options = engine_options(run, models) | {"distributed_executor_backend": THREADS[run["ranks"]]}
+    found = generate(models.target(run["family"], run["method"]), **options)
+    for kind, ours, theirs in zip(KINDS, found, wanted, strict=True):
+        for one, single in zip(ours, theirs, strict=True):
+            assert list(one.token_ids) == list(single.token_ids), kind
+            assert one.finish_reason == single.finish_reason, kind
+            assert same_logprobs(one.logprobs, single.logprobs), kind
+
+
+class CountsCalls:
+    """A user's logits processor; raises for the request that asks for it."""
+
+    changes_argmax = True
+    active = True
+    supports_drafts = True
+    made: ClassVar[list["CountsCalls"]] = []
+
+    def __init__(self, config: Any, device: Any) -> None:
+        self.calls = 0
+        self.args: dict[int, dict[str, Any]] = {}
+        self.made.append(self)
+
+    def add_row(self, new: Any) -> None:
+        self.args[new.row] = new.params.extra_args or {}
+        if "in add_row" in self.args[new.row]:
+            raise RuntimeError("no such row")
+
+    def remove_row(self, row: int) -> None:
+        self.args.pop(row, None)
+
+    def apply(self, logits: Any, batch: Any) -> Any:
+        self.calls += 1
+        if any("in apply" in args for args in self.args.values()):
+            raise RuntimeError("no such logits")
+        return logits
+
+    def sampled(self, tokens: Any, batch: Any) -> None: ...
+
+
+def small_engine(model: Path, **options: Any) -> LLM:
+    sizes = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 128, "max_num_seqs": 8}
+    ranks = {"distributed_executor_backend": THREADS[2]}
+    return LLM(str(model), dtype="float32", skip_tokenizer_init=True, **(sizes | ranks | options))
+
+
+def row_states(worker: Any) -> tuple[torch.Tensor, ...]:
+    rows = worker.runner.rows
+    return rows.token_ids.clone(), rows.num_tokens.clone(), rows.num_computed.clone(), rows.num_found.clone()
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "tests.spec_decode.proposers:Random"])
+def test_rows_of_all_ranks_agree(tmp_path: Path, method: str | None) -> None:
+    save_tiny("llama", tmp_path)
+    drafts = {} if method is None else {"spec_method": method, "spec_tokens": 3, "spec_adaptive": False}
+    with small_engine(tmp_path, **drafts) as llm:
+        params = SamplingParams(temperature=1.0, seed=4, max_tokens=20, repetition_penalty=1.2)
+        llm.generate([{"prompt_token_ids": [5, 6, 7] * n} for n in (1, 4, 9)], params, use_tqdm=False)
+        first, *others = llm.collective_rpc(row_states)
+    assert first[1].count_nonzero() == 3
+    for other in others:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
+
+
+def test_logits_processors_of_users_run_on_the_rank_that_samples(tmp_path: Path) -> None:
+    """If one raises, the step fails and the others do not wait for it."""
+    save_tiny("llama", tmp_path)
+    CountsCalls.made.clear()
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    drafts = {"spec_method": "tests.spec_decode.proposers:Random", "spec_tokens": 2, "spec_adaptive": False}
+    with small_engine(tmp_path, logits_processors=[CountsCalls], **drafts) as llm:
+        (made,) = CountsCalls.made
+        plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (wanted,) = llm.generate([prompt], plain, use_tqdm=False)
+        assert made.calls > 0
+        for place in ("in add_row", "in apply"):
+            failing = SamplingParams(temperature=0, max_tokens=6, extra_args={place: True})
+            (failed,) = llm.generate([prompt], failing, use_tqdm=False)
+            assert failed.outputs[0].finish_reason == "error" and "no such" in failed.error
+            (again,) = llm.generate([prompt], plain, use_tqdm=False)
+            assert again.outputs[0].token_ids == wanted.outputs[0].token_ids
