@@ -13,6 +13,7 @@ class Group:
         """`rank` is this process's in the world."""
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
         self._group = process_group
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # until they are received
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place where that is possible."""
@@ -35,11 +36,25 @@ class Group:
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        dist.send(x.contiguous(), self.ranks[to], group=self._group)
+        """Does not wait for the receiver: x must not be changed any more."""
+        x = x.cpu() if self._by_host(x) else x.contiguous()
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        work = dist.isend(x, self.ranks[to], group=self._group)
+        if work is not None:
+            self._sent.append((work, x))
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        dist.recv(x, self.ranks[source], group=self._group)
-        return x
+        """Into x, which is contiguous."""
+        if not self._by_host(x):
+            dist.recv(x, self.ranks[source], group=self._group)
+            return x
+        found = torch.empty(x.shape, dtype=x.dtype)
+        dist.recv(found, self.ranks[source], group=self._group)
+        return x.copy_(found)
+
+    def _by_host(self, x: torch.Tensor) -> bool:
+        """gloo sends from a processor's memory only."""
+        return x.is_cuda and dist.get_backend(self._group) == "gloo"
 
 
 ALONE = Group()

@@ -19,6 +19,7 @@ class World:
     tensor: Group = ALONE
     stages: Group = ALONE
     model: Group = ALONE  # all ranks that run the same plans
+    tokens: Group = ALONE  # as `stages`, for what goes the other way: neither waits for the other
 
     @property
     def size(self) -> int:
@@ -48,14 +49,15 @@ class World:
         limit = timedelta(seconds=timeout)
         dist.init_process_group(backend, init_method=address, rank=rank, world_size=layout.size, timeout=limit)
         found = {}
-        for kind in ("tensor", "stage", "model"):
-            members = [getattr(layout, f"{kind}_ranks")(each) for each in range(layout.size)]
+        for kind in ("tensor", "stage", "model", "token"):
+            shared = "stage" if kind == "token" else kind
+            members = [getattr(layout, f"{shared}_ranks")(each) for each in range(layout.size)]
             for ranks in dict.fromkeys(members):  # every rank takes part in making every group
                 group = dist.new_group(list(ranks), timeout=limit)
                 if rank in ranks:
                     found[kind] = Group(ranks, rank, group)
         local = rank if local_rank is None else local_rank
-        return cls(rank, layout, local, found["tensor"], found["stage"], found["model"])
+        return cls(rank, layout, local, found["tensor"], found["stage"], found["model"], found["token"])
 
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():
