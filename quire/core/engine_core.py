@@ -35,7 +35,9 @@ TRANSFER_WAIT = 0.2  # seconds; the end of a transfer and new requests end it
 class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.executor = executor
-        self.depth = config.scheduler.depth
+        num_stages = config.parallel.pipeline_parallel_size
+        # Stages have a plan each, of different requests; what is sampled is known before a request runs on.
+        self.max_in_flight = num_stages if num_stages > 1 else config.scheduler.depth + 1
         assert config.scheduler.max_num_seqs is not None and config.scheduler.max_num_batched_tokens is not None
         step_tokens = config.scheduler.max_num_batched_tokens
         step_tokens = min(step_tokens, config.scheduler.max_num_scheduled_tokens or step_tokens)
@@ -43,7 +45,7 @@ class EngineCore:
         # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
         num_drafts = config.speculative.num_drafts
         needs: DraftNeeds = executor.collective_rpc("draft_needs", (), {})[0] if num_drafts else DraftNeeds()
-        span = max(step_tokens, (self.depth + 1) * (1 + num_drafts) + 1) + needs.num_lookahead
+        span = max(step_tokens, self.max_in_flight * (1 + num_drafts) + 1) + needs.num_lookahead
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
         # Where a token attends to later ones, a prompt is computed at once.
@@ -97,6 +99,7 @@ class EngineCore:
             draft_profile=executor.collective_rpc("get_draft_profile", (), {})[0] if adaptive else None,
             encoder_cache_tokens=cache_tokens,
             num_lookahead=needs.num_lookahead,
+            num_stages=num_stages,
         )
         self.grammars = StructuredOutputManager.of_engine(config)
         self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned
@@ -187,7 +190,7 @@ class EngineCore:
 
     @property
     def _can_schedule(self) -> bool:
-        return len(self._in_flight) <= self.depth and self._unsampled is None
+        return len(self._in_flight) < self.max_in_flight and self._unsampled is None
 
     def _sample(self) -> None:
         """Enqueue sampling of the newest plan, unless it has rows whose masks need tokens that are still in flight: the

@@ -111,6 +111,13 @@ class RunningSet:
         known = self.num_known(rows)
         return (known - self.num_computed[rows] == 1) & (known > self.num_prompt_tokens[rows])
 
+    def micro_batch(self, num_stages: int) -> np.ndarray:
+        """Rows that can run while other stages have plans: none whose token is in flight, and of those that decode
+        about as many as every other stage has."""
+        rows = self.order[self.num_pending[self.order] == 0]
+        decodes = self.decodes(rows)
+        return rows[~decodes | (np.cumsum(decodes) <= -(-len(self) // num_stages))]
+
     def most_computed(self, rows: np.ndarray) -> np.ndarray:
         """If all drafts of plans in flight are accepted."""
         return self.num_computed[rows] + self.num_drafts_pending[rows]

@@ -50,14 +50,16 @@ class Scheduler:
         draft_profile: DraftProfile | None = None,
         encoder_cache_tokens: int | None = None,
         num_lookahead: int = 0,
+        num_stages: int = 1,
     ) -> None:
         """`num_drafts`: the most drafts that a decoding row verifies in a step, and with `adaptive_drafts` fewer where
         more do not pay. `encoder_cache_tokens`: the most that encoder outputs hold, by default as many as a step
         computes. `num_lookahead`: positions behind those of a step that a proposer's layers write after it; without
-        blocks for them drafts are worse, so no one waits for these."""
+        blocks for them drafts are worse, so no one waits for these. `num_stages`: of the pipeline, each of which has a
+        plan at hand."""
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_drafts, self.num_lookahead = num_drafts, num_lookahead
+        self.num_drafts, self.num_lookahead, self.num_stages = num_drafts, num_lookahead, num_stages
         self.by_priority = policy == "priority"
         threshold = long_prefill_token_threshold if chunked_prefill else 0
         self.chunk_limit = threshold or max_num_batched_tokens
@@ -221,7 +223,7 @@ class Scheduler:
         """Rows that run on, how far each goes, how many of those tokens are drafts (None: none are), and whether a
         request was preempted for lack of blocks."""
         run = self.running
-        rows = run.order
+        rows = run.order if self.num_stages == 1 else run.micro_batch(self.num_stages)
         known = run.num_known(rows)
         computed = run.num_computed[rows]
         # Plans in flight may already sample a request's last token.

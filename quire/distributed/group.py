@@ -36,6 +36,7 @@ class Group:
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
         self._group, self._find_gone = process_group, find_gone
         self._counts: dict[str, Count] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # until they are received
 
     @property
     def counts(self) -> dict[str, Count]:
@@ -71,8 +72,15 @@ class Group:
             return x if host is x else x.copy_(host)
 
     def send(self, x: torch.Tensor, to: int) -> None:
+        """Does not wait for the receiver: x must not be changed any more."""
         with self._exchange("send", x):
-            dist.send(x.cpu().contiguous(), self.ranks[to], group=self._group)
+            self._send(x.cpu().contiguous(), to)
+
+    def _send(self, x: torch.Tensor, to: int) -> None:
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        work = dist.isend(x, self.ranks[to], group=self._group)
+        if work is not None:
+            self._sent.append((work, x))
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
         with self._exchange("receive", x):

@@ -23,6 +23,7 @@ class World:
     tensor: Group = ALONE
     stages: Group = ALONE
     model: Group = ALONE  # all ranks that run the same plans
+    tokens: Group = ALONE  # as `stages`, for what goes the other way: neither waits for the other
 
     @property
     def size(self) -> int:
@@ -72,21 +73,21 @@ class World:
             dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=limit)
             found = {
                 kind: _make_group(kind, rank, layout, backend, timeout, meeting, share_memory)
-                for kind in ("tensor", "stage", "model")
+                for kind in ("tensor", "stage", "model", "token")
             }
         except RuntimeError as error:
             gone = meeting.find_gone(range(layout.size))
             cause = f"{', '.join(gone)} has ended" if gone else str(error)
             raise RuntimeError(f"{layout.size} ranks could not be connected by {backend}: {cause}") from error
-        return cls(rank, layout, local, found["tensor"], found["stage"], found["model"])
+        return cls(rank, layout, local, found["tensor"], found["stage"], found["model"], found["token"])
 
     def fail(self) -> None:
         """This rank takes part in nothing more: ends the waits of others that can be told."""
-        for group in (self.tensor, self.stages, self.model):
+        for group in (self.tensor, self.stages, self.model, self.tokens):
             group.fail()
 
     def close(self) -> None:
-        for group in (self.tensor, self.stages, self.model):
+        for group in (self.tensor, self.stages, self.model, self.tokens):
             group.close()
         if self.tensor is not ALONE and dist.is_initialized():
             dist.destroy_process_group()
@@ -96,7 +97,8 @@ def _make_group(
     kind: str, rank: int, layout: WorldLayout, backend: str, timeout: float, meeting: Meeting, share_memory: bool
 ) -> Group:
     """This rank's of a kind. Every rank takes part in making all of them."""
-    members = [getattr(layout, f"{kind}_ranks")(each) for each in range(layout.size)]
+    ranks_of = {"tensor": layout.tensor_ranks, "model": layout.model_ranks}.get(kind, layout.stage_ranks)
+    members = [ranks_of(each) for each in range(layout.size)]
     mine: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
     for ranks in dict.fromkeys(members):
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout))

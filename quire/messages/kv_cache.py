@@ -8,6 +8,7 @@ A kind is a subclass of KVCacheSpec here, a group class in core/kv_groups.py and
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
@@ -183,6 +184,12 @@ class KVCacheConfig:
     @property
     def page_bytes(self) -> int:
         return shared_page_bytes(self.groups)
+
+    def part_of(self, layers: Collection[int]) -> "KVCacheConfig":
+        """For a worker that has these layers: the same groups and blocks."""
+        own = (tuple(layer for layer in group.layers if layer in layers) for group in self.groups)
+        groups = (replace(group, layers=part) for group, part in zip(self.groups, own, strict=True))
+        return replace(self, groups=tuple(groups))
 
 
 def shared_page_bytes(groups: tuple[KVCacheGroup, ...]) -> int:

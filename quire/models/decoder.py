@@ -1,5 +1,6 @@
 """The decoder shared by Llama-like models. A family is this plus the differences it declares."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -12,12 +13,14 @@ from quire.checkpoint.tensors import CheckpointTensor, read_part
 from quire.kernels.add import add, add_rows
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.config_checks import check_keys
 from quire.models.decoder_config import DecoderConfig
 from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.options import ModelOptions
+from quire.models.stage import LayerList
 from quire.quantization.base import LinearMethod, Quantization, QuantizesHead
 from quire.quantization.block_quantized import block_quantized_weights
 
@@ -61,8 +64,12 @@ class HasProcessAfterLoading(Protocol):
 
 class DecoderModel(nn.Module):
     """A decoder-only language model. A family overrides `configure` and, where tensor names differ, `weights` or
-    `family_weights`; one with other blocks than MLPs also `make_mlp`."""
+    `family_weights`; one with other blocks than MLPs also `make_mlp`. A stage has what it needs of this: the embedding
+    on the first (and on the last, if the head is tied to it), norm and head on the last."""
 
+    embed_tokens: VocabEmbedding
+    norm: RMSNorm | LayerNorm
+    lm_head: LMHead
     weights: ClassVar[WeightMap] = DECODER_WEIGHTS
     num_parameters: int
     capturable = True
@@ -110,16 +117,22 @@ class DecoderModel(nn.Module):
         self.config = c = self.read_config(hf).limited_to(options.max_model_len)
         build, dtype, device = BuildContext(c, options), options.dtype, options.device
         vocab = (c.vocab_size, c.hidden_size, dtype, device)
-        self.embed_tokens = VocabEmbedding(*vocab, options.quantization.vocab_method(), c.embed_scale, options.tp)
-        rows = c.num_positions + c.position_offset
-        self.embed_positions = VocabEmbedding(rows, c.hidden_size, dtype, device) if c.num_positions else None
-        self.layers = nn.ModuleList(DecoderLayer(build, i, self.make_mlp(build, i)) for i in range(c.num_layers))
-        self.norm = build.norm()
-        tied_to = self.embed_tokens if c.tie_word_embeddings else None
-        self.lm_head = LMHead(*vocab, tied_to, _head_method(options.quantization, c.tie_word_embeddings), options.tp)
-        distinct = [rope for rope in dict.fromkeys(c.ropes) if rope is not None]
+        self.stage, tied = options.stage, c.tie_word_embeddings
+        self.layer_numbers = self.stage.layers(c.num_layers)
+        if self.stage.is_first or (self.stage.is_last and tied):
+            self.embed_tokens = VocabEmbedding(*vocab, options.quantization.vocab_method(), c.embed_scale, options.tp)
+        rows = c.num_positions + c.position_offset if self.stage.is_first else 0
+        self.embed_positions = VocabEmbedding(rows, c.hidden_size, dtype, device) if c.num_positions and rows else None
+        numbers = self.layer_numbers
+        self.layers = LayerList(numbers, (DecoderLayer(build, i, self.make_mlp(build, i)) for i in numbers))
+        if self.stage.is_last:
+            self.norm = build.norm()
+            tied_to = self.embed_tokens if tied else None
+            self.lm_head = LMHead(*vocab, tied_to, _head_method(options.quantization, tied), options.tp)
+        ropes = c.ropes[numbers.start : numbers.stop]
+        distinct = [rope for rope in dict.fromkeys(ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
-        self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in c.ropes]
+        self.rotary_of_layer = [None if rope is None else distinct.index(rope) for rope in ropes]
 
     @property
     def max_positions(self) -> int | None:
@@ -133,8 +146,8 @@ class DecoderModel(nn.Module):
         input_ids: torch.Tensor,  # [N]
         positions: torch.Tensor,  # [N], or [3, N]
         ctx: ForwardContext,
-        inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids
-    ) -> torch.Tensor:  # [N, hidden]
+        inputs_embeds: torch.Tensor | None = None,  # [N, hidden], instead of input_ids; the stream of the stage before
+    ) -> torch.Tensor:  # [N, hidden]: what the head multiplies, or the stream for the next stage
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embed_positions is not None:
             x = add_rows(x, self.embed_positions.weight, positions, self.config.position_offset)
@@ -147,6 +160,8 @@ class DecoderModel(nn.Module):
             if streams is not None and i in streams and residual is not None:
                 streams[i] = add(x, residual)
             x, residual = layer(x, residual, None if rotary is None else angles[rotary], ctx)
+        if not self.stage.is_last:
+            return x if residual is None else add(x, residual)
         if residual is None:
             return self.norm(x)
         if streams is not None:
@@ -161,7 +176,7 @@ class DecoderModel(nn.Module):
             stream = layer.forward_fused(stream, None if rotary is None else angles[rotary], ctx)
         if streams is not None:
             _set_last(streams, lambda: stream)
-        return self.norm(stream)
+        return self.norm(stream) if self.stage.is_last else stream
 
     @property
     def hidden_size(self) -> int:
@@ -200,7 +215,8 @@ class DecoderModel(nn.Module):
         """Inside, the model has one layer of each kind: layers of a kind differ only in weights."""
         layers, rotaries = self.layers, self.rotary_of_layer
         kinds = {(layer.kind, rotaries[i]): i for i, layer in enumerate(self._layers())}
-        self.layers = nn.ModuleList(layers[i] for i in kinds.values())
+        every = list(layers)
+        self.layers = LayerList(kinds.values(), (every[i] for i in kinds.values()))
         self.rotary_of_layer = [rotaries[i] for i in kinds.values()]
         try:
             yield
@@ -210,7 +226,24 @@ class DecoderModel(nn.Module):
     def weight_map(self) -> WeightMap:
         weights = self.family_weights()
         # A tied checkpoint may still carry the head, as a copy of the embedding.
-        return weights.ignoring(*self.head_names()) if self.lm_head.tied else weights
+        return weights.ignoring(*self.head_names()) if self.has_tied_head else weights
+
+    @property
+    def has_tied_head(self) -> bool:
+        return self.stage.is_last and self.lm_head.tied
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another stage has this tensor of the checkpoint."""
+        if self.stage.count == 1:
+            return False
+        word = self.config.names.layer.removesuffix(".{i}").rpartition(".")[2]
+        if (found := re.search(rf"(?:^|\.){word}\.(\d+)\.", name)) is not None:
+            return int(found[1]) < self.config.num_layers and int(found[1]) not in self.layer_numbers
+        target = self.family_weights().target(name)
+        ends = ("embed_tokens.", "embed_positions.", "norm.", "lm_head.")
+        if target is None or not target.parameter.startswith(ends):
+            return False
+        return getattr(self, target.parameter.partition(".")[0], None) is None
 
     def head_names(self) -> tuple[str, ...]:
         """Names of the head in checkpoints."""
@@ -240,8 +273,8 @@ class DecoderModel(nn.Module):
         for module in (m for layer in self.layers for m in reversed(list(layer.modules()))):
             if isinstance(module, HasProcessAfterLoading):
                 module.process_after_loading()
-        extra = sum(p.numel() for p in self.lm_head.parameters()) if self.lm_head.tied else 0
-        if extra <= MAX_EXTRA_FOR_TIED_HEAD * total:
+        extra = sum(p.numel() for p in self.lm_head.parameters()) if self.has_tied_head else 0
+        if self.stage.is_last and extra <= MAX_EXTRA_FOR_TIED_HEAD * total:
             self.lm_head.process_after_loading()
         self.max_fused_rows = min((layer.max_fused_rows for layer in self._layers()), default=0)
         own = {count for module in self.layers.modules() for count in getattr(module, "kernel_row_counts", ())}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.layers.parallel import SINGLE, TensorParallel
+from quire.models.stage import WHOLE, Stage
 from quire.quantization.base import Quantization
 from quire.quantization.unquantized import UNQUANTIZED
 
@@ -19,3 +20,4 @@ class ModelOptions:
     quantization: Quantization = UNQUANTIZED
     max_model_len: int | None = None  # the user's limit; None: what the checkpoint's positions allow
     moe_backend: str = "auto"  # kernels of experts (layers/moe_backend.py)
+    stage: Stage = WHOLE  # of a pipeline

@@ -17,6 +17,7 @@ from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
 from quire.kernels.transfer import to_device
 from quire.kernels.workspace import reset_shared_workspaces
+from quire.layers.stage_link import ONE_STAGE, OneStage
 from quire.lora.state import LoRAState
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
@@ -75,11 +76,14 @@ class ModelRunner:
         largest_graph: int | None = None,
         share_prefixes: bool = True,
         tensor: Group = ALONE,
+        stages: OneStage = ONE_STAGE,
     ) -> None:
         """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step. `lora`:
         that of the model's layers, if rows may have adapters. `graph_sizes` and `largest_graph` are those of users, if
-        they set any. `tensor`: the ranks that share every layer, of which the first samples."""
+        they set any. `tensor`: the ranks that share every layer, of which the first samples. `stages`: what
+        connects this stage with the others."""
         self.model = model
+        self.stages = stages
         self.backends = backends
         self.device = device
         self.vocab_size = vocab_size
@@ -149,6 +153,11 @@ class ModelRunner:
         reset_shared_workspaces()
         self.backends.reset_workspaces()
 
+    def recover(self) -> None:
+        """After a failed step."""
+        self.reset_workspaces()
+        self.stages.abandon()
+
     @torch.inference_mode()
     def capture_graphs(self, max_tokens: int, largest_only: bool = False) -> None:
         self.compile_kernels(max_tokens)
@@ -175,6 +184,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
+        self.stages.begin(plan, self.rows)
         try:
             if self.transfers is not None:
                 # First of all: it may save blocks that the plan overwrites, and hears of the plan even if that fails.
@@ -229,6 +239,7 @@ class ModelRunner:
         if draw is not None:
             drawn = self.sampled[:count]
             self.sampler.sample_fused(logits, step.rows, state, draw, drawn)
+            self.stages.hand_back(drawn)
             looked = self._look_up(step)
 
             def complete(ids: np.ndarray, num_found: np.ndarray | None = None) -> ModelRunnerOutput:
@@ -246,6 +257,7 @@ class ModelRunner:
         )
         sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
+        self.stages.hand_back(sampled.token_ids)
         top = sampled.logprobs
         looked = self._look_up(step)
         # Masks of the next plan are made for what it will verify, whatever lies there if the proposer rests.
@@ -280,14 +292,14 @@ class ModelRunner:
 
     def _apply_changes(self, plan: SchedulerOutput) -> None:
         self.features.release(plan)
-        for row in plan.finished_rows:
+        for row in plan.finished_rows if self.stages.is_last else ():
             self.sampler.remove_row(row)
             self.prompt_logprobs.remove_row(row)
             self.pooler.remove_row(row)
             if self.proposer is not None:
                 self.proposer.remove_row(row)
         self.rows.add(plan.new_rows)
-        for new in plan.new_rows:
+        for new in plan.new_rows if self.stages.is_last else ():
             self.sampler.add_row(new)
             self.prompt_logprobs.add_row(new)
             self.pooler.add_row(new)
@@ -307,6 +319,7 @@ class ModelRunner:
 
     def _forward(self, pending: PendingStep) -> None:
         plan = pending.plan
+        self.stages.receive()
         decode_only = len(plan.rows) == plan.total_tokens
         prefix_len = self._shared_prefix(plan) if decode_only else 0
         adapters = self.lora is not None and self.lora.needed(plan.rows)
@@ -320,7 +333,8 @@ class ModelRunner:
             elif (plan.num_tokens == 1 + plan.num_drafts).all() and (plan.num_drafts == plan.num_drafts[0]).all():
                 replayed = self.graphs.run_decode(plan.rows, 0, int(plan.num_tokens[0]), adapters)
             if replayed is not None:
-                pending.rows, pending.logits = replayed
+                pending.rows, result = replayed
+                pending.logits = None if self.stages.send(result) else result
                 return
         query_start = first_tokens(plan.num_tokens)
         more = (logit_positions(query_start, plan.num_drafts), [prefix_len])
@@ -334,6 +348,8 @@ class ModelRunner:
             if plan.features is None
             else functools.partial(self.features.overlay, plan.features, query_start),
         )
+        if self.stages.send(hidden):
+            return
         if not self.pooler.pools_all(plan):
             pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
         pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
@@ -363,10 +379,11 @@ class ModelRunner:
                     self._captured_step(GraphKey(num_rows, num_rows, decode_only=True, shared_prefix=True), buffers)
             if self.proposer is not None:
                 self.proposer.launch_kernels([n for n in COMPILED_ROWS if n <= len(self.rows.num_tokens)], max_tokens)
-            for draw in Draw:
+            for draw in Draw if self.stages.is_last else ():
                 self.sampler.sample_fused(logits, buffers.rows[: len(logits)], self.rows, draw, self.sampled)
         with collecting() as later:
-            self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens, self.num_drafts)
+            if self.stages.is_last:
+                self.sampler.launch_optional_kernels(logits[:4], self.rows.num_tokens, self.num_drafts)
             if self.proposer is not None and self.proposer.sampled is not None:
                 self.proposer.sampled.launch_kernels(logits[:4], self.rows, self.sampler.parameters.device)
         self._compiling = False
@@ -379,20 +396,21 @@ class ModelRunner:
         rows = min(num_tokens, len(self.rows.num_tokens))
         batch = StepBatch.padding(rows, num_tokens, self.backends, self.device)
         hidden = self._compute_hidden(batch, None, adapters=adapters)
-        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)])
+        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)]) if self.stages.is_last else hidden
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
         if key.decode_only:
             prefix = buffers.prefix_len if key.shared_prefix else None
             batch = StepBatch.of_equal(rows, key.tokens_per_row, buffers.query_start)
-            return self.model.compute_logits(self._compute_hidden(batch, prefix, adapters=key.adapters))
+            hidden = self._compute_hidden(batch, prefix, adapters=key.adapters)
+            return self.model.compute_logits(hidden) if self.stages.is_last else hidden
         token_rows = buffers.token_rows[: key.num_tokens]
         limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
         blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
         batch = StepBatch(rows, buffers.query_start, token_rows, blocks)
         hidden = self._compute_hidden(batch, None, adapters=key.adapters)
-        return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]])
+        return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]]) if self.stages.is_last else hidden
 
     def _compute_hidden(
         self,
@@ -413,7 +431,7 @@ class ModelRunner:
         indices = inputs.positions
         if self.features.position_delta is not None:
             inputs.positions = self.features.shifted(indices, rows, token_rows)
-        embeds = None
+        embeds = self.stages.stream(len(inputs.input_ids))
         if overlay is not None:
             if self.lora is not None:
                 self.lora.active = False  # encoders have rows of their own
@@ -423,7 +441,7 @@ class ModelRunner:
         streams = None if self.hidden is None else self.hidden.streams()
         if self.recorded is not None and self._layer_hooks is None and overlay is None:
             shared = int(prefix_len) if prefix_len is not None else 0
-            hidden = self.recorded.run(rows, query_start, inputs, shared, streams)
+            hidden = self.recorded.run(rows, query_start, inputs, shared, streams, embeds)
             if hidden is not None:
                 return self._keep(streams, hidden)
         if self._compiling:

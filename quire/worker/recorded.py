@@ -50,7 +50,8 @@ class RecordedSteps:
         self.lora, self.stream_layers = lora, stream_layers
         self.replays = 0
         self._recorded: dict[bool, RecordedStep] = {}  # with and without the terms of adapters
-        self._replayable = {False, True} if model.embed_tokens is not None else set()
+        # A stage without an embedding starts from the stream of the one before.
+        self._replayable = {False, True} if getattr(model, "embed_tokens", self) is not None else set()
 
     def run(
         self,
@@ -59,15 +60,17 @@ class RecordedSteps:
         inputs: PreparedInputs,
         shared: int,
         streams: dict[int, torch.Tensor | None] | None = None,
+        embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Hidden states of a step, valid until the next one, as are `streams`, which it sets; None if it cannot be
-        replayed. `shared` as StepInputs.prefix_len."""
+        replayed. `shared` as StepInputs.prefix_len, `embeds` as the model's inputs_embeds."""
         tokens, count = len(inputs.input_ids), len(rows)
         adapted = self.lora is not None and self.lora.active
         if adapted not in self._replayable or tokens > MAX_TOKENS:
             return None
-        assert self.model.embed_tokens is not None
-        embeds = self.model.embed_tokens(inputs.input_ids)
+        if embeds is None:
+            assert self.model.embed_tokens is not None
+            embeds = self.model.embed_tokens(inputs.input_ids)
         if adapted not in self._recorded:
             try:
                 self._recorded[adapted] = self._record(embeds)

@@ -17,9 +17,10 @@ from quire.distributed.world import SINGLE_WORLD, World
 from quire.kernels import native
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.parallel import TensorParallel
+from quire.layers.stage_link import check_stages, link_stages
 from quire.lora.adapters import Adapters, AdapterWeights
 from quire.messages.features import FeatureSupport
-from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheSpec, make_groups, shared_page_bytes
+from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheGroup, KVCacheSpec, make_groups, shared_page_bytes
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.speculation import DraftProfile
 from quire.models.base import LanguageModel
@@ -27,6 +28,7 @@ from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
 from quire.models.registry import ModelRegistry
+from quire.models.stage import Stage
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.sample.user_processors import make_processors, processor_classes
@@ -49,6 +51,7 @@ class Worker:
     def __init__(self, config: EngineConfig, world: World = SINGLE_WORLD) -> None:
         self.config = config
         self.world, self.rank = world, world.rank
+        check_stages(config, world)
         load_plugins()
         for architecture, target in (config.model.model_class_overrides or {}).items():
             ModelRegistry.register_model(architecture, target)
@@ -90,6 +93,7 @@ class Worker:
             moe_backend=device.moe_backend,
             longest=config.model.derived_max_model_len,
             packed_weights_cache=config.load.packed_weights_cache,
+            stage=Stage(world.stage, world.layout.stages),
         )
         self._check_length()
         self.proposer = self._make_proposer()
@@ -101,7 +105,7 @@ class Worker:
         self.adapters = self._make_adapters()
         if self.cache_format.has_layer_scales:
             use_checkpoint_scales(self.cache_layers)
-        backends = self._choose_backends()
+        backends = self._choose_backends(make_groups(self.kv_cache_specs()))
         self.runner = ModelRunner(
             self.model,
             backends,
@@ -117,10 +121,11 @@ class Worker:
             largest_graph=device.max_cudagraph_capture_size,
             share_prefixes=not device.disable_cascade_attn,
             tensor=world.tensor,
+            stages=link_stages(config, world, self.model, self.dtype, self.platform.device),
         )
         self.draft_profile = DraftProfile()
         self.profiler = TorchProfiler(config.observability.profiler_config, world.rank)
-        self.recovery = Recovery(self.platform.device, self.runner.reset_workspaces)
+        self.recovery = Recovery(self.platform.device, self.runner.recover)
 
     def tensor_parallel(self) -> TensorParallel:
         """This worker's part in the layers."""
@@ -173,15 +178,14 @@ class Worker:
     def draft_needs(self) -> DraftNeeds:
         return DraftNeeds() if self.proposer is None else self.proposer.needs
 
-    def _choose_backends(self) -> GroupBackends:
+    def _choose_backends(self, groups: tuple[KVCacheGroup, ...]) -> GroupBackends:
         layers = {layer.layer_index: layer for layer in self.cache_layers}
         # Where drafts are verified, each of a row's tokens is attended to as a row.
         max_rows = self.max_num_seqs * (1 + self.config.speculative.num_drafts)
-        groups = make_groups(self.kv_cache_specs())
         page = shared_page_bytes(groups)
         needs = [
             GroupFeatures(
-                shapes=tuple(layers[i].shape for i in group.layers),
+                shapes=tuple(layers[i].shape for i in group.layers or layers),  # no layers: those of other stages
                 max_rows=max_rows,
                 causal=all(layers[i].causal for i in group.layers),
                 padded=group.spec.page_bytes != page,
@@ -204,7 +208,7 @@ class Worker:
             )
 
     def feature_support(self) -> FeatureSupport | None:
-        return feature_support(self.model)
+        return feature_support(self.model) if self.world.layout.stages == 1 else None
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         size = self.config.cache.block_size
@@ -238,6 +242,9 @@ class Worker:
         return self.config.scheduler.encoder_tokens * support.hidden_size * self.dtype.itemsize
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
+        if self.world.layout.stages > 1:
+            config = config.part_of(self.kv_cache_specs())
+            self.runner.backends = self._choose_backends(config.groups)
         self.runner.initialize(config, self.max_num_seqs, max_model_len)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         assert max_tokens is not None

@@ -15,6 +15,7 @@ from quire.models.implementation import choose_implementation
 from quire.models.loading.weight_loader import init_dummy_weights, load_weights, with_progress
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
+from quire.models.stage import WHOLE, Stage
 from quire.quantization.base import RegroupsTensors
 from quire.quantization.select import choose_quantization
 
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from quire.models.decoder import DecoderModel
 
 logger = logging.getLogger("quire")
+
+
+def check_splits(family: "type[DecoderModel]") -> None:
+    """ValueError if the models of a family cannot be built from a range of layers."""
+    from quire.models.decoder import DecoderModel
+
+    ours = issubclass(family, DecoderModel) and family.forward is DecoderModel.forward
+    if not ours or family.feature_kinds:
+        what = "has encoders" if ours else "has a forward pass of its own"
+        raise ValueError(
+            f"{family.__name__} {what} and cannot be split into stages yet; use one (--pipeline-parallel-size 1)"
+        )
 
 
 def load_model(
@@ -40,12 +53,13 @@ def load_model(
     moe_backend: str = "auto",
     longest: int | None = None,
     packed_weights_cache: str | None = None,
+    stage: Stage = WHOLE,
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
     `seed` is for dummy weights. `max_model_len` is the user's limit, by which longrope chooses its factors; `longest`
     the model's own, used without one. `quantization` is the user's option; None: as in the checkpoint. `model_impl`:
-    see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py).
+    see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py). `stage`: only its layers are read.
     """
     device = torch.device(device)
     if packed_weights_cache and device.type != "cpu":
@@ -61,6 +75,10 @@ def load_model(
 
         if tp.size > 1:
             raise ValueError("a model that transformers runs cannot be shared by several workers; use one")
+        if stage.count > 1:
+            raise ValueError(
+                "a model that transformers runs cannot be split into stages; use one (--pipeline-parallel-size 1)"
+            )
         if packed_weights_cache:
             from quire.models.loading.packed_cache import warn_no_effect
 
@@ -81,12 +99,16 @@ def load_model(
     quantized = choose_quantization(quantization, hf_config, dtype, device, is_gguf=ckpt.format == "gguf")
     if quantized.describe():
         logger.info(quantized.describe())
-    cache_key = (hf_config, (tp.rank, tp.size), quantization, quantized.describe())  # beside dtype and files
-    options = ModelOptions(dtype, device, tp, quantized, max_model_len, moe_backend)
+    shared = (tp.rank, tp.size) if stage.count == 1 else (tp.rank, tp.size, str(stage))
+    cache_key = (hf_config, shared, quantization, quantized.describe())  # beside dtype and files
+    options = ModelOptions(dtype, device, tp, quantized, max_model_len, moe_backend, stage)
 
     def build() -> "DecoderModel":
+        family = model_class(hf_config)
+        if stage.count > 1:
+            check_splits(family)
         try:
-            return model_class(hf_config)(hf_config, options)
+            return family(hf_config, options)
         except RuntimeError as error:
             if device.type != "cpu" or "allocate" not in str(error):
                 raise

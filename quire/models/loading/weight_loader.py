@@ -29,13 +29,14 @@ def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignor
     weight_map = model.weight_map().ignoring(*ignored)
     slots = all_load_slots(model)
     unexpected: list[str] = []
-    tied = model.head_names() if model.lm_head.tied else ()
+    tied = model.head_names() if model.has_tied_head else ()
     heads: list[CheckpointTensor] = []
     reads: deque[Future[None]] = deque()
     kv_scales = KVScaleLoader(model.cache_layers())
     with reader_pool() as pool:
         try:
-            for tensor in model.regroup_tensors(tensors):
+            ours = (tensor for tensor in tensors if not model.is_elsewhere(tensor.name))
+            for tensor in model.regroup_tensors(ours):
                 if tensor.name in tied:
                     heads.append(tensor)
                 if kv_scales.takes(tensor) or weight_map.is_ignored(tensor.name):
