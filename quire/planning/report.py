@@ -6,6 +6,7 @@ from typing import Any
 from quire.planning.plan import Candidate, Plan
 
 GIB = 2**30
+MOST_OBSTACLES = 8
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def as_text(plan: Plan) -> str:
         f"{gpu.flops / 1e12:.4g} TFLOP/s each; {gpu.link.name}",
         "",
         f"tensor-parallel sizes: {', '.join(map(str, plan.tensor_sizes))}",
-        *(f"  not {size}: {why}" for size, why in plan.obstacles.items()),
+        *_obstacles(plan),
         f"pipeline-parallel sizes: 1 to {shape.num_layers}",
         "",
     ]
@@ -59,6 +60,12 @@ def as_text(plan: Plan) -> str:
     if plan.chosen is None:
         return "\n".join([*lines, "", *_missing(plan)])
     return "\n".join([*lines, "", *_memory(plan, plan.chosen), "", *_speeds(plan, plan.chosen), "", *_command(plan)])
+
+
+def _obstacles(plan: Plan) -> list[str]:
+    lines = [f"  not {size}: {why}" for size, why in plan.obstacles.items()]
+    more = len(lines) - MOST_OBSTACLES
+    return lines if more <= 0 else [*lines[:MOST_OBSTACLES], f"  nor {more} others (--json lists them)"]
 
 
 def _table(plan: Plan) -> list[str]:

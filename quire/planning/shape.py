@@ -7,10 +7,11 @@ from quire.checkpoint.config import text_part
 from quire.config.shown import shown
 from quire.config.values import whole_number
 
-MAX_SIZE = 2**24
+MAX_SIZE, MAX_LAYERS = 2**24, 1024
+LAYERS = "layers"
 NAMES = {
     "hidden size": ("hidden_size", "n_embd", "n_embed"),
-    "layers": ("num_hidden_layers", "n_layer"),
+    LAYERS: ("num_hidden_layers", "n_layer"),
     "attention heads": ("num_attention_heads", "n_head"),
     "vocabulary": ("vocab_size",),
 }
@@ -101,7 +102,13 @@ class ModelShape:
 
 def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     """The sizes in a config.json. ValueError where it has none, or describes layers of another kind."""
-    hf = text_part(hf_config)
+    try:
+        return _read(text_part(hf_config))
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"the model's config has a value of a wrong type: {error}") from error
+
+
+def _read(hf: dict[str, Any]) -> ModelShape:
     for key, kind in UNPLANNED.items():
         if hf.get(key):
             raise ValueError(f"the model has {kind} ({key}), which cannot be planned yet; allowed: attention decoders")
@@ -140,7 +147,7 @@ def _size(hf: dict[str, Any], names: tuple[str, ...], what: str) -> int:
     found = _first(hf, names)
     if found is None:
         raise ValueError(f"the model's config does not say its {what}; it must have {' or '.join(names)}")
-    return whole_number(names[0], found, maximum=MAX_SIZE)
+    return whole_number(names[0], found, maximum=MAX_LAYERS if what == LAYERS else MAX_SIZE)
 
 
 def _kv_heads(hf: dict[str, Any], kind: str, heads: int) -> int:

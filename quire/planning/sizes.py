@@ -1,6 +1,7 @@
 """Which tensor- and pipeline-parallel sizes a model allows, and why others are not."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quire.planning.shape import ModelShape
 from quire.planning.weight_format import WeightFormat
@@ -57,12 +58,11 @@ def stage_obstacle(shape: ModelShape, stages: int) -> str | None:
 
 
 def stage_ranges(num_layers: int, stages: int) -> list[range]:
-    """Layers of each stage. The first stage also embeds and the last has the head: others get what does not divide."""
-    each, rest = divmod(num_layers, stages)
-    counts = [each] * stages
-    for i in range(rest):
-        counts[-2 - i if stages > 1 else 0] += 1
-    ends = [sum(counts[: i + 1]) for i in range(stages)]
+    """Layers of each stage, as evenly as possible: the last, which has the head, and then the first get fewer."""
+    counts = [num_layers // stages] * stages
+    for i in [*range(1, stages - 1), 0, stages - 1][: num_layers % stages]:
+        counts[i] += 1
+    ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 

@@ -32,6 +32,13 @@ def gguf_format(file_bytes: int, parameters: int) -> WeightFormat:
 
 def read_format(hf_config: dict[str, Any], requested: str | None, dtype_bytes: int) -> WeightFormat:
     """`requested`: quantization while loading, for a checkpoint that is not quantized."""
+    try:
+        return _read(hf_config, requested, dtype_bytes)
+    except (TypeError, AttributeError, IndexError, KeyError) as error:
+        raise ValueError(f"the checkpoint's quantization_config has a value of a wrong type: {error}") from error
+
+
+def _read(hf_config: dict[str, Any], requested: str | None, dtype_bytes: int) -> WeightFormat:
     stored = hf_config.get("quantization_config") or hf_config.get("compression_config")
     if requested is not None and requested not in ONLINE:
         raise ValueError(
@@ -45,8 +52,7 @@ def read_format(hf_config: dict[str, Any], requested: str | None, dtype_bytes: i
     if method not in METHODS:
         raise ValueError(f"the checkpoint is quantized by {shown(method)}; allowed: {', '.join(METHODS)}")
     if method == "fp8":
-        block = stored.get("weight_block_size")
-        return WeightFormat("fp8", 8.0, block[1] if block else 1, fp8_compute=True)
+        return WeightFormat("fp8", 8.0, _block(stored.get("weight_block_size")), fp8_compute=True)
     if method == "mxfp4":
         return WeightFormat("mxfp4", 4.25, 32, experts_only=True)
     if method == "bitsandbytes":
@@ -71,6 +77,11 @@ def _integers(name: str, bits: int, group: Any, zeros: bool) -> WeightFormat:
     return WeightFormat(name, bits + extra, max(1, size))
 
 
+def _block(shape: Any) -> int:
+    """Inputs of a block of outputs and inputs; 1 without blocks."""
+    return whole_number("block size of quantization_config", shape[1]) if shape else 1
+
+
 def _modelopt(stored: dict[str, Any]) -> WeightFormat:
     algorithm = str(stored.get("quant_algo") or "").upper()
     if algorithm.startswith("FP8"):
@@ -89,9 +100,8 @@ def _compressed(stored: dict[str, Any]) -> WeightFormat:
     bits = whole_number("num_bits of quantization_config", weights.get("num_bits"), maximum=16)
     name = f"compressed-tensors {weights.get('type', 'int')}{bits}"
     computes = bits == 8 and weights.get("type") == "float" and first.get("input_activations") is not None
-    block = weights.get("block_structure")
-    if block:
-        return WeightFormat(name, float(bits), block[1], computes)
+    if weights.get("block_structure"):
+        return WeightFormat(name, float(bits), _block(weights["block_structure"]), computes)
     if weights.get("group_size") in (None, -1):
         return WeightFormat(name, float(bits), fp8_compute=computes)
     return _integers(name, bits, weights["group_size"], zeros=not weights.get("symmetric", True))

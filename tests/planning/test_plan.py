@@ -149,6 +149,7 @@ def test_more_ranks_are_faster_for_one_request() -> None:
 def test_layers_of_stages() -> None:
     assert stage_ranges(8, 2) == [range(4), range(4, 8)]
     assert [len(each) for each in stage_ranges(10, 4)] == [2, 3, 3, 2]
+    assert [len(each) for each in stage_ranges(11, 4)] == [3, 3, 3, 2]
 
 
 def test_steps_of_a_workload() -> None:
@@ -156,3 +157,23 @@ def test_steps_of_a_workload() -> None:
     steps = workload_steps([8, 8, 8], [2, 2, 2], {None}, 4, 16)
     assert [(step.tokens, step.rows) for step in steps] == [(16, 2), (10, 3), (1, 1)]
     assert steps[0].prompt_pairs == {None: 2 * 36} and steps[1].decode_keys == {None: 2 * 9}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; it must be a whole number from 1 to 1024"),
+        ({"hidden_size": "4096"}, "hidden_size"),
+        ({"num_key_value_heads": 5}, "does not divide"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "there are 8 experts"),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "wrong type"),
+        ({"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention"]}, "names 1 layers"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "allowed: fp8, gptq"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, "wrong type"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits of quantization_config"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
+    ],
+)
+def test_a_broken_config_says_what_is_wrong(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(LLAMA3_8B | changed, "H100")
