@@ -81,7 +81,7 @@ class Plan:
             return None
         words = ["quire serve", self.name]
         layout, limits = self.chosen.layout, self.limits
-        words += [f"-tp {layout.tensor}"] * (layout.tensor > 1) + [f"-pp {layout.stages}"] * (layout.stages > 1)
+        words += [layout.flags] if layout.ranks > 1 else []
         words.append(f"--max-model-len {self.max_model_len}")
         defaults = Limits(self.max_model_len)
         for name, flag in FLAGS.items():
@@ -214,11 +214,13 @@ def _would_fit(
     fewer = next((n for n in FEWER_ROWS if _fits(shape, weights, machine, replace(limits, max_num_seqs=n))), None)
     if fewer is not None:
         found.append(f"--max-num-seqs {fewer} on these GPUs")
+    staged = False
     for count in (n for n in MORE_GPUS if n > machine.count):
         layout = _fits(shape, weights, replace(machine, count=count), limits)
-        if layout is not None:
-            sizes = f"-tp {layout.tensor}" + (f" -pp {layout.stages}" if layout.stages > 1 else "")
-            found.append(f"{count}x{machine.gpu.name} with {sizes}")
+        if layout is not None and not (staged and layout.stages > 1):
+            found.append(f"{count}x{machine.gpu.name} with {layout.flags}")
+            staged = True
+        if layout is not None and layout.stages == 1:
             break
     larger = sorted((gpu for gpu in GPUS.values() if gpu.memory > machine.gpu.memory), key=lambda gpu: gpu.memory)
     for gpu in larger:

@@ -18,6 +18,11 @@ class Layout:
     def ranks(self) -> int:
         return self.tensor * self.stages
 
+    @property
+    def flags(self) -> str:
+        given = {"-tp": self.tensor, "-pp": self.stages}
+        return " ".join(f"{name} {size}" for name, size in given.items() if size > 1)
+
 
 SINGLE = Layout()
 

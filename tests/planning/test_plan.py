@@ -107,9 +107,16 @@ def test_70b_on_eight_gpus() -> None:
 def test_70b_on_one_gpu_says_what_would_fit() -> None:
     found = plan(LLAMA3_70B, "H100")
     assert found.chosen is None and found.command is None
-    assert "4xH100 with -tp 4" in found.would_fit or "3xH100 with -tp 1 -pp 3" in found.would_fit
-    assert "1xB200" in found.would_fit
-    assert "--quantization int4 on these GPUs" in found.would_fit
+    assert found.would_fit == (
+        "3xH100 with -pp 3",
+        "4xH100 with -tp 4",
+        "1xB200",
+        "--quantization int4 on these GPUs",
+    )
+
+
+def test_fewer_requests_at_once_need_less() -> None:
+    assert "--max-num-seqs 256 on these GPUs" in plan(LLAMA3_8B, "L4").would_fit
 
 
 def test_a_shorter_length_is_recommended() -> None:
