@@ -33,6 +33,7 @@ BESIDE: dict[str, set[str]] = {
     "checkpoint": {"engine", "worker", "spec_decode", "models", "tokenizer"},
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
+    "planning": {"entrypoints", "bench"},
     "metrics": {"entrypoints", "bench", "engine"},
 }
 
@@ -45,6 +46,7 @@ FOUNDATION: dict[str, set[str]] = {
     "plugins": {"config"},
     "compat": {"tokenizer", "checkpoint", "messages", "config"},
     "metrics": {"messages", "config"},
+    "planning": {"checkpoint", "messages", "config"},
     "config": set(),
     "vllm_paths": set(),  # names modules of all others, and imports none
 }
