@@ -112,7 +112,7 @@ class Worker:
             self.platform.device,
             config.model.vocab_size,
             config.model.logprobs_mode,
-            use_graphs=backends.supports_graphs and self.model.capturable and not config.device.enforce_eager,
+            use_graphs=backends.supports_graphs and self._is_capturable(),
             processors=processors,
             proposer=self.proposer,
             num_drafts=config.speculative.num_drafts,
@@ -126,6 +126,9 @@ class Worker:
         self.draft_profile = DraftProfile()
         self.profiler = TorchProfiler(config.observability.profiler_config, world.rank)
         self.recovery = Recovery(self.platform.device, self.runner.recover)
+
+    def _is_capturable(self) -> bool:
+        return self.model.capturable and self.world.tensor.capturable and not self.config.device.enforce_eager
 
     def tensor_parallel(self) -> TensorParallel:
         """This worker's part in the layers."""
