@@ -23,9 +23,7 @@ class Places:
     def place(self, start: WorkerStart) -> WorkerStart:
         """With the options of its rank."""
         if self._gpus:
-            gpu = self._gpus[start.rank]
-            device = dataclasses.replace(start.config.device, device=f"cuda:{gpu}")
-            return dataclasses.replace(start, local_rank=gpu, config=start.config.replace(device=device))
+            return dataclasses.replace(start, local_rank=self._gpus[start.rank])
         device = dataclasses.replace(start.config.device, cpu_threads=self._threads)
         cpus = self._cpus[start.rank] if self._cpus else None
         return dataclasses.replace(start, local_rank=start.rank, cpus=cpus, config=start.config.replace(device=device))

@@ -26,11 +26,13 @@ def platform_class(device: str) -> "type[CpuPlatform | CudaPlatform]":
     return kinds[name]
 
 
-def current_platform(device: str = "auto", cpu_threads: int | None = None, cpu_pin: bool = True) -> "Platform":
-    """The platform of a device name, as in `platform_class`."""
+def current_platform(
+    device: str = "auto", cpu_threads: int | None = None, cpu_pin: bool = True, number: int = 0
+) -> "Platform":
+    """The platform of a device name, as in `platform_class`, and the number of the GPU."""
     from quire.platforms.cpu import CpuPlatform
     from quire.platforms.cuda import CudaPlatform
 
     if platform_class(device) is CpuPlatform:
         return CpuPlatform(cpu_threads, cpu_pin)
-    return CudaPlatform("cuda" if device == "auto" else device)
+    return CudaPlatform(f"cuda:{number}" if device in ("auto", "cuda") else device)

@@ -67,7 +67,7 @@ class Worker:
         if checkpoint.format != "dummy" and not config.load.packed_weights_cache and strategy != "lazy":
             read_ahead(checkpoint.files, wait=strategy == "eager")  # with packed weights it may not be read at all
         device = config.device
-        self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin)
+        self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin, world.local_rank)
         for note in self.platform.prepare():
             logger.info(note)
         own_memory = self.platform.has_own_memory
