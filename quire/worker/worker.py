@@ -101,13 +101,14 @@ class Worker:
         if self.cache_format.has_layer_scales:
             use_checkpoint_scales(self.cache_layers)
         backends = self._choose_backends()
+        capturable = backends.supports_graphs and self.model.capturable and world.tensor.capturable
         self.runner = ModelRunner(
             self.model,
             backends,
             self.platform.device,
             config.model.vocab_size,
             config.model.logprobs_mode,
-            use_graphs=backends.supports_graphs and self.model.capturable and not config.device.enforce_eager,
+            use_graphs=capturable and not config.device.enforce_eager,
             processors=processors,
             proposer=self.proposer,
             num_drafts=config.speculative.num_drafts,
