@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from quire.distributed.group import Group, nobody
 
+# Under its name of today, else under that of torch before 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class AllReduce(Protocol):
     """A way to sum over the ranks of one group. Every rank must choose the same: by shape and type alone."""
@@ -64,7 +67,7 @@ class GpuGroup(Group):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         with self._exchange("all_gather", x):
             found = x.new_empty(self.size, *x.shape)
-            dist.all_gather_into_tensor(found, x.contiguous(), group=self._group)
+            _all_gather(found.flatten(), x.flatten(), group=self._group)
             return found.movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:

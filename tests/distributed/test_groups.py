@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from quire.distributed.gpu_group import GPU_ALL_REDUCE, GpuGroup
 from quire.distributed.group import Count, Group
 from quire.distributed.layout import WorldLayout
 from quire.distributed.shm_group import PIECE, SharedMemoryGroup
@@ -124,6 +125,46 @@ def test_tensor_ranks_share_memory_and_stages_do_not():
         assert found[rank]["answers"] == (rank == 2)
         assert found[rank]["kinds"] == [SharedMemoryGroup, Group, Group]
         assert found[rank]["counts"] == {"send" if rank < 2 else "receive": Count(1, 24)}
+
+
+class SumOfFew:
+    """An all-reduce of a plugin's, for tensors of up to 16 elements."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group, self.calls = process_group, 0
+
+    def supports(self, x: torch.Tensor) -> bool:
+        return x.numel() <= 16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        parts = [torch.empty_like(x) for _ in range(self.process_group.size())]
+        dist.all_gather(parts, x, group=self.process_group)
+        return torch.stack(parts).sum(0)
+
+
+def registered_all_reduce(world: World) -> dict[str, object]:
+    GPU_ALL_REDUCE.insert(0, SumOfFew)
+    group = GpuGroup(world.model.ranks, world.rank, world.model._group)
+    few, many = torch.full((2, 4), float(world.rank)), torch.full((9, 9), float(world.rank))
+    x = torch.arange(6).view(2, 3) + 10 * world.rank
+    return {
+        "sums": [group.all_reduce(few)[0, 0].item(), group.all_reduce(many)[0, 0].item()],
+        "registered": group._all_reduces[0].calls,
+        "gathered": group.all_gather(x).tolist(),
+        "broadcast": group.broadcast(x.t(), source=1).tolist(),
+        "counts": group.counts,
+    }
+
+
+def test_a_registered_all_reduce_serves_what_it_supports():
+    """What GPUs use, here over gloo."""
+    found = on_ranks(3, over_gloo, registered_all_reduce, WorldLayout(tensor=3), free_address())
+    for result in found.values():
+        assert result["sums"] == [3, 3] and result["registered"] == 1
+        assert result["gathered"] == [[0, 1, 2, 10, 11, 12, 20, 21, 22], [3, 4, 5, 13, 14, 15, 23, 24, 25]]
+        assert result["broadcast"] == [[10, 13], [11, 14], [12, 15]]
+        assert result["counts"] == {"all_reduce": (2, 32 + 324), "all_gather": (1, 48), "broadcast": (1, 48)}
 
 
 def one_dies(world: World, victim: int) -> None:

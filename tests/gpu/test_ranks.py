@@ -1,86 +1,77 @@
-"""Ranks on a GPU: two that share one, over the host; and collectives of one rank in a graph."""
-
-import ctypes
+"""Ranks on a GPU: NCCL's collectives in captured graphs, and two processes that share one GPU."""
 
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
-from quire.bench.serve_child import free_port
+from quire.distributed.gpu_group import GpuGroup
 from quire.distributed.layout import WorldLayout
-from quire.distributed.world import World
-from quire.layers.linear import RowParallelLinear
-from quire.layers.parallel import TensorParallel
+from quire.distributed.world import SINGLE_WORLD, World
+from tests.distributed.every_rank_plans import generate
+from tests.distributed.ranks import free_address, on_ranks
 from tests.tiny_models import save_tiny
 
-pytestmark = pytest.mark.gpu
-
-PROMPTS = [[5, 6, 7], list(range(3, 40)), [209, 210, 105, 106, 107] * 4]
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2),
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+LENGTHS = [8, 15, 22]
+GPU = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "num_gpu_blocks_override": 200}
 
 
-def generate(model: str, **options) -> list[list[int]]:
-    options = {"max_model_len": 128, "max_num_seqs": 8, "num_gpu_blocks_override": 100, "dtype": "float32"} | options
-    with LLM(model, skip_tokenizer_init=True, use_tqdm_on_load=False, **options) as llm:
-        found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder)
+    return str(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_two_ranks_that_share_a_gpu(tmp_path, monkeypatch, family, sizes):
-    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
-    save_tiny(family, tmp_path)
-    assert generate(str(tmp_path), **sizes) == generate(str(tmp_path))
+def alone(rank: int, model: str) -> list[list[int]]:
+    return generate(SINGLE_WORLD, model, True, LENGTHS, **GPU)[0]
 
 
-def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    count = ctypes.c_size_t()
-    get_nodes = ctypes.CDLL(None).cuGraphGetNodes if hasattr(ctypes.CDLL(None), "cuGraphGetNodes") else None
-    get_nodes = get_nodes or ctypes.CDLL("libcuda.so.1").cuGraphGetNodes
-    assert get_nodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)) == 0
-    return count.value
+def captured(rank: int, address: str) -> list[float]:
+    world = World.connect(rank, WorldLayout(), address, "nccl", 60, even_alone=True)
+    group = world.tensor
+    assert isinstance(group, GpuGroup) and group.capturable
+    x, graph = torch.zeros(4, 8, device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = group.all_gather(group.broadcast(group.all_reduce(x * 2)))
+    results = []
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        results.append(found.unique().item())
+    world.close()
+    return results
 
 
-class Unskipped(TensorParallel):
-    """Of one rank, which exchanges nevertheless. NCCL sums in place, for which one rank launches nothing; what it
-    gathers is copied."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_gather(self.group.all_reduce(x))
+def test_a_graph_contains_nccl_collectives():
+    assert on_ranks(1, captured, free_address())[0] == [6.0, 10.0]
 
 
-def test_collectives_are_part_of_a_graph():
-    device = torch.device("cuda", torch.cuda.current_device())
-    world = World.connect(0, WorldLayout(), f"tcp://127.0.0.1:{free_port()}", "nccl", 60, even_alone=True)
+def alone_with_nccl(rank: int, model: str, address: str) -> tuple[list[list[int]], int, int]:
+    world = World.connect(rank, WorldLayout(), address, "nccl", 60, even_alone=True)
+    tokens, graphs, _ = generate(world, model, True, LENGTHS, **GPU)
+    return tokens, graphs, world.tensor.counts["all_reduce"].calls
+
+
+def test_one_rank_with_nccl_says_what_one_without_says(model):
+    tokens, graphs, sums = on_ranks(1, alone_with_nccl, model, free_address())[0]
+    assert tokens == on_ranks(1, alone, model)[0]
+    assert graphs > 0 and sums > 0
+
+
+def two_on_one_gpu(rank: int, model: str, address: str) -> tuple[list[list[int]], int, dict]:
+    world = World.connect(rank, WorldLayout(tensor=2), address, "gloo", 60, local_rank=0)
     try:
-        assert world.tensor.capturable
-        nodes, results, x = [], [], torch.randn(4, 64, device=device)
-        for tp in (TensorParallel(), Unskipped(0, 1, world.tensor)):
-            torch.manual_seed(0)
-            layers = [RowParallelLinear(64, 64, False, torch.float32, device, tp) for _ in range(6)]
-            for layer in layers:
-                torch.nn.init.normal_(layer.weight)
-                layer.process_after_loading()
-            graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                for layer in layers:
-                    layer(x)
-                graph.capture_begin()
-                y = x
-                for layer in layers:
-                    y = layer(y)
-                graph.capture_end()
-            graph.instantiate()
-            graph.replay()
-            torch.cuda.synchronize()
-            nodes.append(num_nodes(graph))
-            results.append(y.clone())
-        assert nodes[1] - nodes[0] == len(layers), nodes
-        assert torch.equal(*results)
+        return generate(world, model, True, LENGTHS, **GPU)
     finally:
         world.close()
+
+
+def test_two_ranks_that_share_a_gpu_say_what_one_says(model):
+    found = on_ranks(2, two_on_one_gpu, model, free_address())
+    assert found[0] == found[1]
+    tokens, graphs, counts = found[0]
+    assert tokens == on_ranks(1, alone, model)[0]
+    assert graphs == 0 and counts["all_reduce"].calls > 0
