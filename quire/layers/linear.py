@@ -130,12 +130,7 @@ class QKVParallelLinear(ColumnPartitionedLinear):
         method: LinearMethod | None = None,
     ) -> None:
         self.num_heads = tp.share(num_heads, "attention heads")
-        if num_kv_heads >= tp.size:
-            self.num_kv_heads = tp.share(num_kv_heads, "KV heads")
-            first_kv_head = self.num_kv_heads * tp.rank
-        else:
-            self.num_kv_heads = 1
-            first_kv_head = tp.rank * num_kv_heads // tp.size
+        first_kv_head, self.num_kv_heads = tp.share_of_kv_heads(num_kv_heads)
         sizes = [n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         super().__init__(hidden_size, sizes, bias, dtype, device, method)
         kv_total, kv_start = num_kv_heads * head_size, first_kv_head * head_size
