@@ -164,6 +164,18 @@ class RowParallelLinear(ParallelLinear):
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(self.method.apply(self, x, bias))
 
+    def fused(
+        self,
+        x: torch.Tensor,
+        norm: RMSNormParams | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        """One worker adds the residual, for the same reason as the bias."""
+        if self.tp.rank == 0:
+            return self.tp.all_reduce(self.method.apply_fused(self, x, self.bias, norm, residual, silu))
+        return self.tp.all_reduce(self.method.apply_fused(self, x, None, norm, None, silu))
+
     def partitions(self) -> list[Partition]:
         return [Partition(None, 0, self.full_shape[0], self.full_shape, 1, self.local_in * self.tp.rank)]
 

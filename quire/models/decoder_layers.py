@@ -179,7 +179,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         c = build.config
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
-        self.fusable = c.is_like_llama and build.options.tp.size == 1
+        self.fusable = c.is_like_llama
         self.attention_norm = build.norm() if c.pre_norm else None
         self.self_attn = SelfAttention(build, layer)
         self.attention_out_norm = build.norm() if c.post_norm else None

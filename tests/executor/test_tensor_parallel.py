@@ -1,7 +1,7 @@
 """Ranks that share every layer write what one rank writes: one of them samples, and the others' rows advance alike.
 
 A run has an engine of some settings and requests of many kinds, as those of tests/spec_decode/test_matrix.py. Settings
-meet pairwise over the runs of `python -m scripts.tensor_parallel_matrix`; otherwise there are a few.
+meet pairwise over the runs of `make tp-matrix`; otherwise there is one of every method of speculation.
 """
 
 import os
@@ -21,6 +21,7 @@ from tests.spec_decode import proposers
 from tests.spec_decode.matrix_models import Models
 from tests.spec_decode.pairwise import pairwise
 from tests.spec_decode.test_matrix import (
+    BLOCKS,
     KINDS,
     describe,
     engine_options,
@@ -72,7 +73,9 @@ def test_drafts_are_verified_together(
     wanted = singles(run["family"])
     texts = [[*kind["prompt"], *one.token_ids] for kind, of in zip(KINDS, wanted, strict=True) for one in of]
     monkeypatch.setattr(proposers, "KNOWN", texts)
-    options = engine_options(run, models) | {"distributed_executor_backend": THREADS[run["ranks"]]}
+    # Layers of a rank may be of other sizes, and so in more groups, each of which needs blocks.
+    enough = {"num_gpu_blocks_override": 2 * BLOCKS, "distributed_executor_backend": THREADS[run["ranks"]]}
+    options = enough | engine_options(run, models)
     found = generate(models.target(run["family"], run["method"]), **options)
     for kind, ours, theirs in zip(KINDS, found, wanted, strict=True):
         for one, single in zip(ours, theirs, strict=True):
