@@ -46,6 +46,9 @@ test-properties: $(INSTALLED)  ## search longer for examples that break a proper
 spec-matrix: $(INSTALLED)  ## every proposer under combinations of everything else, in five families
 	@QUIRE_SPEC_MATRIX=all $(BIN)/python -m pytest -n 2 tests/spec_decode/test_matrix.py
 
+tp-matrix: $(INSTALLED)  ## ranks that share layers under combinations of everything else, in four families
+	@QUIRE_TP_MATRIX=all $(BIN)/python -m pytest -n 2 tests/executor/test_tensor_parallel.py
+
 mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
 	@$(BIN)/python scripts/mutants.py
 
@@ -110,5 +113,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties spec-matrix mutants test-kernels test-models test-compat test-arm test-clients \
-	lint format fuzz chaos lock bench figures
+.PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-arm \
+	test-clients lint format fuzz chaos lock bench figures

@@ -135,7 +135,7 @@ def sample_and_append_torch(
     rows = rows[used].long()
     known = state.num_tokens[rows]
     tokens = sample_tokens_torch(logits[used], rows, known, parameters, draw).int()
-    out[used] = tokens
+    out[used[: len(out)]] = tokens
     done = state.num_computed[rows] == known
     at = known.clamp(max=state.token_ids.shape[1] - 1)
     state.token_ids[rows, at] = torch.where(done, tokens.clamp(min=0), state.token_ids[rows, at])
@@ -150,8 +150,8 @@ def sample_and_append(
     draw: Draw,
     out: torch.Tensor,
 ) -> None:
-    """logits [n, vocab]; rows [n], -1 for padding -> out [n] int32. Every row that has computed all its tokens also
-    gets its new one appended (token 0 for NO_TOKEN). Padding changes nothing."""
+    """logits [n, vocab]; rows [n], -1 for padding -> out int32, [n] or without padding at the end. Every row that has
+    computed all its tokens also gets its new one appended (token 0 for NO_TOKEN). Padding changes nothing."""
     if use_triton(logits):
         from quire.kernels.triton import sample_tokens as kernel
 

@@ -98,7 +98,7 @@ class FusedMoE(nn.Module):
         router_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
-        return fused_layer(
+        out = fused_layer(
             stream,
             norm,
             router_weight,
@@ -107,12 +107,13 @@ class FusedMoE(nn.Module):
             self.top_k,
             renormalize=self.renormalize,
             scoring=self.scoring,
-            residual=residual,
+            residual=residual if self.tp.rank == 0 else None,  # once in the sum
         )
+        return self.tp.all_reduce(out)
 
     @property
     def max_fused_rows(self) -> int:
-        if not self.backend.fuses_layer or self.tp.size > 1:
+        if not self.backend.fuses_layer:
             return 0
         return max_fused_rows((self.num_experts, self.top_k, self.hidden_size, self.width))
 

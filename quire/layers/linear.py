@@ -130,12 +130,7 @@ class QKVParallelLinear(ColumnPartitionedLinear):
         method: LinearMethod | None = None,
     ) -> None:
         self.num_heads = tp.share(num_heads, "attention heads")
-        if num_kv_heads >= tp.size:
-            self.num_kv_heads = tp.share(num_kv_heads, "KV heads")
-            first_kv_head = self.num_kv_heads * tp.rank
-        else:
-            self.num_kv_heads = 1
-            first_kv_head = tp.rank * num_kv_heads // tp.size
+        first_kv_head, self.num_kv_heads = tp.share_of_kv_heads(num_kv_heads)
         sizes = [n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         super().__init__(hidden_size, sizes, bias, dtype, device, method)
         kv_total, kv_start = num_kv_heads * head_size, first_kv_head * head_size
@@ -168,6 +163,18 @@ class RowParallelLinear(ParallelLinear):
         # One worker adds the bias, or the sum would hold it once per worker.
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(self.method.apply(self, x, bias))
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        norm: RMSNormParams | None = None,
+        residual: torch.Tensor | None = None,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        """One worker adds the residual, for the same reason as the bias."""
+        if self.tp.rank == 0:
+            return self.tp.all_reduce(self.method.apply_fused(self, x, self.bias, norm, residual, silu))
+        return self.tp.all_reduce(self.method.apply_fused(self, x, None, norm, None, silu))
 
     def partitions(self) -> list[Partition]:
         return [Partition(None, 0, self.full_shape[0], self.full_shape, 1, self.local_in * self.tp.rank)]

@@ -42,11 +42,40 @@ class RMSNorm(nn.Module):
         return {("weight", None): LoadSlot(self.weight.data, tuple(self.weight.shape), dummy="ones")}
 
 
+class SharedRMSNorm(nn.Module):
+    """Over a width that ranks share: [N, width of this rank], of which it has the weights from `start` on."""
+
+    def __init__(self, size: int, full_size: int, start: int, eps: float, device: torch.device) -> None:
+        super().__init__()
+        self.eps, self.full_size, self.start = eps, full_size, start
+        self.weight = new_parameter(size, dtype=torch.float32, device=device)
+
+    def squares(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, 1] float32: this rank's mean of squares, to be averaged over ranks."""
+        return x.float().pow(2).mean(dim=-1, keepdim=True)
+
+    def scaled(self, x: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """By the mean of squares [N, 1] of the whole width."""
+        return (x.float() * torch.rsqrt(squares + self.eps) * self.weight).to(x.dtype)
+
+    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+        return {("weight", None): LoadSlot(self.weight.data, (self.full_size,), 0, self.start, "ones")}
+
+
 class LayerNorm(nn.Module):
     """`shape` of more than one dimension: weights differ by head, and each head is normalised separately."""
 
-    def __init__(self, shape: int | tuple[int, ...], eps: float, bias: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: int | tuple[int, ...],
+        eps: float,
+        bias: bool,
+        device: torch.device,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        """`heads`: of how many these are a rank's, and which is its first."""
         super().__init__()
+        self._heads = heads
         shape = (shape,) if isinstance(shape, int) else shape
         assert not bias or len(shape) == 1
         self.eps = eps
@@ -63,8 +92,12 @@ class LayerNorm(nn.Module):
         return fused_add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
-        shape = tuple(self.weight.shape)
-        slots: dict[tuple[str, ShardId], LoadSlot] = {("weight", None): LoadSlot(self.weight.data, shape, dummy="ones")}
+        shape, start = tuple(self.weight.shape), 0
+        if self._heads is not None:
+            shape, start = (self._heads[0], *shape[1:]), self._heads[1]
+        slots: dict[tuple[str, ShardId], LoadSlot] = {
+            ("weight", None): LoadSlot(self.weight.data, shape, 0, start, "ones")
+        }
         if self.bias is not None:
             slots["bias", None] = LoadSlot(self.bias.data, shape, dummy="zeros")
         return slots

@@ -99,7 +99,7 @@ class PackedExperts(nn.Module):
 
     @property
     def max_fused_rows(self) -> int:
-        if self.packed is None or self.tp.size > 1:
+        if self.packed is None:
             return 0
         shape = self.packed.shape(self.top_k)
         if isinstance(self.packed, ExpertWeights | Fp8ExpertWeights):
@@ -117,16 +117,17 @@ class PackedExperts(nn.Module):
         """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
         assert self.packed is not None
         kind = {"renormalize": self.renormalize, "scoring": self.scoring}
-        return fused_layer(
+        out = fused_layer(
             stream,
             norm,
             router_weight,
             router_bias,
             self.packed,
             self.top_k,
-            residual=residual,
+            residual=residual if self.tp.rank == 0 else None,  # once in the sum
             **kind,  # type: ignore[arg-type]
         )
+        return self.tp.all_reduce(out)
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """x [N, hidden], router_logits [N, experts] -> [N, hidden]."""

@@ -6,6 +6,8 @@ import torch
 
 from quire.distributed.group import ALONE, Group
 
+MAX_SIZE = 64  # that errors list
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -18,8 +20,24 @@ class TensorParallel:
     def share(self, total: int, what: str) -> int:
         """This rank's share of `total`, which must divide evenly."""
         if total % self.size:
-            raise ValueError(f"{what} ({total}) cannot be divided among {self.size} tensor-parallel workers")
+            sizes = ", ".join(str(size) for size in range(1, min(total, MAX_SIZE) + 1) if total % size == 0)
+            raise ValueError(
+                f"{what} ({total}) cannot be divided among {self.size} tensor-parallel workers; it allows {sizes} "
+                "(--tensor-parallel-size)"
+            )
         return total // self.size
+
+    def share_of_kv_heads(self, total: int) -> tuple[int, int]:
+        """This rank's first of the KV heads and their number. With fewer heads than ranks several have the same one."""
+        if total >= self.size:
+            share = self.share(total, "KV heads")
+            return share * self.rank, share
+        if self.size % total:
+            raise ValueError(
+                f"KV heads ({total}) cannot be repeated on {self.size} tensor-parallel workers; a multiple of {total} "
+                "is allowed, or a number that divides it (--tensor-parallel-size)"
+            )
+        return self.rank * total // self.size, 1
 
     def share_of_rows(self, total: int, what: str) -> tuple[int, int]:
         """This rank's first of `total` rows and their number, which may be smaller on the last rank."""

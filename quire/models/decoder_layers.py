@@ -16,7 +16,7 @@ from quire.layers.alibi import alibi_slopes
 from quire.layers.attention import Attention
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
-from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
 from quire.models.decoder_config import DecoderConfig
 from quire.models.options import ModelOptions
 from quire.quantization.base import LinearMethod
@@ -72,13 +72,13 @@ class SelfAttention(nn.Module):
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.num_heads, self.num_kv_heads = heads, kv_heads
         self.qk_norm, self.qkv_clip = c.qk_norm, c.qkv_clip
-        self.q_norm: RMSNorm | LayerNorm | None = None
-        self.k_norm: RMSNorm | LayerNorm | None = None
+        self.q_norm: RMSNorm | LayerNorm | SharedRMSNorm | None = None
+        self.k_norm: RMSNorm | LayerNorm | SharedRMSNorm | None = None
+        self.tp, first_head = options.tp, heads * options.tp.rank
         if c.qk_norm is not None:
-            if options.tp.size > 1 and c.qk_norm == "width":
-                raise NotImplementedError("a norm over all heads' queries is not supported with tensor parallelism yet")
-            self.q_norm, self.k_norm = (_head_norm(c, count, options.device) for count in (heads, kv_heads))
-        first_head = heads * options.tp.rank
+            first_kv_head, _ = options.tp.share_of_kv_heads(c.num_kv_heads)
+            self.q_norm = _head_norm(c, heads, (c.num_heads, first_head), options)
+            self.k_norm = _head_norm(c, kv_heads, (c.num_kv_heads, first_kv_head), options)
         self.sinks_slot: LoadSlot | None = None
         if c.sinks:
             sinks = new_parameter(heads, dtype=torch.float32, device=options.device)
@@ -119,18 +119,31 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.split(sizes, dim=-1)
         if self.qk_norm == "layer":
             q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
-        q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(self.q_norm, SharedRMSNorm) and isinstance(self.k_norm, SharedRMSNorm):
+            # Means of equally many elements: the mean over ranks is that of all. Repeated KV heads count equally often.
+            means = torch.cat((self.q_norm.squares(q), self.k_norm.squares(k)), dim=1)
+            means = self.tp.all_reduce(means) / self.tp.size
+            q, k = self.q_norm.scaled(q, means[:, :1]), self.k_norm.scaled(k, means[:, 1:])
+        else:
+            q, k = self.q_norm(q), self.k_norm(k)
         return torch.cat((q.flatten(1), k.flatten(1), v), dim=-1)
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
         return {} if self.sinks_slot is None else {("sinks", None): self.sinks_slot}
 
 
-def _head_norm(config: DecoderConfig, num_heads: int, device: torch.device) -> RMSNorm | LayerNorm:
+def _head_norm(
+    config: DecoderConfig, num_heads: int, all_heads: tuple[int, int], options: ModelOptions
+) -> RMSNorm | LayerNorm | SharedRMSNorm:
+    """Of a rank's heads; `all_heads`: how many all ranks have, and which is its first."""
+    size, eps, device = config.head_dim, config.norm_eps, options.device
     if config.qk_norm == "layer":
-        return LayerNorm((num_heads, config.head_dim), config.norm_eps, False, device)
-    width = config.head_dim * (num_heads if config.qk_norm == "width" else 1)
-    return RMSNorm(width, config.norm_eps, device)
+        return LayerNorm((num_heads, size), eps, False, device, all_heads)
+    if config.qk_norm == "head":
+        return RMSNorm(size, eps, device)
+    if options.tp.size == 1:
+        return RMSNorm(size * num_heads, eps, device)
+    return SharedRMSNorm(size * num_heads, size * all_heads[0], size * all_heads[1], eps, device)
 
 
 class MLP(nn.Module):
@@ -166,7 +179,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         c = build.config
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
-        self.fusable = c.is_like_llama and build.options.tp.size == 1
+        self.fusable = c.is_like_llama
         self.attention_norm = build.norm() if c.pre_norm else None
         self.self_attn = SelfAttention(build, layer)
         self.attention_out_norm = build.norm() if c.post_norm else None

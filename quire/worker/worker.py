@@ -64,7 +64,8 @@ class Worker:
             ignore_patterns=config.load.ignore_patterns,
         )
         strategy = config.load.safetensors_load_strategy
-        if checkpoint.format != "dummy" and not config.load.packed_weights_cache and strategy != "lazy":
+        reads = checkpoint.format != "dummy" and world.local_rank == 0  # ranks of a machine share what is read ahead
+        if reads and not config.load.packed_weights_cache and strategy != "lazy":
             read_ahead(checkpoint.files, wait=strategy == "eager")  # with packed weights it may not be read at all
         device = config.device
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin, world.local_rank)

@@ -62,7 +62,7 @@ def test_keys_without_meaning_are_accepted_and_said(
             method="ngram", draft_tensor_parallel_size=1, rejection_sample_method="standard", parallel_drafting=False
         )
     assert [record.getMessage() for record in caplog.records] == [
-        "--speculative-config: draft_tensor_parallel_size is accepted: there is one device"
+        "--speculative-config: draft_tensor_parallel_size is accepted: it is shared as the model is"
     ]
 
 

@@ -2,22 +2,27 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from quire import LLM, SamplingParams
 from quire.checkpoint.resolve import resolve_model
 from quire.checkpoint.tensors import open_tensors
 from quire.config import EngineConfig
 from quire.executor.factory import make_executor
+from quire.kernels.rms_norm import rms_norm_torch
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.llama import LlamaForCausalLM
 from quire.models.loading.weight_loader import load_weights
+from quire.models.mixtral import MixtralForCausalLM
 from quire.models.options import ModelOptions
+from quire.quantization.fused_linear import FusedLinearMixin
 from tests.executor.threads import ThreadsExecutor, on_every_rank
 from tests.tiny_models import save_tiny
 
 CPU = torch.device("cpu")
+BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}}
 THREADS = "tests.executor.threads:ThreadsExecutor"
 PROMPTS = [[5, 6, 7], list(range(3, 40)), [209, 210, 105, 106, 107] * 4, [4, 8, 15, 16, 23, 42]]
 PARAMS = [
@@ -89,6 +94,38 @@ def test_shards_of_a_checkpoint_compute_what_the_whole_does(tmp_path):
     ranks = on_every_rank(parts)
     for *found, half in ranks:
         assert half == width // 2
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_fused_layers_add_residual_and_bias_once(tmp_path, monkeypatch):
+    """By the kernels' plain versions: linears with norm, activation and residual, and the same of experts."""
+
+    def apply_fused(self, layer, x, bias, norm=None, residual=None, silu=False):
+        out = F.linear(x if norm is None else rms_norm_torch(x, *norm), layer.weight, bias)
+        out = F.silu(out.chunk(2, 1)[0]) * out.chunk(2, 1)[1] if silu else out
+        return out if residual is None else out + residual
+
+    monkeypatch.setattr(FusedLinearMixin, "apply_fused", apply_fused)
+    dense, sparse = (save_tiny(f, tmp_path / f, **BIASES.get(f, {})).config.to_dict() for f in ("llama", "mixtral"))
+    stream, heads = torch.randn(5, 64), torch.randn(5, 64)
+
+    def parts(tp: TensorParallel):
+        options = ModelOptions(torch.float32, CPU, tp, moe_backend="torch")
+        llama, mixtral = LlamaForCausalLM(dense, options), MixtralForCausalLM(sparse, options)
+        for model, family in ((llama, "llama"), (mixtral, "mixtral")):
+            load_weights(model, open_tensors(resolve_model(str(tmp_path / family))))
+        layer, width = llama.layers[1], tp.share(64, "heads")
+        mine = heads[:, width * tp.rank : width * (tp.rank + 1)].contiguous()
+        norm = layer.mlp_norm.params
+        return (
+            layer.self_attn.o_proj.fused(mine, residual=stream),
+            layer.mlp.forward_fused(stream, norm),
+            mixtral.layers[1].mlp.forward_fused(stream, norm),
+        )
+
+    wanted = parts(SINGLE)
+    for found in on_every_rank(parts):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
 

@@ -1,7 +1,7 @@
 """Ranks that share every layer write what one rank writes: one of them samples, and the others' rows advance alike.
 
 A run has an engine of some settings and requests of many kinds, as those of tests/spec_decode/test_matrix.py. Settings
-meet pairwise over the runs of `python -m scripts.tensor_parallel_matrix`; otherwise there are a few.
+meet pairwise over the runs of `make tp-matrix`; otherwise there is one of every method of speculation.
 """
 
 import os
@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.models import transformers_sweep
+from tests.quantization.fp8_checkpoints import block_fp8
+from tests.quantization.int_checkpoints import gptq, save_checkpoints
 from tests.spec_decode import proposers
 from tests.spec_decode.matrix_models import Models
 from tests.spec_decode.pairwise import pairwise
 from tests.spec_decode.test_matrix import (
+    BLOCKS,
     KINDS,
     describe,
     engine_options,
@@ -69,7 +73,9 @@ def test_drafts_are_verified_together(
     wanted = singles(run["family"])
     texts = [[*kind["prompt"], *one.token_ids] for kind, of in zip(KINDS, wanted, strict=True) for one in of]
     monkeypatch.setattr(proposers, "KNOWN", texts)
-    options = engine_options(run, models) | {"distributed_executor_backend": THREADS[run["ranks"]]}
+    # Layers of a rank may be of other sizes, and so in more groups, each of which needs blocks.
+    enough = {"num_gpu_blocks_override": 2 * BLOCKS, "distributed_executor_backend": THREADS[run["ranks"]]}
+    options = enough | engine_options(run, models)
     found = generate(models.target(run["family"], run["method"]), **options)
     for kind, ours, theirs in zip(KINDS, found, wanted, strict=True):
         for one, single in zip(ours, theirs, strict=True):
@@ -149,3 +155,89 @@ def test_logits_processors_of_users_run_on_the_rank_that_samples(tmp_path: Path)
             assert failed.outputs[0].finish_reason == "error" and "no such" in failed.error
             (again,) = llm.generate([prompt], plain, use_tqdm=False)
             assert again.outputs[0].token_ids == wanted.outputs[0].token_ids
+
+
+def plain_texts(model: str | None, **options: Any) -> list[list[int]]:
+    """Greedy ones, and a seeded one of a prompt in two chunks."""
+    sizes = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 128, "max_num_batched_tokens": 32}
+    fixed = {"dtype": "float32", "skip_tokenizer_init": True}
+    prompts = [[5, 6, 7], [*range(3, 50)], [109, 110, 105, 106, 107] * 4]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 0.8, 0)]
+    with LLM(model, **(fixed | sizes | options)) as llm:
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("gpt2", 2), ("qwen3-moe", 4), ("olmo2", 4), ("cohere-qk-norm", 2), ("gpt-oss", 2)]
+)
+def test_families(tmp_path: Path, family: str, ranks: int) -> None:
+    """Transposed weights, experts, norms over all heads or by head, KV heads that are repeated, sinks."""
+    save_tiny(family, tmp_path)
+    shared = plain_texts(str(tmp_path), distributed_executor_backend=THREADS[ranks])
+    assert shared == plain_texts(str(tmp_path))
+
+
+@pytest.mark.parametrize("made", [gptq(shuffled=True), block_fp8()], ids=["gptq", "fp8"])
+def test_quantized_weights(tmp_path: Path, made: Any) -> None:
+    """Dequantized, as kernels may round inputs by groups that ranks split."""
+    model, _ = save_checkpoints("llama", tmp_path, made, intermediate_size=128)
+    given = {"quantization": "dequantized"}
+    shared = plain_texts(str(model), **given, distributed_executor_backend=THREADS[4])
+    assert shared == plain_texts(str(model), **given)
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "phi3", "nemotron"])
+def test_a_model_that_transformers_runs(tmp_path: Path, model_type: str) -> None:
+    """With norms, by gathered outputs, and without a gate."""
+    transformers_sweep.save(model_type, tmp_path)
+    given = {"model_impl": "transformers"}
+    shared = plain_texts(str(tmp_path), **given, distributed_executor_backend=THREADS[2])
+    assert shared == plain_texts(str(tmp_path), **given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "message"),
+    [
+        ("stablelm", 2, "transformers has no plan to share it among 2 workers; use one"),
+        ("qwen2_moe", 2, "needs moe_tp_experts, packed_colwise; allowed are colwise"),
+        ("exaone4", 4, r"KV heads \(2\) cannot be divided among 4 .*; it allows 1, 2"),
+    ],
+)
+def test_plans_that_are_refused(tmp_path: Path, model_type: str, ranks: int, message: str) -> None:
+    transformers_sweep.save(model_type, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        plain_texts(str(tmp_path), model_impl="transformers", distributed_executor_backend=THREADS[ranks])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "ranks", "message"),
+    [
+        (6, 3, 96, 4, r"attention heads \(6\) cannot be divided among 4 .* allows 1, 2, 3, 6"),
+        (6, 2, 96, 3, r"KV heads \(2\) cannot be repeated on 3 .* a multiple of 2"),
+        (8, 8, 90, 4, r"output features \(90\) cannot be divided among 4 .* allows 1, 2, 3, 5"),
+    ],
+)
+def test_sizes_that_do_not_divide(
+    tmp_path: Path, heads: int, kv_heads: int, inner: int, ranks: int, message: str
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
+    save_tiny("llama", tmp_path, hidden_size=48, **sizes)
+    with pytest.raises(ValueError, match=message):
+        plain_texts(str(tmp_path), distributed_executor_backend=THREADS[ranks])
+
+
+def test_three_ranks_of_smollm2() -> None:
+    """Nine heads and three KV heads."""
+    given = {"quantization": "dequantized", "kv_cache_memory_bytes": 1 << 26}
+    assert plain_texts(None, **given, distributed_executor_backend=THREADS[3]) == plain_texts(None, **given)
+
+
+@pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
+def test_in_processes(method: str | None, models: Models, singles: Callable[[str], list[Any]]) -> None:
+    options = models.options("llama", method, 2) | {"spec_adaptive": False} if method else {}
+    found = generate(models.target("llama", method), tensor_parallel_size=2, **options)
+    for kind, ours, theirs in zip(KINDS, found, singles("llama"), strict=True):
+        for one, single in zip(ours, theirs, strict=True):
+            assert list(one.token_ids) == list(single.token_ids), kind
+            assert same_logprobs(one.logprobs, single.logprobs), kind

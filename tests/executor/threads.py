@@ -83,7 +83,13 @@ class ThreadsExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         meeting = Meeting(self.size)
-        threaded = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, async_scheduling=True))
+        # As a CPU's with asynchronous scheduling has.
+        scheduler, device = config.scheduler, config.device
+        threaded = dataclasses.replace(
+            config,
+            scheduler=dataclasses.replace(scheduler, async_scheduling=True),
+            device=dataclasses.replace(device, device="cpu"),
+        )
 
         def start(rank: int) -> UniProcExecutor:
             group = ThreadGroup(rank, meeting)

@@ -6,7 +6,11 @@ from typing import Any
 from quire.config.logs import say_once
 
 ACCEPTED: dict[str, tuple[str, ...]] = {
-    "there is one device": ("draft_tensor_parallel_size", "tensor_parallel_size", "use_local_argmax_reduction"),
+    "it is shared as the model is": (
+        "draft_tensor_parallel_size",
+        "tensor_parallel_size",
+        "use_local_argmax_reduction",
+    ),
     "a proposer is captured or replayed wherever the model is": ("enforce_eager", "disable_padded_drafter_batch"),
     "the length of drafts follows acceptance and the cost of steps": (
         "num_speculative_tokens_per_batch_size",

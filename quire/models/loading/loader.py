@@ -73,8 +73,6 @@ def load_model(
     if choice.impl == "transformers":
         from quire.models.transformers.model import load_transformers_model
 
-        if tp.size > 1:
-            raise ValueError("a model that transformers runs cannot be shared by several workers; use one")
         if stage.count > 1:
             raise ValueError(
                 "a model that transformers runs cannot be split into stages; use one (--pipeline-parallel-size 1)"
@@ -95,6 +93,7 @@ def load_model(
                 longest=max_model_len or longest,
                 seed=seed,
                 progress=progress,
+                tp=tp,
             )
     quantized = choose_quantization(quantization, hf_config, dtype, device, is_gguf=ckpt.format == "gguf")
     if quantized.describe():

@@ -11,6 +11,7 @@ from torch import nn
 from quire.attention.base import ForwardContext
 from quire.checkpoint.resolve import Checkpoint
 from quire.layers.attention import Attention
+from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.decoder import MAX_EXTRA_FOR_TIED_HEAD
 from quire.models.transformers.attention import (
     NO_INTERFACE,
@@ -26,6 +27,7 @@ from quire.models.transformers.library import RemoteCode, auto_config
 from quire.models.transformers.probe import (
     Head,
     ProbeResult,
+    attention_calls,
     batched_logits,
     hidden_states,
     probe_model,
@@ -35,6 +37,7 @@ from quire.models.transformers.probe import (
 )
 from quire.models.transformers.replace_modules import pack_weights, replace_modules
 from quire.models.transformers.rope import freeze_rope
+from quire.models.transformers.tensor_parallel import check_heads, check_plan, share_modules
 from quire.models.transformers.weights import check_attention, init_with_random_weights, load_pretrained, progress_bars
 
 logger = logging.getLogger("quire")
@@ -52,8 +55,10 @@ def load_transformers_model(
     longest: int | None = None,
     seed: int = 0,
     progress: bool = False,
+    tp: TensorParallel = SINGLE,
 ) -> "TransformersModel":
-    """`longest`: the limit of sequence lengths."""
+    """`longest`: the limit of sequence lengths. A rank of several reads the whole model on the host, and keeps a
+    part."""
     name = (hf_config.get("architectures") or [hf_config.get("model_type")])[0]
     through = f"{name} would be served through transformers"
     if checkpoint.is_gguf:
@@ -62,18 +67,19 @@ def load_transformers_model(
         method = quantization or hf_config["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"{through}, which does not support quantization here ({method}); only built-in families do")
     code = RemoteCode(trust_remote_code, code_revision)
+    place = device if tp.size == 1 else torch.device("cpu")
     config = auto_config(checkpoint, hf_config, code)
     register()
     try:
         check_attention(config)
         if checkpoint.format == "dummy":
-            model = init_with_random_weights(config, dtype, device, SERVING, code, seed)
+            model = init_with_random_weights(config, dtype, place, SERVING, code, seed)
         else:
             with progress_bars(progress):
-                model = load_pretrained(checkpoint, config, dtype, device, SERVING, code)
+                model = load_pretrained(checkpoint, config, dtype, place, SERVING, code)
         model.requires_grad_(False).eval()
         freeze_rope(model, longest)
-        return TransformersModel(model, config.get_text_config().vocab_size)
+        return TransformersModel(model, config.get_text_config().vocab_size, tp, device)
     except (TypeError, AttributeError, ArithmeticError, IndexError, AssertionError) as error:
         raise ValueError(f"{through}, which fails with its config: {error!r}") from error
     except RuntimeError as error:
@@ -97,9 +103,12 @@ class TransformersModel(nn.Module):
     position_axes = 1
     embeds_scale = 1.0  # its own code scales what is given
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
-        """`model`: with weights."""
+    def __init__(
+        self, model: Any, vocab_size: int, tp: TensorParallel = SINGLE, device: torch.device | None = None
+    ) -> None:
+        """`model`: with weights, of which a rank of several keeps its part on `device`."""
         super().__init__()
+        plan = check_plan(model, tp) if tp.size > 1 else {}
         probe = probe_model(model, vocab_size)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         sequences = probe_tokens(vocab_size, probe.expected.device)
@@ -109,6 +118,14 @@ class TransformersModel(nn.Module):
         replace_modules(model)
         if probe.expected.device.type == "cpu":
             _check_replaced(model, probe, sequences)
+        link = None
+        if tp.size > 1:
+            check_heads(probe.calls, tp)
+            link = share_modules(model, plan, tp, tied)
+            model.to(device)
+            self.capturable = device is None or device.type == "cpu"
+            probe.calls = attention_calls(model, vocab_size)
+            sequences = probe_tokens(vocab_size, next(model.parameters()).device)
         self.model = model
         self.first_position = probe.first_position
         self.attentions = nn.ModuleList(_attention(i, spec) for i, (_, spec) in enumerate(probe.calls))
@@ -122,6 +139,8 @@ class TransformersModel(nn.Module):
         for module, handler in self.handlers.items():
             set_handler(module, handler)
         self._pack(tied)
+        if link is not None:
+            link.connected = True
 
     def _make_handlers(self, probe: ProbeResult) -> dict[nn.Module, PagedHandler]:
         calls: dict[nn.Module, list[tuple[AttentionSpec, Attention]]] = {}

@@ -137,6 +137,18 @@ def _probe_model(model: Any, vocab_size: int) -> ProbeResult:
     )
 
 
+@torch.inference_mode()
+def attention_calls(model: Any, vocab_size: int) -> list[tuple[nn.Module, AttentionSpec]]:
+    """Those of a model that was probed, and of which this is a rank's part."""
+    _set_attention(model, PROBING)
+    try:
+        return _observe(model, probe_tokens(vocab_size, next(model.parameters()).device)[0])[2]
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise Unsupported(f"its code does not run with a part of its heads: {error}") from error
+    finally:
+        _set_attention(model, SERVING)
+
+
 def probe_tokens(vocab_size: int, device: torch.device) -> list[torch.Tensor]:
     ids = (torch.arange(sum(LENGTHS)) * 7919 + 101) % max(vocab_size - 8, 1) + 3
     return list((ids % vocab_size).to(device).split(LENGTHS))
