@@ -101,6 +101,9 @@ QUIRE_CPU_ISA = Variable[str](
 QUIRE_NATIVE_KERNELS = Variable[bool](
     "QUIRE_NATIVE_KERNELS", lambda text: text != "0", True, "`0`: torch instead of C kernels on a CPU", "`1`"
 )
+QUIRE_SHARE_GPU = Variable[bool](
+    "QUIRE_SHARE_GPU", _switch, False, "`1`: ranks may share a GPU, with collectives through the host, for tests", "`0`"
+)
 XDG_CACHE_HOME = Variable[str | None](
     "XDG_CACHE_HOME", _path, None, "compiled C kernels are cached in its folder `quire`", "`~/.cache`"
 )
@@ -151,6 +154,9 @@ LRU_CACHE_CAPACITY = Variable[str](
 )
 ONEDNN_PRIMITIVE_CACHE_CAPACITY = Variable[str](
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY", str, "128", "primitives that oneDNN keeps compiled in the engine's process"
+)
+GLOO_SOCKET_IFNAME = Variable[str](
+    "GLOO_SOCKET_IFNAME", str, "lo", "network interface of gloo's collectives between ranks"
 )
 ONEDNN_MAX_CPU_ISA = Variable[str | None](
     "ONEDNN_MAX_CPU_ISA",

@@ -20,9 +20,9 @@ logger = logging.getLogger("quire")
 _said: set[str] = set()
 
 
-def set_up_logging(level: int | str | None = None, config_file: str | None = None) -> None:
+def set_up_logging(level: int | str | None = None, config_file: str | None = None, name: str = "") -> None:
     """Log to standard error, unless a file configures logging (`logging.config.dictConfig` as JSON) or the program has
-    done so itself."""
+    done so itself. `name` is this process's, where there are several of a kind."""
     config_file = config_file or VLLM_LOGGING_CONFIG_PATH.get()
     if config_file is not None:
         logging.config.dictConfig(_read_config(Path(config_file)))
@@ -32,7 +32,7 @@ def set_up_logging(level: int | str | None = None, config_file: str | None = Non
     to_output = VLLM_LOGGING_STREAM.get() == "ext://sys.stdout"
     handler = logging.StreamHandler(sys.stdout if to_output else sys.stderr)
     prefix = VLLM_LOGGING_PREFIX.get().replace("%", "%%")
-    handler.setFormatter(logging.Formatter(f"{prefix}quire: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{prefix}quire: {name and name + ': '}%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level or VLLM_LOGGING_LEVEL.get())
 

@@ -88,6 +88,7 @@ class EngineProcess:
         try:
             self.core = self._make_core()
             core = self.core
+            core.executor.on_failure(lambda error: self._in.put((b"", error)))
             self._ready = Ready(core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs, core.features)
             while not self._stopping:
                 self._handle_messages(block=not self.core.has_unfinished())
@@ -130,6 +131,8 @@ class EngineProcess:
                 return
 
     def _handle(self, sender: bytes, message: Any) -> None:
+        if isinstance(message, Exception):
+            raise message  # a worker has ended
         if sender not in self._addresses and not isinstance(message, Hello):
             return  # sent before its Goodbye, which another process sent for it
         match message:

@@ -14,8 +14,8 @@ import zmq
 
 from quire.config import EngineConfig
 from quire.core.engine_process import engine_process_main
+from quire.distributed.socket_folder import SocketFolder
 from quire.engine.async_engine import EngineDeadError
-from quire.engine.socket_folder import SocketFolder
 from quire.messages.protocol import Codec, Dead, FromEngine, Goodbye, Hello, Ready, Shutdown
 
 # A fresh interpreter per process: a fork would inherit locks held by the parent's threads.

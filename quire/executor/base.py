@@ -22,6 +22,10 @@ class PendingOutput(Protocol):
 class Executor(Protocol):
     """A step is two calls: the forward pass, then sampling. Both return before the device is done."""
 
+    def on_failure(self, notify: Callable[[Exception], None]) -> None:
+        """`notify` is called, in any thread, when a worker has ended by itself, with what every later call raises."""
+        ...
+
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         """By layer that has a KV cache."""
         ...

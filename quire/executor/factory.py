@@ -7,12 +7,15 @@ from quire.config.vllm.choices import to_come
 from quire.executor.base import Executor
 
 # Imported when chosen: a worker imports torch, before which the engine process sets its environment.
-_BUILT_IN = {"uni": "quire.executor.uniproc:UniProcExecutor"}
+_BUILT_IN = {
+    "uni": "quire.executor.uniproc:UniProcExecutor",
+    "mp": "quire.executor.multiproc:MultiProcExecutor",
+}
 
 
 def make_executor(config: EngineConfig) -> Executor:
     """Made as `Class(config)`, with its workers started and the model loaded."""
-    name = config.parallel.distributed_executor_backend or "uni"
+    name = config.parallel.distributed_executor_backend or ("uni" if config.parallel.num_ranks == 1 else "mp")
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
     if not attribute:
         raise ValueError(

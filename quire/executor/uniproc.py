@@ -32,13 +32,17 @@ class UniProcExecutor:
     longer.
     """
 
-    def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Any] = Worker) -> None:
+    def __init__(
+        self, config: EngineConfig, make_worker: Callable[[EngineConfig], Any] = Worker, in_place: bool = False
+    ) -> None:
+        """`in_place`: never on a thread of its own, and what a user's code raises never ends the caller."""
+        self._in_place = in_place
         self._error: Exception | None = None  # of the forward pass, until sampling reports it
         self._tasks: Tasks = queue.SimpleQueue()
         self._stop: Callable[[], object] | None = None
         self._platform = platform_class(config.device.device)
         self.worker: Any = None
-        if config.scheduler.depth > 0 and not self._platform.launches_async:
+        if config.scheduler.depth > 0 and not self._platform.launches_async and not in_place:
             thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-worker", daemon=True)
             thread.start()
             # Even without a call of shutdown(): a thread inside torch while the interpreter exits aborts the process.
@@ -48,6 +52,9 @@ class UniProcExecutor:
         except BaseException:
             self.shutdown()
             raise
+
+    def on_failure(self, notify: Callable[[Exception], None]) -> None:
+        """The worker ends with this process."""
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         return self.worker.kv_cache_specs()
@@ -66,9 +73,9 @@ class UniProcExecutor:
             return self._submit(lambda: self._sample(grammar).result())
         try:
             return self._sample(grammar)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if self._interrupts(error):
+                raise
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(_failure(error))
             return failed
@@ -98,6 +105,9 @@ class UniProcExecutor:
             self.worker = None
             free_unused()  # the next engine of this process measures what is free
 
+    def _interrupts(self, error: BaseException) -> bool:
+        return self._stop is None and not self._in_place and isinstance(error, (KeyboardInterrupt, SystemExit))
+
     def _submit(self, call: Callable[[], Any]) -> "Future[Any]":
         future: Future[Any] = Future()
 
@@ -105,7 +115,7 @@ class UniProcExecutor:
             try:
                 future.set_result(call())
             except BaseException as error:
-                if self._stop is None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+                if self._interrupts(error):
                     raise  # the caller's own thread was interrupted
                 future.set_exception(_failure(error))
 
@@ -119,7 +129,7 @@ class UniProcExecutor:
         try:
             self.worker.execute_model(plan)
         except BaseException as error:
-            if self._stop is None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            if self._interrupts(error):
                 raise
             self._error = _failure(error)
 

@@ -8,14 +8,17 @@ import signal
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """No orphans: the kernel ends this process when the one that started it is gone."""
+def die_with_parent(parent: int | None = None) -> None:
+    """No orphans: the kernel ends this process when the thread that started it is gone. `parent` is that thread's
+    process, if this one was not started by multiprocessing."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
         return  # not Linux
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
+    started_by = multiprocessing.parent_process()
+    if parent is None and started_by is not None:
+        parent = started_by.pid
+    if parent is not None and os.getppid() != parent:
         os._exit(1)  # it ended before prctl
 
 

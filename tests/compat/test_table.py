@@ -58,8 +58,7 @@ def test_what_works_names_a_test_that_exists() -> None:
 def test_what_works_is_an_option_and_an_option_works() -> None:
     without_option = {"help", "config", *KINDS}
     assert {row.name for row in of("works")} - OPTIONS == without_option
-    parallel = {f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")}
-    assert {row.name for row in TABLE.values() if row.status != "works"} & OPTIONS == parallel
+    assert {row.name for row in TABLE.values() if row.status != "works"} & OPTIONS == {"data_parallel_size"}
 
 
 def test_what_is_accepted_has_a_reason_and_what_is_not_a_feature() -> None:

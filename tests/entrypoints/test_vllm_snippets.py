@@ -60,7 +60,7 @@ def test_a_long_prefix_is_computed_once():
     "arguments",
     [
         {"speculative_config": {"method": "mlp_speculator", "model": "a/b", "num_speculative_tokens": 3}},
-        {"tensor_parallel_size": 4},
+        {"data_parallel_size": 4},
         {"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}},
     ],
 )

@@ -120,17 +120,15 @@ def test_ranks_that_are_not_connected_say_so():
         head(torch.zeros(1, 4))
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
-def test_sizes_other_than_one_are_not_available(kind):
-    name = f"{kind}_parallel_size"
-    assert getattr(EngineConfig.from_kwargs(**{name: 1}).parallel, name) == 1
-    with pytest.raises(ValueError, match=f"not available yet: {kind} parallelism; {name} is 2"):
-        EngineConfig.from_kwargs(**{name: 2})
+def test_data_parallelism_is_not_available():
+    assert EngineConfig.from_kwargs(data_parallel_size=1).parallel.data_parallel_size == 1
+    with pytest.raises(ValueError, match="not available yet: data parallelism; data_parallel_size is 2"):
+        EngineConfig.from_kwargs(data_parallel_size=2)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("ray", "allowed: uni, or your own as 'module:Class'"), ("no.such:Class", "cannot be imported")],
+    [("ray", "allowed: uni, mp, or your own as 'module:Class'"), ("no.such:Class", "cannot be imported")],
 )
 def test_an_unknown_executor_is_explained(name, message):
     with pytest.raises(ValueError, match=message):

@@ -87,6 +87,8 @@ class ThreadsExecutor:
 
         self.ranks = [start(rank) for rank in range(WORLD)]
 
+    def on_failure(self, notify: Callable[[Exception], None]) -> None: ...
+
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         return self.ranks[0].kv_cache_specs()
 

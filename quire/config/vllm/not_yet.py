@@ -2,13 +2,9 @@
 ask for nothing. None, False, and an object without any value are such too, wherever they fit."""
 
 NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
-    "tensor parallelism": {
-        "tensor_parallel_size": ("int", 1),
+    "further tensor parallelism": {
         "enable_batch_sharded_sampling": ("switch",),
         "enable_hc_sp": ("switch",),
-    },
-    "pipeline parallelism": {
-        "pipeline_parallel_size": ("int", 1),
     },
     "data parallelism": {
         "data_parallel_size": ("int", 1),
@@ -47,7 +43,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "master_port": ("int", 29501),
         "nnodes": ("int", 1),
         "node_rank": ("int", 0),
-        "distributed_timeout_seconds": ("int",),
         "cpu_distributed_timeout_seconds": ("int",),
         "ray_workers_use_nsight": ("switch",),
     },

@@ -46,6 +46,7 @@ NONE_IS_DEFAULT = (
     "async_scheduling",
     "block_size",
     "disable_cascade_attn",
+    "distributed_timeout_seconds",
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "seed",

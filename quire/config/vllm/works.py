@@ -131,6 +131,9 @@ WORKS: dict[str, str] = {
     "spec_tokens": "config/test_speculative.py::test_flags_of_single_keys",
     # Devices and kernels
     "distributed_executor_backend": "executor/test_ranks.py::test_two_ranks_say_what_one_says",
+    "tensor_parallel_size": "executor/test_multiproc.py::test_two_processes_say_what_one_says",
+    "pipeline_parallel_size": "executor/test_multiproc.py::test_sizes_and_executors",
+    "distributed_timeout_seconds": "executor/test_multiproc.py::test_a_rank_that_never_joins",
     "enforce_eager": "gpu/test_parity.py::test_sampling_parameters_run_on_the_device",
     "cudagraph_capture_sizes": "compat/test_engine_flags.py::test_sizes_of_graphs",
     "max_cudagraph_capture_size": "compat/test_engine_flags.py::test_sizes_of_graphs",

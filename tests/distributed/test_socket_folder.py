@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.socket_folder import SocketFolder
+from quire.distributed.socket_folder import SocketFolder
 
-KILLED = "import os; from quire.engine.socket_folder import SocketFolder; SocketFolder(); os.kill(os.getpid(), 9)"
+KILLED = "import os; from quire.distributed.socket_folder import SocketFolder; SocketFolder(); os.kill(os.getpid(), 9)"
 
 
 @pytest.fixture
