@@ -206,3 +206,7 @@ def test_more_stages_than_layers_are_refused(tmp_path):
     save_tiny("llama", tmp_path, num_hidden_layers=3)
     with pytest.raises(ValueError, match="a model of 3 layers cannot be split into 4 stages; use at most 3"):
         start(tmp_path, "FourStages")
+
+
+def test_stages_in_processes_of_their_own(llama):
+    assert tokens(outputs(llama, pipeline_parallel_size=2)) == tokens(outputs(llama))
