@@ -12,6 +12,7 @@ from quire.sampling_params import StructuredOutputsParams
 from quire.worker.model_runner import ModelRunner
 from tests.executor.stages import TracedWorker
 from tests.executor.test_ranks import PARAMS, PROMPTS
+from tests.spec_decode.proposers import KNOWN
 from tests.structured_output.model import save_model
 from tests.tiny_models import save_tiny
 
@@ -190,22 +191,33 @@ def test_a_step_that_fails_on_one_stage_fails_alone(llama, monkeypatch):
         assert tokens(again)[0] == tokens([alone])[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"spec_method": "ngram", "spec_tokens": 2}, "speculative decoding cannot be used with several stages"),
-        ({"model_impl": "transformers"}, "transformers runs cannot be split into stages"),
-    ],
-)
-def test_what_stages_cannot_do_is_refused(llama, options, message):
-    with pytest.raises(ValueError, match=message):
-        start(llama, "TwoStages", **options)
+def test_what_stages_cannot_do_is_refused(llama):
+    with pytest.raises(ValueError, match="drafts by medusa cannot be used with several stages yet"):
+        start(llama, "TwoStages", spec_method="medusa", spec_tokens=2, spec_model=str(llama))
+    with pytest.raises(ValueError, match="transformers runs cannot be split into stages"):
+        start(llama, "TwoStages", model_impl="transformers")
 
 
 def test_more_stages_than_layers_are_refused(tmp_path):
     save_tiny("llama", tmp_path, num_hidden_layers=3)
     with pytest.raises(ValueError, match="a model of 3 layers cannot be split into 4 stages; use at most 3"):
         start(tmp_path, "FourStages")
+
+
+@pytest.mark.parametrize("method", ["ngram", "tests.spec_decode.proposers:Fixed", "tests.spec_decode.proposers:Right"])
+def test_drafts_go_back_to_all_stages(llama, method):
+    params = [PARAMS[0], PARAMS[1], PARAMS[2], PARAMS[3]]
+    wanted = outputs(llama, None, PROMPTS, params)
+    KNOWN[:] = [prompt + ids for prompt, ids in zip(PROMPTS, tokens(wanted), strict=True)]
+    for layout in ("TwoStages", "FourStages"):
+        llm = start(llama, layout, spec_method=method, spec_tokens=3)
+        try:
+            assert tokens(generate(llm, PROMPTS, params)) == tokens(wanted)
+            stats = llm.llm_engine.client.core.scheduler.drafts.stats
+        finally:
+            llm.shutdown()
+        assert stats.num_draft_tokens > 0
+        assert stats.num_accepted_tokens > 0 or not method.endswith("Right")
 
 
 def test_stages_in_processes_of_their_own(llama):
