@@ -44,7 +44,7 @@ class EngineCore:
         self.max_num_seqs = config.scheduler.max_num_seqs
         # Blocks leave the window by confirmed tokens: plans in flight need room beyond what one step writes.
         num_drafts = config.speculative.num_drafts
-        needs: DraftNeeds = executor.collective_rpc("draft_needs", (), {})[0] if num_drafts else DraftNeeds()
+        needs: DraftNeeds = executor.collective_rpc("draft_needs", (), {})[-1] if num_drafts else DraftNeeds()
         span = max(step_tokens, self.max_in_flight * (1 + num_drafts) + 1) + needs.num_lookahead
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
@@ -84,7 +84,7 @@ class EngineCore:
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
         )
-        adaptive = num_drafts > 0 and config.speculative.adaptive
+        adaptive = num_drafts > 0 and config.speculative.adaptive and num_stages == 1
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -96,7 +96,7 @@ class EngineCore:
             transfers=transfers,
             num_drafts=num_drafts,
             adaptive_drafts=adaptive,
-            draft_profile=executor.collective_rpc("get_draft_profile", (), {})[0] if adaptive else None,
+            draft_profile=executor.collective_rpc("get_draft_profile", (), {})[-1] if num_drafts else None,
             encoder_cache_tokens=cache_tokens,
             num_lookahead=needs.num_lookahead,
             num_stages=num_stages,

@@ -21,6 +21,7 @@ from quire.distributed.layout import WorldLayout
 from quire.distributed.socket_folder import SocketFolder
 from quire.executor.base import PendingOutput, WorkerMethod
 from quire.executor.placement import Places
+from quire.executor.stages import memory_of_all, specs_of_all
 from quire.executor.status_board import DONE, FAILED, StatusBoard
 from quire.executor.worker_messages import (
     LOADED,
@@ -139,15 +140,12 @@ class MultiProcExecutor:
             tell()
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
-        specs: dict[int, KVCacheSpec] = {}
-        for of_rank in self._call("kv_cache_specs"):
-            specs |= of_rank
-        return specs
+        return specs_of_all(self._call("kv_cache_specs"))
 
     def kv_cache_memory(self) -> int:
-        """Of every rank: what the one with the least has. Ranks on a CPU share its memory."""
-        least: int = min(self._call("kv_cache_memory"))
-        return least // self._size if self._shared_memory else least
+        """For the layers of all stages, so that each rank's part fits what it has. Ranks on a CPU share its memory."""
+        share = self._size if self._shared_memory else 1
+        return memory_of_all([size // share for size in self._call("kv_cache_memory")], self._call("kv_cache_specs"))
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
         self._call("initialize_kv_cache", config, max_model_len, _nothing)

@@ -202,6 +202,11 @@ class ModelRunner:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
+        pending = self._sample_step(step, grammar)
+        self.stages.hand_back()
+        return pending
+
+    def _sample_step(self, step: PendingStep, grammar: GrammarMask | None) -> Pending[ModelRunnerOutput]:
         # Finished transfers are read last: those read before something fails would be lost.
         if step.logits is None:
             # A tensor to wait for, or the host would run ahead of prompts that pool without limit.
@@ -239,7 +244,6 @@ class ModelRunner:
         if draw is not None:
             drawn = self.sampled[:count]
             self.sampler.sample_fused(logits, step.rows, state, draw, drawn)
-            self.stages.hand_back(drawn)
             looked = self._look_up(step)
 
             def complete(ids: np.ndarray, num_found: np.ndarray | None = None) -> ModelRunnerOutput:
@@ -257,7 +261,6 @@ class ModelRunner:
         )
         sampled = self.sampler.sample(logits[:count], batch, grammar)
         state.append_tokens(batch.rows, sampled.token_ids, batch.done)
-        self.stages.hand_back(sampled.token_ids)
         top = sampled.logprobs
         looked = self._look_up(step)
         # Masks of the next plan are made for what it will verify, whatever lies there if the proposer rests.

@@ -147,7 +147,7 @@ class Worker:
         return Adapters(self.model, config.lora, self.max_num_seqs, most, self.dtype, self.platform.device)
 
     def _make_proposer(self) -> Proposer | None:
-        proposer = make_proposer(self.config, self.platform.device)
+        proposer = make_proposer(self.config, self.platform.device) if self.world.is_last_stage else None
         if proposer is not None:
             proposer.tp = self.tensor_parallel()
             proposer.prepare(self.model)
@@ -260,6 +260,10 @@ class Worker:
             self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
 
     def _measure_drafts(self, proposer: Proposer, max_tokens: int) -> DraftProfile:
+        rests = proposer.finds or proposer.rests  # one that looks texts up has nothing to keep
+        if self.world.layout.stages > 1:  # whose steps overlap
+            return DraftProfile(proposer.finds, rests)
+
         def submit(plan: SchedulerOutput) -> Callable[[], object]:
             self.runner.execute_model(plan)
             return self.runner.sample_tokens().result
@@ -270,7 +274,6 @@ class Worker:
         counts = (self.max_num_seqs, len(self.runner.block_sizes), self.runner.num_drafts)
         fewest, warm_up = min(sizes, default=1), self.platform.has_own_memory
         plain, drafted = measure_step_costs(submit, *counts, max_tokens, fewest, warm_up, in_step=self.world.size > 1)
-        rests = proposer.finds or proposer.rests  # one that looks texts up has nothing to keep
         return DraftProfile(proposer.finds, rests, sizes, plain, drafted)
 
     def get_draft_profile(self) -> DraftProfile:

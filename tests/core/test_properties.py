@@ -76,6 +76,7 @@ def workloads(draw):
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "num_drafts": num_drafts,
+        "num_stages": 1 if num_drafts else draw(st.sampled_from([1, 1, depth + 1])),
         "adaptive_drafts": draw(st.booleans()),
         "draft_profile": DraftProfile(
             finds=draw(st.booleans()), rests=draw(st.booleans()), sizes=draw(st.sampled_from([(), (num_drafts,)]))

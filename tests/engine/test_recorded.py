@@ -69,9 +69,9 @@ def test_a_shared_prefix_is_replayed(model, monkeypatch):
     monkeypatch.setattr(model_runner, "MIN_SHARED_PREFIX", 16)
     shared, run = [], recorded.RecordedSteps.run
 
-    def noting(self, rows, query_start, inputs, prefix, streams=None):
+    def noting(self, rows, query_start, inputs, prefix, *more):
         shared.append(prefix)
-        return run(self, rows, query_start, inputs, prefix, streams)
+        return run(self, rows, query_start, inputs, prefix, *more)
 
     monkeypatch.setattr(recorded.RecordedSteps, "run", noting)
     asked = [{"prompt_token_ids": [*range(5, 53), 60 + i]} for i in range(4)]

@@ -86,17 +86,32 @@ class Worlds:
         return ThreadGroup(ranks, rank, self.exchanges.setdefault((kind, ranks), Exchange(len(ranks))))
 
 
+class Log:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.changed = threading.Condition()
+
+    def add(self, event: Event) -> None:
+        with self.changed:
+            self.events.append(event)
+            self.changed.notify_all()
+
+    def wait_for(self, event: Event) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: event in self.events, timeout=60), f"{event} did not happen"
+
+
 class TracedWorker(Worker):
     """Notes when it begins and ends the forward pass of a step."""
 
-    def __init__(self, config: EngineConfig, world: World, events: list[Event]) -> None:
+    def __init__(self, config: EngineConfig, world: World, log: Log) -> None:
         super().__init__(config, world)
-        self.events = events
+        self.log = log
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self.events.append((self.world.stage, "begins", plan.step))
+        self.log.add((self.world.stage, "begins", plan.step))
         super().execute_model(plan)
-        self.events.append((self.world.stage, "ends", plan.step))
+        self.log.add((self.world.stage, "ends", plan.step))
 
 
 class ResultOfLast:
@@ -115,7 +130,7 @@ class TwoStages:
     def __init__(self, config: EngineConfig) -> None:
         config.parallel.pipeline_parallel_size = self.layout.stages
         worlds = Worlds(self.layout)
-        self.events: list[Event] = []
+        self.log = Log()
         self.plans: list[SchedulerOutput] = []
         # Each rank has a thread, whether or not scheduling is asynchronous.
         threaded = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, async_scheduling=True))
@@ -123,7 +138,7 @@ class TwoStages:
         self.answers = [world.answers for world in places].index(True)
 
         def start(world: World) -> UniProcExecutor:
-            return UniProcExecutor(threaded, lambda _: TracedWorker(config, world, self.events))
+            return UniProcExecutor(threaded, lambda _: TracedWorker(config, world, self.log))
 
         self.ranks = [start(world) for world in places]
 
