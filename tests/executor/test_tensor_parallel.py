@@ -230,7 +230,7 @@ def test_sizes_that_do_not_divide(
 def test_three_ranks_of_smollm2() -> None:
     """Nine heads and three KV heads."""
     given = {"quantization": "dequantized", "kv_cache_memory_bytes": 1 << 26}
-    assert plain_texts(None, **given, distributed_executor_backend=THREADS[3]) == plain_texts(None, **given)
+    assert plain_texts(None, **given, tensor_parallel_size=3) == plain_texts(None, **given)
 
 
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
