@@ -284,19 +284,21 @@ class MultiProcExecutor:
         return self._outputs.pop(step)
 
     def _step_error(self, step: int) -> Exception:
-        """That of the step, if all ranks failed in it. Otherwise they may have diverged, and the engine ends."""
+        """That of the step, if all ranks came to its end: its requests end, whatever each rank knows of them. If one
+        did not, it waits for what another never sends, and the engine ends."""
         errors = self._errors[step]
 
         def ended(rank: int) -> bool:
             board = self._board
             return rank in errors or (board.get(rank, DONE) >= step and board.get(rank, FAILED) < step)
 
-        self._receive(lambda: all(map(ended, range(self._size))), time.monotonic() + AGREE_SECONDS)
+        agreed = self._receive(lambda: all(map(ended, range(self._size))), time.monotonic() + AGREE_SECONDS)
         first = min(errors)
         cause = errors[first]
-        if len(errors) < self._size:
+        if not agreed:
+            waiting = ", ".join(str(rank) for rank in range(self._size) if not ended(rank))
             self._fatal = WorkersLostError(
-                f"a step failed on rank {first} and not on all others: {cause.kind}: {cause.message}"
+                f"a step failed on rank {first}, and rank {waiting} did not end it: {cause.kind}: {cause.message}"
             )
             self._check()
         del self._errors[step]

@@ -74,8 +74,15 @@ def break_step(worker, ranks):
         worker.model.compute_logits = broken
 
 
+def break_sampling(worker):
+    """The next step fails where the rank that answers samples, as by a user's logits processor."""
+    if worker.world.answers:
+        worker.runner.sampler.parameters.upload = broken
+
+
 def mend(worker):
     worker.model.__dict__.pop("compute_logits", None)
+    worker.runner.sampler.parameters.__dict__.pop("upload", None)
 
 
 def rank_of(worker):
@@ -103,11 +110,21 @@ def test_a_step_that_fails_on_all_ranks_fails_alone(llm, wanted):
     assert outputs(llm) == wanted
 
 
+def test_sampling_that_fails_on_the_rank_that_answers_fails_alone(llm, wanted):
+    llm.collective_rpc(break_sampling)
+    (failed,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], PARAMS[0], use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error"
+    llm.collective_rpc(mend)
+    assert outputs(llm) == wanted
+
+
 def test_a_step_that_fails_on_one_rank_ends_the_engine_with_the_cause(model):
     with start(model, tensor_parallel_size=2) as llm:
         processes = watched(llm)
         llm.collective_rpc(break_step, args=((1,),))
-        with pytest.raises(WorkersLostError, match=r"a step failed on rank 1 and not on all others: .*launch failed"):
+        with pytest.raises(
+            WorkersLostError, match=r"a step failed on rank 1, and rank 0 did not end it: .*launch failed"
+        ):
             outputs(llm)
         assert_ended(processes)
         with pytest.raises(WorkersLostError, match="rank 1"):
