@@ -95,6 +95,8 @@ class Group:
         self._count(collective, x)
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
             gone = self._find_gone(others)
