@@ -130,6 +130,17 @@ def test_tensor_ranks_share_memory_and_stages_do_not():
         assert found[rank]["counts"] == {"send" if rank < 2 else "receive": Count(1, 24)}
 
 
+def one_rank_of_each_stage(world: World) -> tuple[bool, bool, list[float]]:
+    world.tensor.all_reduce(torch.ones(2))
+    gathered = world.stages.all_gather(torch.full((1,), float(world.rank)))
+    return world.tensor.alone, world.tensor.counts == {}, gathered.tolist()
+
+
+def test_a_group_of_one_rank_exchanges_nothing():
+    found = on_ranks(2, in_world, one_rank_of_each_stage, WorldLayout(stages=2), free_address())
+    assert found == dict.fromkeys(range(2), (True, True, [0.0, 1.0]))
+
+
 class SumOfFew:
     """An all-reduce of a plugin's, for tensors of up to 16 elements."""
 
