@@ -75,7 +75,8 @@ def main() -> None:
                 print(f"{size} ranks, {rows} x {chosen.width} bf16, {name}: {median:.1f} us", flush=True)
                 results.append({"ranks": size, "rows": rows, "width": chosen.width, "by": name, "median_us": median})
     if chosen.output is not None:
-        chosen.output.write_text(json.dumps({"machine": describe_machine(probe=False), "results": results}, indent=1) + "\n")
+        facts = {"machine": describe_machine(probe=False), "results": results}
+        chosen.output.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,6 @@ GPU_ALL_REDUCE: list[Callable[[dist.ProcessGroup], AllReduce]] = [NcclAllReduce]
 class GpuGroup(Group):
     """Nothing goes through the host."""
 
-    capturable = True
-
     def __init__(
         self,
         ranks: Sequence[int],
@@ -54,6 +52,7 @@ class GpuGroup(Group):
         find_gone: Callable[[Sequence[int]], list[str]] = nobody,
     ) -> None:
         super().__init__(ranks, rank, process_group, find_gone)
+        self.capturable = True
         self._all_reduces = [make(process_group) for make in GPU_ALL_REDUCE]
 
     def warm_up(self, device: torch.device) -> None:

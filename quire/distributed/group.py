@@ -20,10 +20,8 @@ def nobody(ranks: Sequence[int]) -> list[str]:
 
 
 class Group:
-    """Some ranks of a world, by torch's process groups. Without one: a rank alone, and nothing is exchanged. What is on
-    a GPU goes through the host here, so this serves ranks that share one."""
-
-    capturable = False  # whether a CUDA graph can contain its collectives
+    """Some ranks of a world, by torch's process groups. Of one rank without one: nothing is exchanged. What is on a GPU
+    goes through the host here, so this serves ranks that share one."""
 
     def __init__(
         self,
@@ -35,6 +33,8 @@ class Group:
         """`rank` is this process's in the world; `find_gone` names those whose process has ended."""
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
         self._group, self._find_gone = process_group, find_gone
+        self.alone = self.size == 1 and process_group is None  # collectives return what they are given
+        self.capturable = self.alone  # whether a CUDA graph can contain its collectives
         self._counts: dict[str, Count] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # until they are received
 
@@ -45,7 +45,7 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place where that is possible."""
-        if self._group is None:
+        if self.alone:
             return x
         with self._exchange("all_reduce", x):
             host = x.cpu().contiguous()
@@ -54,7 +54,7 @@ class Group:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, of one shape, concatenated along the last dimension."""
-        if self._group is None:
+        if self.alone:
             return x
         with self._exchange("all_gather", x):
             host = x.cpu().contiguous()
@@ -64,7 +64,7 @@ class Group:
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Into x, from the rank that is `source` in this group."""
-        if self._group is None:
+        if self.alone:
             return x
         with self._exchange("broadcast", x):
             host = x.cpu().contiguous()
@@ -103,6 +103,8 @@ class Group:
         self._count(collective, x)
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
             gone = self._find_gone(others)
@@ -110,10 +112,4 @@ class Group:
             raise RuntimeError(f"{collective} among ranks {list(self.ranks)} failed: {cause}") from error
 
 
-class NoGroup(Group):
-    """One rank alone."""
-
-    capturable = True
-
-
-ALONE = NoGroup()
+ALONE = Group()

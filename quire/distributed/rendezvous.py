@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import select
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from quire.distributed.layout import WorldLayout
 
 LINGER = 5.0  # seconds that the first rank, which may hold the store, stays for others to read its verdict
+LAST_MOMENTS = 1000  # milliseconds from a closed connection until a process has ended
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,22 @@ class Meeting:
     introductions: list[dict[str, Any]]  # by rank
 
     def find_gone(self, ranks: Sequence[int]) -> list[str]:
-        """Names of those, of this machine, whose processes have ended."""
-        here = _machine()
-        pids = {rank: self.introductions[rank]["pid"] for rank in ranks if self.introductions[rank]["machine"] == here}
-        return [f"rank {rank} (process {pid})" for rank, pid in pids.items() if not _lives(pid)]
+        """Names of those, of this machine, whose processes have ended. Who is on the way out is waited for: its
+        connections close first."""
+        here, poll = _machine(), select.poll()
+        gone, opened = set(), {}
+        for rank in ranks:
+            if self.introductions[rank]["machine"] == here:
+                try:
+                    opened[os.pidfd_open(self.introductions[rank]["pid"])] = rank
+                except ProcessLookupError:
+                    gone.add(rank)
+        for fd in opened:
+            poll.register(fd, select.POLLIN)
+        gone.update(opened[fd] for fd, _ in poll.poll(0 if gone else LAST_MOMENTS))
+        for fd in opened:
+            os.close(fd)
+        return [f"rank {rank} (process {self.introductions[rank]['pid']})" for rank in sorted(gone)]
 
 
 def meet(rank: int, layout: WorldLayout, address: str, backend: str, timeout: float) -> Meeting:
@@ -131,11 +145,3 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _lives(pid: int) -> bool:
-    """A process that has ended and whose parent has not noticed does not live."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

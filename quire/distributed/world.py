@@ -57,7 +57,8 @@ class World:
         """Meet all other ranks at `address` ("tcp://host:port", "file:///path") within so many seconds, which is also
         the limit of every wait after that. `backend`: "nccl" where each rank has a GPU of its own, else "gloo", with
         which ranks of one machine that share layers exchange tensors over shared memory if `share_memory`.
-        `even_alone`: one rank alone makes groups too."""
+        `even_alone`: groups of one rank make process groups
+        too."""
         if not 0 <= rank < layout.size:
             raise ValueError(f"rank {rank} is not in a world of {layout.size}; allowed: 0 to {layout.size - 1}")
         if backend not in ("gloo", "nccl"):
@@ -72,7 +73,7 @@ class World:
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=limit)
             found = {
-                kind: _make_group(kind, rank, layout, backend, timeout, meeting, share_memory)
+                kind: _make_group(kind, rank, layout, backend, timeout, meeting, share_memory, even_alone)
                 for kind in ("tensor", "stage", "model", "token")
             }
         except RuntimeError as error:
@@ -87,18 +88,28 @@ class World:
             group.fail()
 
     def close(self) -> None:
-        for group in (self.tensor, self.stages, self.model, self.tokens):
+        groups = (self.tensor, self.stages, self.model, self.tokens)
+        for group in groups:
             group.close()
-        if self.tensor is not ALONE and dist.is_initialized():
+        if not all(group.alone for group in groups) and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _make_group(
-    kind: str, rank: int, layout: WorldLayout, backend: str, timeout: float, meeting: Meeting, share_memory: bool
+    kind: str,
+    rank: int,
+    layout: WorldLayout,
+    backend: str,
+    timeout: float,
+    meeting: Meeting,
+    share_memory: bool,
+    even_alone: bool,
 ) -> Group:
     """This rank's of a kind. Every rank takes part in making all of them."""
     ranks_of = {"tensor": layout.tensor_ranks, "model": layout.model_ranks}.get(kind, layout.stage_ranks)
     members = [ranks_of(each) for each in range(layout.size)]
+    if len(members[rank]) == 1 and not even_alone:
+        return Group((rank,), rank)
     mine: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
     for ranks in dict.fromkeys(members):
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout))

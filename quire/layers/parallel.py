@@ -49,11 +49,11 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
-        return x if self.group is ALONE and self.size == 1 else self._connected().all_reduce(x)
+        return x if self.size == 1 and self.group.alone else self._connected().all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, of one shape, concatenated along the last dimension."""
-        return x if self.group is ALONE and self.size == 1 else self._connected().all_gather(x)
+        return x if self.size == 1 and self.group.alone else self._connected().all_gather(x)
 
     def _connected(self) -> Group:
         if self.group.size != self.size:

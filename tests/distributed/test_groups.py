@@ -1,23 +1,26 @@
 """Collectives among real processes: against torch's sums, bit for bit the same on all ranks, and when ranks die."""
 
+import os
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from quire.distributed import shm_group
 from quire.distributed.gpu_group import GPU_ALL_REDUCE, GpuGroup
 from quire.distributed.group import Count, Group
 from quire.distributed.layout import WorldLayout
 from quire.distributed.shm_group import PIECE, SharedMemoryGroup
 from quire.distributed.world import World
 from quire.kernels.native.build import library
-from tests.distributed.ranks import die, free_address, in_world, on_ranks, over_gloo
+from tests.distributed.ranks import WAIT, die, free_address, in_world, on_ranks, over_gloo
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the C kernels")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((1, 8), (3, 1), (7, 33), (5,), (), (0, 4), (2, 3, 5), (300, 1024), (1, PIECE + 3))
+SHAPES = ((1, 8), (3, 1), (7, 33), (5,), (), (0, 4), (2, 3, 5), (1, 16387), (300, 1024), (1, PIECE + 3))
 MANY = 10_000
 
 
@@ -127,6 +130,17 @@ def test_tensor_ranks_share_memory_and_stages_do_not():
         assert found[rank]["counts"] == {"send" if rank < 2 else "receive": Count(1, 24)}
 
 
+def one_rank_of_each_stage(world: World) -> tuple[bool, bool, list[float]]:
+    world.tensor.all_reduce(torch.ones(2))
+    gathered = world.stages.all_gather(torch.full((1,), float(world.rank)))
+    return world.tensor.alone, world.tensor.counts == {}, gathered.tolist()
+
+
+def test_a_group_of_one_rank_exchanges_nothing():
+    found = on_ranks(2, in_world, one_rank_of_each_stage, WorldLayout(stages=2), free_address())
+    assert found == dict.fromkeys(range(2), (True, True, [0.0, 1.0]))
+
+
 class SumOfFew:
     """An all-reduce of a plugin's, for tensors of up to 16 elements."""
 
@@ -229,3 +243,38 @@ def use_after_close(world: World) -> None:
 def test_a_closed_group_says_so():
     found = on_ranks(2, in_world, use_after_close, WorldLayout(tensor=2), free_address())
     assert set(found.values()) == {"RuntimeError: the group of ranks is closed"}
+
+
+def what_is_open(rank: int, address: str) -> list[int]:
+    """Maps and files of the shared memory: before, while and after a world is connected."""
+
+    def count() -> int:
+        maps = Path("/proc/self/maps").read_text().count("quire-ranks")
+        return maps + sum(
+            "quire-ranks" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+        )
+
+    found = [count()]
+    world = World.connect(rank, WorldLayout(tensor=2), address, "gloo", WAIT)
+    found.append(count())
+    world.close()
+    return [*found, count()]
+
+
+def test_a_closed_world_leaves_nothing_open():
+    assert on_ranks(2, what_is_open, free_address()) == {0: [0, 2, 0], 1: [0, 2, 0]}
+
+
+def without_kernels(rank: int, address: str, which: int) -> tuple[type, float]:
+    if rank == which:
+        shm_group.library = lambda: None
+    world = World.connect(rank, WorldLayout(tensor=2), address, "gloo", WAIT)
+    try:
+        return type(world.tensor), world.tensor.all_reduce(torch.ones(1)).item()
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_all_use_gloo_if_one_rank_cannot_share_memory(which):
+    assert on_ranks(2, without_kernels, free_address(), which) == {0: (Group, 2.0), 1: (Group, 2.0)}
