@@ -187,9 +187,9 @@ def test_quantized_weights(tmp_path: Path, made: Any) -> None:
     assert shared == plain_texts(str(model), **given)
 
 
-@pytest.mark.parametrize("model_type", ["exaone4", "phi3", "nemotron"])
+@pytest.mark.parametrize("model_type", ["exaone4", "phi3", "nemotron", "qwen2_moe"])
 def test_a_model_that_transformers_runs(tmp_path: Path, model_type: str) -> None:
-    """With norms, by gathered outputs, and without a gate."""
+    """With norms, by gathered outputs, without a gate, and with experts."""
     transformers_sweep.save(model_type, tmp_path)
     given = {"model_impl": "transformers"}
     shared = plain_texts(str(tmp_path), **given, distributed_executor_backend=THREADS[2])
@@ -200,7 +200,7 @@ def test_a_model_that_transformers_runs(tmp_path: Path, model_type: str) -> None
     ("model_type", "ranks", "message"),
     [
         ("stablelm", 2, "transformers has no plan to share it among 2 workers; use one"),
-        ("qwen2_moe", 2, "needs moe_tp_experts, packed_colwise; allowed are colwise"),
+        ("deepseek_v2", 2, "needs mla_kv_a_proj; allowed are colwise"),
         ("exaone4", 4, r"KV heads \(2\) cannot be divided among 4 .*; it allows 1, 2"),
     ],
 )
