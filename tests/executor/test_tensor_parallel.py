@@ -125,10 +125,14 @@ def row_states(worker: Any) -> tuple[torch.Tensor, ...]:
     return rows.token_ids.clone(), rows.num_tokens.clone(), rows.num_computed.clone(), rows.num_found.clone()
 
 
-@pytest.mark.parametrize("method", [None, "ngram", "tests.spec_decode.proposers:Random"])
+@pytest.mark.parametrize("method", [None, "ngram", "tests.spec_decode.proposers:Random", "draft_model"])
 def test_rows_of_all_ranks_agree(tmp_path: Path, method: str | None) -> None:
+    """Drafts of a draft model are drawn too."""
     save_tiny("llama", tmp_path)
-    drafts = {} if method is None else {"spec_method": method, "spec_tokens": 3, "spec_adaptive": False}
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        given |= {"model": str(tmp_path), "draft_sample_method": "probabilistic"}
+    drafts = {} if method is None else {"speculative_config": given, "spec_adaptive": False}
     with small_engine(tmp_path, **drafts) as llm:
         params = SamplingParams(temperature=1.0, seed=4, max_tokens=20, repetition_penalty=1.2)
         llm.generate([{"prompt_token_ids": [5, 6, 7] * n} for n in (1, 4, 9)], params, use_tqdm=False)
