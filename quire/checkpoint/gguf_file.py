@@ -56,22 +56,50 @@ class GGUFTensor:
         """Copy into `out`, a view of this tensor's shape in any float type on any device."""
         check_shape(self.name, self.shape, out)
         if self._rope_heads:
-            self._read_heads_into(out)
-            return
-        rows, columns = self.raw(), self.shape[-1]
+            self._read_heads_into(self._data.view(self._rope_heads, -1), out)
+        else:
+            self._read_rows_into(self.raw(), out)
+
+    def read_part(self, out: torch.Tensor, dim: int, start: int) -> None:
+        """Copy what begins at `start` along `dim` into `out`: whole rows, heads or blocks are read without others."""
+        size, unit = out.shape[dim], 1
+        if dim == 0 and self._rope_heads:
+            unit = self.shape[0] // self._rope_heads
+        elif dim > 0:
+            unit = self._type.elements
+        last = len(self.shape) - 1
+        if start % unit or size % unit or dim not in (0, last) or len(self.shape) != 2:
+            full = torch.empty(self.shape, dtype=out.dtype, device=out.device)
+            self.read_into(full)
+            out.copy_(full.narrow(dim, start, size))
+        elif dim == last:
+            nbytes = self._type.nbytes
+            columns = self.raw()[:, start // unit * nbytes : (start + size) // unit * nbytes]
+            if self._rope_heads:
+                columns = columns.contiguous().view(self._rope_heads, -1)
+                self._read_heads_into(columns, out)
+            else:
+                self._read_rows_into(columns, out)
+        elif self._rope_heads:
+            heads = self._data.view(self._rope_heads, -1)
+            self._read_heads_into(heads[start // unit : (start + size) // unit], out)
+        else:
+            self._read_rows_into(self.raw()[start : start + size], out)
+
+    def _read_rows_into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        columns = out.shape[-1]
         out = out.unsqueeze(0) if out.dim() == 1 else out.view(-1, columns)
         step = max(1, SLICE_ELEMENTS // columns)
         for start in range(0, len(rows), step):
             part = self._values(rows[start : start + step])
             out[start : start + step].copy_(part.view(-1, columns))
 
-    def _read_heads_into(self, out: torch.Tensor) -> None:
+    def _read_heads_into(self, blocks: torch.Tensor, out: torch.Tensor) -> None:
         # The file has interleaved rotary pairs (rows 2i and 2i+1 of a head); rotate-half needs all first halves, then
         # all second halves.
-        heads = self._rope_heads
-        pairs = self.shape[0] // heads // 2
-        blocks = self._data.view(heads, -1)
-        columns = self.shape[1:]
+        heads = len(blocks)
+        pairs = self.shape[0] // self._rope_heads // 2
+        columns = out.shape[1:]
         step = max(1, SLICE_ELEMENTS * heads // max(1, out.numel()))
         target = out.unflatten(0, (heads, 2, pairs))
         for start in range(0, heads, step):

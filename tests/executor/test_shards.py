@@ -8,11 +8,13 @@ import torch
 
 from quire.checkpoint import mapped
 from quire.checkpoint.config import load_hf_config
+from quire.checkpoint.gguf_file import GGUFTensor
 from quire.checkpoint.resolve import resolve_model
 from quire.checkpoint.tensors import open_tensors
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.parallel import TensorParallel
 from quire.models.loading.loader import load_model
+from tests.gguf_models import write_random_llama
 from tests.quantization.fp8_checkpoints import block_fp8
 from tests.quantization.int_checkpoints import awq, gptq, save_checkpoints
 from tests.tiny_models import save_tiny
@@ -80,3 +82,30 @@ def test_parts_of_any_tensor(tmp_path: Path) -> None:
     ((_, dim, start),) = slot.pieces(slot.view)
     tensor.read_part(part, dim, start)  # type: ignore[attr-defined]
     assert torch.equal(part, full[106:])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "F16"])
+def test_parts_of_gguf_tensors(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, heads in the order of rotary pairs, and columns. Those that begin within a block are read with it."""
+    path = write_random_llama(tmp_path / "model.gguf", lambda name: "F32" if "norm" in name else kind)
+    read: list[int] = []
+    dequantize = GGUFTensor._values
+
+    def counted(self: GGUFTensor, stored: torch.Tensor) -> torch.Tensor:
+        read.append(stored.numel())
+        return dequantize(self, stored)
+
+    monkeypatch.setattr(GGUFTensor, "_values", counted)
+    for tensor in open_tensors(resolve_model(str(path))):
+        full = torch.empty(tensor.shape)
+        tensor.read_into(full)
+        whole = sum(read)
+        for dim, size in enumerate(tensor.shape):
+            part = torch.empty([n // 2 if i == dim else n for i, n in enumerate(tensor.shape)])
+            read.clear()
+            tensor.read_part(part, dim, size // 2)  # type: ignore[attr-defined]
+            assert torch.equal(part, full.narrow(dim, size // 2, size // 2))
+            block = {"Q4_0": 32, "Q4_K": 256, "F16": 1}[kind]
+            if len(tensor.shape) == 2 and (dim == 0 or size // 2 % block == 0):
+                assert sum(read) == whole // 2
+        read.clear()

@@ -125,10 +125,14 @@ def row_states(worker: Any) -> tuple[torch.Tensor, ...]:
     return rows.token_ids.clone(), rows.num_tokens.clone(), rows.num_computed.clone(), rows.num_found.clone()
 
 
-@pytest.mark.parametrize("method", [None, "ngram", "tests.spec_decode.proposers:Random"])
+@pytest.mark.parametrize("method", [None, "ngram", "tests.spec_decode.proposers:Random", "draft_model"])
 def test_rows_of_all_ranks_agree(tmp_path: Path, method: str | None) -> None:
+    """Drafts of a draft model are drawn too."""
     save_tiny("llama", tmp_path)
-    drafts = {} if method is None else {"spec_method": method, "spec_tokens": 3, "spec_adaptive": False}
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        given |= {"model": str(tmp_path), "draft_sample_method": "probabilistic"}
+    drafts = {} if method is None else {"speculative_config": given, "spec_adaptive": False}
     with small_engine(tmp_path, **drafts) as llm:
         params = SamplingParams(temperature=1.0, seed=4, max_tokens=20, repetition_penalty=1.2)
         llm.generate([{"prompt_token_ids": [5, 6, 7] * n} for n in (1, 4, 9)], params, use_tqdm=False)
@@ -187,9 +191,9 @@ def test_quantized_weights(tmp_path: Path, made: Any) -> None:
     assert shared == plain_texts(str(model), **given)
 
 
-@pytest.mark.parametrize("model_type", ["exaone4", "phi3", "nemotron"])
+@pytest.mark.parametrize("model_type", ["exaone4", "phi3", "nemotron", "qwen2_moe"])
 def test_a_model_that_transformers_runs(tmp_path: Path, model_type: str) -> None:
-    """With norms, by gathered outputs, and without a gate."""
+    """With norms, by gathered outputs, without a gate, and with experts."""
     transformers_sweep.save(model_type, tmp_path)
     given = {"model_impl": "transformers"}
     shared = plain_texts(str(tmp_path), **given, distributed_executor_backend=THREADS[2])
@@ -200,7 +204,7 @@ def test_a_model_that_transformers_runs(tmp_path: Path, model_type: str) -> None
     ("model_type", "ranks", "message"),
     [
         ("stablelm", 2, "transformers has no plan to share it among 2 workers; use one"),
-        ("qwen2_moe", 2, "needs moe_tp_experts, packed_colwise; allowed are colwise"),
+        ("deepseek_v2", 2, "needs mla_kv_a_proj; allowed are colwise"),
         ("exaone4", 4, r"KV heads \(2\) cannot be divided among 4 .*; it allows 1, 2"),
     ],
 )

@@ -14,6 +14,9 @@ from quire.models.transformers.replace_modules import GatedMLP, Linear
 WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"}
 BY_OUTPUTS = {"colwise", "colwise_rep", "colwise_gather_output"}  # the last two are one: outputs are gathered
 BY_INPUTS = {"rowwise", "rowwise_split_input"}
+# Of experts in tensors [experts, out, in]: gate and up in one, by their outputs; the module, whose outputs are summed.
+EXPERTS = {"packed_colwise", "moe_tp_experts"}
+ALLOWED = WHOLE | BY_OUTPUTS | BY_INPUTS | EXPERTS
 
 
 class Link:
@@ -58,11 +61,11 @@ def check_plan(model: Any, tp: TensorParallel) -> dict[str, str]:
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     if not plan:
         raise Unsupported(f"transformers has no plan to share it among {tp.size} workers; use one")
-    others = sorted(set(plan.values()) - WHOLE - BY_OUTPUTS - BY_INPUTS)
+    others = sorted(set(plan.values()) - ALLOWED)
     if others:
         raise Unsupported(
             f"transformers' plan to share it among {tp.size} workers needs {', '.join(others)}; allowed are "
-            f"{', '.join(sorted(BY_OUTPUTS | BY_INPUTS | WHOLE))}; use one worker"
+            f"{', '.join(sorted(ALLOWED))}; use one worker"
         )
     return plan
 
@@ -76,6 +79,11 @@ def share_modules(model: Any, plan: dict[str, str], tp: TensorParallel, tied: bo
 
     head = model.get_output_embeddings()
     for parent_path, parent in list(model.named_modules()):
+        if style_of(parent_path) == "moe_tp_experts":
+            _share_experts(
+                parent, {name: style_of(f"{parent_path}.{name}") for name, _ in parent.named_parameters()}, link
+            )
+            continue
         for name, child in list(parent.named_children()):
             path = f"{parent_path}.{name}" if parent_path else name
             if isinstance(child, GatedMLP):
@@ -104,6 +112,26 @@ def _share_gated(mlp: GatedMLP, styles: list[str], link: Link) -> None:
 
     mlp.gate_up_proj = Linear(halves(both.holder.weight.data), None if both.bias is None else halves(both.bias.data))
     mlp.down_proj = SharedLinear(mlp.down_proj, "rowwise", link)
+
+
+def _share_experts(experts: nn.Module, styles: dict[str, str], link: Link) -> None:
+    tp = link.tp
+    for name, style in styles.items():
+        parameter = experts.get_parameter(name)
+        if "." in name or parameter.dim() != 3 or style not in ("packed_colwise", "rowwise"):
+            raise Unsupported(
+                f"its experts have {name} of {parameter.dim()} dimensions, planned as {style}; allowed: tensors of all "
+                "experts, packed_colwise or rowwise"
+            )
+        full = parameter.data
+        if style == "rowwise":
+            width = tp.share(full.shape[2], "the experts' intermediate size")
+            part = full.narrow(2, width * tp.rank, width)
+        else:
+            width = tp.share(full.shape[1] // 2, "the experts' intermediate size")
+            part = full.unflatten(1, (2, -1)).narrow(2, width * tp.rank, width).flatten(1, 2)
+        setattr(experts, name, nn.Parameter(part.contiguous(), requires_grad=False))
+    experts.register_forward_hook(lambda module, args, output: link.all_reduce(output))
 
 
 def check_heads(calls: list[tuple[nn.Module, Any]], tp: TensorParallel) -> None:
