@@ -1,4 +1,4 @@
-"""Stages on a GPU: each replays its graphs between receiving and sending, and together they say what one worker says."""
+"""Stages on a GPU: each replays its graphs between receiving and sending; together they say what one worker says."""
 
 import pytest
 import torch
