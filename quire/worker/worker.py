@@ -94,7 +94,7 @@ class Worker:
             moe_backend=device.moe_backend,
             longest=config.model.derived_max_model_len,
             packed_weights_cache=config.load.packed_weights_cache,
-            stage=Stage(world.stage, world.layout.stages),
+            stage=Stage(world.stage, world.layout.stages, config.parallel.pipeline_layers),
         )
         self._check_length()
         self.proposer = self._make_proposer()

@@ -151,7 +151,8 @@ class TwoStages:
         )
 
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
-        with ThreadPoolExecutor(len(self.ranks)) as pool:  # at the same time, in case steps are run
+        # At the same time where they share layers, for steps may be run; a GPU's graphs are captured one by one.
+        with ThreadPoolExecutor(len(self.ranks) if self.layout.tensor > 1 else 1) as pool:
             list(pool.map(lambda rank: rank.initialize_kv_cache(config, max_model_len, on_transfer), self.ranks))
 
     def execute_model(self, plan: SchedulerOutput) -> None:

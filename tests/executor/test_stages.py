@@ -220,5 +220,35 @@ def test_drafts_go_back_to_all_stages(llama, method):
         assert stats.num_accepted_tokens > 0 or not method.endswith("Right")
 
 
+def test_layers_are_split_as_told(llama):
+    split = {"pipeline_parallel_size": 2, "pipeline_layers": [1, 3]}
+    llm = start(llama, "TwoStages", **split)
+    try:
+        found = generate(llm)
+        layers = [sorted(rank.kv_cache_specs()) for rank in llm.llm_engine.client.core.executor.ranks]
+    finally:
+        llm.shutdown()
+    assert layers == [[0], [1, 2, 3]]
+    assert tokens(found) == tokens(outputs(llama))
+    with pytest.raises(ValueError, match="pipeline_layers names 2 stages, pipeline_parallel_size is 3"):
+        start(llama, pipeline_parallel_size=3, pipeline_layers=[1, 3])
+    with pytest.raises(ValueError, match="split as 2,3; needed are 2 positive numbers"):
+        start(llama, "TwoStages", pipeline_parallel_size=2, pipeline_layers=[2, 3])
+
+
+def test_the_last_stage_pools(llama):
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    vectors = []
+    for layout in (None, "TwoStages"):
+        llm = start(llama, layout)
+        try:
+            vectors.append([one.outputs.embedding for one in llm.embed(prompts, use_tqdm=False)])
+            assert tokens(generate(llm)) == tokens(outputs(llama))
+        finally:
+            llm.shutdown()
+    for ours, theirs in zip(*vectors, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
 def test_stages_in_processes_of_their_own(llama):
     assert tokens(outputs(llama, pipeline_parallel_size=2)) == tokens(outputs(llama))
