@@ -49,7 +49,7 @@ logger = logging.getLogger("quire")
 
 POLL_MS = 50  # between looks at whether all workers live
 STOP_SECONDS = 5.0  # for workers to end by themselves
-AGREE_SECONDS = 5.0  # for the other ranks to end a step that one has failed in
+AGREE_SECONDS = 3.0  # for the other ranks to end a step that one has failed in
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, MemoryError, DeviceLostError)
 }
@@ -71,11 +71,18 @@ class MultiProcExecutor:
     """Plans go to all workers through a ring in shared memory; the rank that samples answers."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._layout = layout_of(config)
+        if config.transfer.connectors:
+            raise ValueError(
+                "kv_transfer_config is not available yet with workers in processes of their own "
+                "(--tensor-parallel-size, --pipeline-parallel-size, --distributed-executor-backend mp)"
+            )
+        parallel = config.parallel
+        self._layout = WorldLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._size = self._layout.size
         self._shared_memory = not platform_class(config.device.device).has_own_memory
-        self._timeout = config.parallel.distributed_timeout_seconds
-        self._numbers, self._step = itertools.count(), 0
+        self._timeout = parallel.distributed_timeout_seconds
+        self._numbers = itertools.count()
+        self._step = self._read_step = 0  # the last that was sampled, and the last whose output was returned
         self._joined: set[int] = set()
         self._returned: dict[int, dict[int, Returned]] = {LOADED: {}}
         self._outputs: dict[int, ModelRunnerOutput] = {}
@@ -125,6 +132,11 @@ class MultiProcExecutor:
                 "(--distributed-timeout-seconds)"
             )
         self._collect(LOADED)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the worker processes, by rank."""
+        return self._processes.pids
 
     def on_failure(self, notify: Callable[[Exception], None]) -> None:
         this = weakref.ref(self)
@@ -192,13 +204,15 @@ class MultiProcExecutor:
     def describe(self) -> str:
         kinds = {"tensor": self._layout.tensor, "pipeline": self._layout.stages}
         shape = " x ".join(f"{kind} parallel {size}" for kind, size in kinds.items() if size > 1)
-        return f"{self._size} ranks ({shape or 'one process'}), each {self._call('describe')[0]}"
+        ranks = f"{self._size} ranks ({shape})" if shape else "1 rank"
+        return f"{ranks}, each {self._call('describe')[0]}"
 
     def shutdown(self) -> None:
         if not self._clean_up.alive:
             return
         with contextlib.suppress(Exception):
             self._write(self._encoder.encode(Stop()))
+            self._processes.stop(STOP_SECONDS)
         self._clean_up()
 
     def _call(self, method: str, *args: Any) -> list[Any]:
@@ -233,7 +247,9 @@ class MultiProcExecutor:
     def _handle(self, message: Any) -> None:
         match message:
             case StepDone(rank, step, output, error):
-                if error is not None:
+                if error is not None and step <= self._read_step:
+                    self._fatal = self._fatal or _diverged(rank, error)
+                elif error is not None:
                     self._errors.setdefault(step, {})[rank] = error
                 elif output is not None:
                     self._outputs[step] = output
@@ -270,6 +286,7 @@ class MultiProcExecutor:
         self._receive(lambda: step in self._outputs or step in self._errors)
         if step in self._errors:
             raise self._step_error(step)
+        self._read_step = step
         return self._outputs.pop(step)
 
     def _step_error(self, step: int) -> Exception:
@@ -284,9 +301,7 @@ class MultiProcExecutor:
         first = min(errors)
         cause = errors[first]
         if len(errors) < self._size:
-            self._fatal = WorkersLostError(
-                f"a step failed on rank {first} and not on all others: {cause.kind}: {cause.message}"
-            )
+            self._fatal = _diverged(first, cause)
             self._check()
         del self._errors[step]
         self._outputs.pop(step, None)
@@ -294,8 +309,8 @@ class MultiProcExecutor:
         return kind(cause.message) if kind is not None else RuntimeError(f"{cause.kind}: {cause.message}")
 
 
-def layout_of(config: EngineConfig) -> WorldLayout:
-    return WorldLayout(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+def _diverged(rank: int, error: StepError) -> WorkersLostError:
+    return WorkersLostError(f"a step failed on rank {rank} and not on all others: {error.kind}: {error.message}")
 
 
 def _bind(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
@@ -313,7 +328,7 @@ def _nothing() -> None: ...
 def _clean_up(
     processes: WorkerProcesses, folder: SocketFolder, context: zmq.Context, ring: Ring, board: StatusBoard
 ) -> None:
-    processes.stop(STOP_SECONDS)
+    processes.stop(0)
     folder.remove()
     context.destroy(linger=0)
     for memory in (ring, board):

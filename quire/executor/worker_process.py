@@ -146,14 +146,16 @@ def pickled_error(error: BaseException) -> bytes:
     return data
 
 
-def _stay_alive(start: WorkerStart, board: StatusBoard) -> None:
-    """Heartbeats, until the executor's process is gone: its end of our standard input is closed with it."""
+def _stay_alive(start: WorkerStart, board: StatusBoard, imported: threading.Event) -> None:
+    """Heartbeats, until the executor's process is gone: its end of our standard input is closed with it. They begin
+    once torch is imported, for seconds of which no other thread runs."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    count = 0
+    count = 1
     while not poll.poll(start.beat_seconds * 1000):
-        count += 1
-        board.set(start.rank, BEAT, count)
+        if imported.is_set():
+            count += 1
+            board.set(start.rank, BEAT, count)
     os._exit(1)
 
 
@@ -184,10 +186,15 @@ def main() -> None:
         name=f"rank {start.rank}",
     )
     board = StatusBoard(start.layout.size, start.status_fd)
-    threading.Thread(target=_stay_alive, args=(start, board), name="quire-heartbeat", daemon=True).start()
+    imported = threading.Event()
+    threading.Thread(target=_stay_alive, args=(start, board, imported), name="quire-heartbeat", daemon=True).start()
     answers = Answers(start.folder)
     try:
         environment.GLOO_SOCKET_IFNAME.set_default()
+        import quire.worker.worker  # noqa: F401  (with torch)
+
+        board.set(start.rank, BEAT, 1)  # from now on its silence is noticed
+        imported.set()
         worker = WorkerProcess(start, answers, board, Ring(start.layout.size, fd=start.ring_fd))
         answers.send(Returned(start.rank, LOADED, pickle.dumps(None)))
         worker.run()

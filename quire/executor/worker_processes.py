@@ -54,7 +54,7 @@ class WorkerProcesses:
         self._starts, self._board, self._limit = starts, board, heartbeat_timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stop_seconds: float | None = None  # to end by themselves in, once stop is called
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake_fd = os.eventfd(0)
         self._running = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="quire-workers", daemon=True)
@@ -66,19 +66,26 @@ class WorkerProcesses:
     def fail(self, cause: str) -> None:
         """End all workers because of `cause`."""
         self.failure = self.failure or cause
-        os.write(self._wake_write, b"x")
+        self._wake()
 
     def stop(self, seconds: float) -> None:
         """Wait so long for the workers to end, then kill them; none is left when this returns."""
-        if self._thread.is_alive():
-            self._stop_seconds = seconds
-            os.write(self._wake_write, b"x")
+        self._stop_seconds = seconds
+        self._wake()
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
     def pids(self) -> list[int]:
         """By rank."""
         return [process.pid for process in self._processes]
+
+    def _wake(self) -> None:
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake_fd, 1)
+
+    def __del__(self) -> None:
+        os.close(self._wake_fd)
 
     def _run(self) -> None:
         try:
@@ -101,7 +108,7 @@ class WorkerProcesses:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._wake_fd, select.POLLIN)
         pidfds = [os.pidfd_open(process.pid) for process in self._processes]
         for fd in pidfds:
             poll.register(fd, select.POLLIN)
@@ -120,7 +127,7 @@ class WorkerProcesses:
                 due = time.monotonic() + tick
                 for rank, (last, ticks) in enumerate(beats):
                     now = self._board.get(rank, BEAT)
-                    beats[rank] = (now, ticks + 1 if now == last else 0)
+                    beats[rank] = (now, ticks + 1 if now == last and now > 0 else 0)
                     if self._limit and beats[rank][1] > BEATS_PER_LIMIT:
                         silent = f"has not responded for {self._limit:g} s (--engine-heartbeat-timeout)"
                         self.failure = self.failure or self._name(rank) + silent

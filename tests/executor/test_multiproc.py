@@ -1,9 +1,16 @@
 """Workers in processes of their own: they say what one process says, and end together."""
 
+import os
+import select
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
+from quire.executor.multiproc import MultiProcExecutor, WorkersLostError
 from tests.tiny_models import save_tiny
 
 PROMPTS = [[5, 6, 7], list(range(3, 40)), [209, 210, 105, 106, 107] * 4, [4, 8, 15, 16, 23, 42]]
@@ -34,20 +41,14 @@ def outputs(llm):
 
 @pytest.fixture(scope="module")
 def wanted(model):
-    llm = start(model)
-    try:
+    with start(model) as llm:
         return outputs(llm)
-    finally:
-        llm.shutdown()
 
 
-def test_two_processes_say_what_one_says(model, wanted):
-    llm = start(model, tensor_parallel_size=2)
-    try:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_processes_say_what_one_says(model, wanted, asynchronous):
+    with start(model, tensor_parallel_size=2, async_scheduling=asynchronous) as llm:
         assert outputs(llm) == wanted
-        assert llm.collective_rpc("get_draft_profile")[0] == llm.collective_rpc("get_draft_profile")[1]
-    finally:
-        llm.shutdown()
 
 
 def test_sizes_and_executors():
@@ -61,3 +62,132 @@ def test_a_rank_that_never_joins(model):
     """Nothing is imported in a second."""
     with pytest.raises(RuntimeError, match=r"rank 0, 1 of 2 did not start within 1 s \(--distributed-timeout-seconds"):
         start(model, tensor_parallel_size=2, distributed_timeout_seconds=1)
+
+
+def broken(*_):
+    raise RuntimeError("launch failed")
+
+
+def break_step(worker, ranks):
+    """The next step fails where logits are computed."""
+    if worker.rank in ranks:
+        worker.model.compute_logits = broken
+
+
+def mend(worker):
+    worker.model.__dict__.pop("compute_logits", None)
+
+
+def rank_of(worker):
+    return worker.rank
+
+
+def failing(worker):
+    raise KeyError(f"rank {worker.rank}")
+
+
+def test_calls_of_workers(llm):
+    assert llm.collective_rpc(rank_of) == [0, 1]
+    with pytest.raises(KeyError, match="rank 0"):
+        llm.collective_rpc(failing)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        llm.collective_rpc("no_such_method")
+    assert llm.collective_rpc(rank_of) == [0, 1]
+
+
+def test_a_step_that_fails_on_all_ranks_fails_alone(llm, wanted):
+    llm.collective_rpc(break_step, args=((0, 1),))
+    (failed,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], PARAMS[0], use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error"
+    llm.collective_rpc(mend)
+    assert outputs(llm) == wanted
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_engine_with_the_cause(model):
+    with start(model, tensor_parallel_size=2) as llm:
+        processes = watched(llm)
+        llm.collective_rpc(break_step, args=((1,),))
+        with pytest.raises(WorkersLostError, match=r"a step failed on rank 1 and not on all others: .*launch failed"):
+            outputs(llm)
+        assert_ended(processes)
+        with pytest.raises(WorkersLostError, match="rank 1"):
+            outputs(llm)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with start(model, tensor_parallel_size=2) as one:
+        yield one
+
+
+def watched(llm):
+    """File descriptors of the worker processes, readable once they have ended."""
+    executor = llm.llm_engine.client.core.executor
+    assert isinstance(executor, MultiProcExecutor)
+    return [os.pidfd_open(pid) for pid in executor.pids]
+
+
+def assert_ended(descriptors):
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 10)[0], "a worker is left"
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_killed(model, rank):
+    with start(model, tensor_parallel_size=2) as llm:
+        processes = watched(llm)
+        pid = llm.llm_engine.client.core.executor.pids[rank]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(
+            WorkersLostError, match=rf"worker process of rank {rank} \(pid {pid}\) was killed by SIGKILL"
+        ):
+            outputs(llm)
+        assert_ended(processes)
+
+
+def test_a_worker_that_is_stopped(model):
+    with start(model, tensor_parallel_size=2, engine_heartbeat_timeout=2) as llm:
+        processes = watched(llm)
+        pid = llm.llm_engine.client.core.executor.pids[1]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkersLostError, match=rf"rank 1 \(pid {pid}\) has not responded for 2 s"):
+            outputs(llm)
+        assert_ended(processes)
+
+
+PROGRAM = """
+import sys
+from tests.executor.test_multiproc import start
+llm = start(sys.argv[1], tensor_parallel_size=2)
+print(*llm.llm_engine.client.core.executor.pids, flush=True)
+if sys.argv[2] == "steps":
+    while True:
+        llm.generate([{"prompt_token_ids": [3, 4, 5]}], use_tqdm=False)
+if sys.argv[2] == "idle":
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("doing", "end"), [("steps", "kill"), ("idle", "kill"), ("steps", "terminate"), ("exit", None)]
+)
+def test_workers_end_with_their_executor(model, tmp_path, doing, end):
+    """However it ends; and nothing is left in its folder of temporary files."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, model, doing],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    with process:
+        assert process.stdout is not None
+        pids = process.stdout.readline().split()
+        workers = [os.pidfd_open(int(pid)) for pid in pids] if end else []
+        if end:
+            getattr(process, end)()
+        code = process.wait(60)
+    assert code == {"kill": -signal.SIGKILL, "terminate": -signal.SIGTERM, None: 0}[end]
+    assert_ended(workers)
+    assert not list(tmp_path.iterdir())
+    assert not [name for name in os.listdir("/dev/shm") if "quire" in name]
