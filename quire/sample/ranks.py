@@ -1,16 +1,20 @@
 """Sampling where several ranks share every layer: one draws, and the others take over what it drew."""
 
+from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from quire.distributed.group import Group
 from quire.kernels.accept_sampled import DrawnDrafts
 from quire.kernels.append_drafts import append_drafts
-from quire.kernels.sample_tokens import NO_TOKEN, Draw, TokenRows
+from quire.kernels.sample_tokens import Draw, TokenRows
 from quire.messages.plan import GrammarMask, NewRow
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.sampler import Sampled, Sampler
+
+FAILED = -2  # instead of the tokens of a step that failed on the rank that samples
 
 
 class LeadingSampler(Sampler):
@@ -27,8 +31,9 @@ class LeadingSampler(Sampler):
     ) -> None:
         super().__init__(num_rows, vocab_size, device, logprobs_mode, processors)
         self._group = group
-        # Of this step, mostly by a user's logits processor: the others know nothing of it, and run the step to its end.
-        self._error: Exception | None = None
+        # Mostly of a user's logits processor. All ranks run the step to its end, and fail when its tokens are read.
+        self._error: Exception | None = None  # of the step that is being sampled
+        self._errors: deque[Exception] = deque()  # of steps whose tokens are FAILED
 
     def add_row(self, new: NewRow) -> None:
         try:
@@ -58,19 +63,21 @@ class LeadingSampler(Sampler):
         return tokens
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch, grammar: GrammarMask | None = None) -> Sampled:
-        sampled = Sampled(torch.full_like(batch.rows, NO_TOKEN), [], None)
-        if self._error is None:
+        sampled = Sampled(torch.full_like(batch.rows, FAILED), [], None)
+        error, self._error = self._error, None
+        if error is None:
             try:
                 sampled = super().sample(logits, batch, grammar)
-            except Exception as error:
-                self._error = error
+            except Exception as raised:
+                error = raised
+        if error is not None:
+            self._errors.append(error)
         self._group.broadcast(sampled.token_ids.int())
         return sampled
 
-    def check(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def check(self, token_ids: np.ndarray) -> None:
+        if (token_ids == FAILED).any():
+            raise self._errors.popleft()
 
 
 class FollowingSampler(Sampler):
@@ -108,6 +115,10 @@ class FollowingSampler(Sampler):
         self.parameters.upload()
         tokens = self._group.broadcast(torch.empty_like(batch.rows, dtype=torch.int32))
         return Sampled(tokens.long(), [], None)
+
+    def check(self, token_ids: np.ndarray) -> None:
+        if (token_ids == FAILED).any():
+            raise RuntimeError("the rank that samples failed in this step")
 
 
 def make_sampler(

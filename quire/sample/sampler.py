@@ -159,8 +159,8 @@ class Sampler:
         """After verification, with batch.done for those of the sampled tokens [n] that were accepted."""
         self._keep(tokens.clamp(min=0), batch, self._used(self._draw_of(batch.row_list)))
 
-    def check(self) -> None:
-        """After a step: raise an error that had to wait until other ranks have their tokens."""
+    def check(self, token_ids: np.ndarray) -> None:
+        """Of a step's tokens on the host: raise an error that had to wait until other ranks have theirs."""
 
     @property
     def follows_tokens(self) -> bool:

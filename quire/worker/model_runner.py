@@ -286,6 +286,7 @@ class ModelRunner:
 
     def _complete(self, step: PendingStep, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Adds prompt logprobs, pooled vectors, and the requests whose KV transfers have finished."""
+        self.sampler.check(output.token_ids)
         output.prompt_logprobs = step.prompt_logprobs
         if step.pooled is not None:
             output.pooled = step.pooled.result()

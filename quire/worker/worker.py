@@ -289,7 +289,6 @@ class Worker:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         try:
             pending = self.runner.sample_tokens(grammar)
-            self.runner.sampler.check()
         except Exception as error:
             self.recovery.after(error)
             raise

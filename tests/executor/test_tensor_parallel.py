@@ -142,6 +142,20 @@ def test_rows_of_all_ranks_agree(tmp_path: Path, method: str | None) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
+def test_a_failing_logits_processor_fails_its_step_alone(tmp_path: Path) -> None:
+    """In processes, where a step that fails on some ranks only would end the engine."""
+    save_tiny("llama", tmp_path)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    ranks = {"distributed_executor_backend": None, "tensor_parallel_size": 2}
+    with small_engine(tmp_path, logits_processors=[f"{__name__}:CountsCalls"], **ranks) as llm:
+        for place in ("in add_row", "in apply"):
+            failing = SamplingParams(temperature=0, max_tokens=6, extra_args={place: True})
+            (failed,) = llm.generate([prompt], failing, use_tqdm=False)
+            assert failed.outputs[0].finish_reason == "error" and "no such" in failed.error
+        (well,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert len(well.outputs[0].token_ids) == 6
+
+
 def test_logits_processors_of_users_run_on_the_rank_that_samples(tmp_path: Path) -> None:
     """If one raises, the step fails and the others do not wait for it."""
     save_tiny("llama", tmp_path)
