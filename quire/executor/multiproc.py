@@ -279,12 +279,23 @@ class MultiProcExecutor:
 
     def _result(self, step: int) -> ModelRunnerOutput:
         self._receive(lambda: step in self._outputs or step in self._errors)
+        self._wait_for_stages(step)
         if step in self._errors:
             raise self._step_error(step)
         return self._outputs.pop(step)
 
+    def _wait_for_stages(self, step: int) -> None:
+        """The last stage may answer before an earlier one, whose step has failed, says so."""
+        for rank in range((self._layout.stages - 1) * self._layout.tensor):
+            while self._board.get(rank, DONE) < step:
+                self._check()
+                time.sleep(0.0001)
+            if self._board.get(rank, FAILED) == step:
+                self._receive(lambda: step in self._errors)
+
     def _step_error(self, step: int) -> Exception:
-        """That of the step, if all ranks failed in it. Otherwise they may have diverged, and the engine ends."""
+        """That of the step, if all ranks that share layers failed in it: other stages go on. Otherwise they may have
+        diverged, and the engine ends."""
         errors = self._errors[step]
 
         def ended(rank: int) -> bool:
@@ -294,7 +305,7 @@ class MultiProcExecutor:
         self._receive(lambda: all(map(ended, range(self._size))), time.monotonic() + AGREE_SECONDS)
         first = min(errors)
         cause = errors[first]
-        if len(errors) < self._size:
+        if not errors.keys() >= set(self._layout.tensor_ranks(first)):
             self._fatal = WorkersLostError(
                 f"a step failed on rank {first} and not on all others: {cause.kind}: {cause.message}"
             )
