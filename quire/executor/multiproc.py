@@ -82,7 +82,8 @@ class MultiProcExecutor:
         self._size = self._layout.size
         self._shared_memory = not platform_class(config.device.device).has_own_memory
         self._timeout = parallel.distributed_timeout_seconds
-        self._numbers, self._step = itertools.count(), 0
+        self._numbers = itertools.count()
+        self._step = self._read_step = 0  # the last that was sampled, and the last whose output was returned
         self._joined: set[int] = set()
         self._returned: dict[int, dict[int, Returned]] = {LOADED: {}}
         self._outputs: dict[int, ModelRunnerOutput] = {}
@@ -244,7 +245,9 @@ class MultiProcExecutor:
     def _handle(self, message: Any) -> None:
         match message:
             case StepDone(rank, step, output, error):
-                if error is not None:
+                if error is not None and step <= self._read_step:
+                    self._fatal = self._fatal or _diverged(rank, error)
+                elif error is not None:
                     self._errors.setdefault(step, {})[rank] = error
                 elif output is not None:
                     self._outputs[step] = output
@@ -282,6 +285,7 @@ class MultiProcExecutor:
         self._wait_for_stages(step)
         if step in self._errors:
             raise self._step_error(step)
+        self._read_step = step
         return self._outputs.pop(step)
 
     def _wait_for_stages(self, step: int) -> None:
@@ -306,14 +310,16 @@ class MultiProcExecutor:
         first = min(errors)
         cause = errors[first]
         if not errors.keys() >= set(self._layout.tensor_ranks(first)):
-            self._fatal = WorkersLostError(
-                f"a step failed on rank {first} and not on all others: {cause.kind}: {cause.message}"
-            )
+            self._fatal = _diverged(first, cause)
             self._check()
         del self._errors[step]
         self._outputs.pop(step, None)
         kind = ERRORS.get(cause.kind)
         return kind(cause.message) if kind is not None else RuntimeError(f"{cause.kind}: {cause.message}")
+
+
+def _diverged(rank: int, error: StepError) -> WorkersLostError:
+    return WorkersLostError(f"a step failed on rank {rank} and not on all others: {error.kind}: {error.message}")
 
 
 def _bind(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
