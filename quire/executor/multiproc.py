@@ -282,10 +282,20 @@ class MultiProcExecutor:
 
     def _result(self, step: int) -> ModelRunnerOutput:
         self._receive(lambda: step in self._outputs or step in self._errors)
+        self._wait_for_stages(step)
         if step in self._errors:
             raise self._step_error(step)
         self._read_step = step
         return self._outputs.pop(step)
+
+    def _wait_for_stages(self, step: int) -> None:
+        """The last stage may answer before an earlier one, whose step has failed, says so."""
+        for rank in range((self._layout.stages - 1) * self._layout.tensor):
+            while self._board.get(rank, DONE) < step:
+                self._check()
+                time.sleep(0.0001)
+            if self._board.get(rank, FAILED) == step:
+                self._receive(lambda: step in self._errors)
 
     def _step_error(self, step: int) -> Exception:
         """That of the step, if all ranks came to its end: its requests end, whatever each rank knows of them. If one

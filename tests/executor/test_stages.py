@@ -250,5 +250,30 @@ def test_the_last_stage_pools(llama):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+def broken(*_):
+    raise RuntimeError("launch failed")
+
+
+def break_stage(worker, stage):
+    if worker.world.stage == stage:
+        worker.runner._forward = broken
+
+
+def mend(worker):
+    worker.runner.__dict__.pop("_forward", None)
+
+
 def test_stages_in_processes_of_their_own(llama):
-    assert tokens(outputs(llama, pipeline_parallel_size=2)) == tokens(outputs(llama))
+    """They say what one worker says, also after a step has failed on any of them."""
+    wanted = tokens(outputs(llama))
+    llm = start(llama, pipeline_parallel_size=2)
+    try:
+        assert tokens(generate(llm)) == wanted
+        for stage in (0, 1):
+            llm.collective_rpc(break_stage, args=(stage,))
+            (failed,) = generate(llm, [[5, 6, 8]], PARAMS[2])
+            assert failed.outputs[0].finish_reason == "error" and "launch failed" in failed.error
+            llm.collective_rpc(mend)
+            assert tokens(generate(llm)) == wanted
+    finally:
+        llm.shutdown()
