@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,6 +45,7 @@ class Core:
 
     def __init__(self) -> None:
         self.summary = EngineSummary("device", "cache")
+        self.executor = SimpleNamespace(on_failure=lambda notify: None)
         self.requests: dict[str, Any] = {}
         self.scheduler = Scheduler({})
         self.may_step = threading.Event()

@@ -33,7 +33,7 @@ def texts(model: Path, **options: Any) -> tuple[list[list[int]], list[Any]]:
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model", "tests.spec_decode.proposers:Random"])
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama"])  # threads would share the workspaces of experts: test_rank_processes.py
 def test_two_ranks_say_what_one_says(tmp_path: Path, family: str, method: str | None) -> None:
     save_tiny(family, tmp_path)
     given: dict[str, Any] = {}
