@@ -48,8 +48,8 @@ def read(fd: int, reader: int, readers: int, folder: str) -> None:
     print(*times, flush=True)
 
 
-def measure(readers: int, rows: int, plans: int) -> list[float]:
-    """Seconds until the last worker had each plan."""
+def measure(readers: int, rows: int, plans: int) -> list[list[float]]:
+    """For each plan, seconds until each worker had it."""
     ring, context, codec = Ring(readers), zmq.Context(), Codec()
     with tempfile.TemporaryDirectory() as folder:
         sockets = [context.socket(zmq.PUSH) for _ in range(readers)]
@@ -71,7 +71,7 @@ def measure(readers: int, rows: int, plans: int) -> list[float]:
         writer.write(codec.encode(Stop()))
         received = [[float(one) for one in process.communicate()[0].split()] for process in processes]
     context.destroy(linger=0)
-    return [max(times) - began for began, *times in zip(sent, *received, strict=True)]
+    return [[one - began for one in times] for began, *times in zip(sent, *received, strict=True)]
 
 
 def main() -> None:
@@ -86,11 +86,12 @@ def main() -> None:
     if args.reader is not None:
         read(args.fd, args.reader, args.readers, args.folder)
         return
-    seconds = sorted(measure(args.readers, args.rows, args.plans))
-    print(
-        f"a plan of {args.rows} rows to {args.readers} idle workers, until the last has it: median "
-        f"{statistics.median(seconds) * 1e6:.0f} us, p90 {seconds[len(seconds) * 9 // 10] * 1e6:.0f} us"
-    )
+    seconds = measure(args.readers, args.rows, args.plans)
+    print(f"a plan of {args.rows} rows to {args.readers} idle workers, in us:")
+    every = [one for of_plan in seconds for one in of_plan]
+    for name, found in {"first": map(min, seconds), "any": every, "last": map(max, seconds)}.items():
+        us = sorted(1e6 * one for one in found)
+        print(f"  {name:5} worker has it: median {statistics.median(us):.0f}, p90 {us[len(us) * 9 // 10]:.0f}")
 
 
 if __name__ == "__main__":

@@ -155,6 +155,15 @@ LRU_CACHE_CAPACITY = Variable[str](
 ONEDNN_PRIMITIVE_CACHE_CAPACITY = Variable[str](
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY", str, "128", "primitives that oneDNN keeps compiled in the engine's process"
 )
+# torchrun's, for --distributed-executor-backend external_launcher.
+RANK = Variable[int]("RANK", int, 0, "the rank of this process", documented=False)
+WORLD_SIZE = Variable[int]("WORLD_SIZE", int, 1, "how many processes were started", documented=False)
+LOCAL_RANK = Variable[int]("LOCAL_RANK", int, 0, "its number on this machine", documented=False)
+MASTER_ADDR = Variable[str]("MASTER_ADDR", str, "127.0.0.1", "where ranks meet", documented=False)
+MASTER_PORT = Variable[int]("MASTER_PORT", int, 29501, "where ranks meet", documented=False)
+TORCHELASTIC_USE_AGENT_STORE = Variable[bool](
+    "TORCHELASTIC_USE_AGENT_STORE", _switch, False, "the launcher has that port", documented=False
+)
 GLOO_SOCKET_IFNAME = Variable[str](
     "GLOO_SOCKET_IFNAME", str, "lo", "network interface of gloo's collectives between ranks"
 )

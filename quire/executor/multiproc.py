@@ -23,6 +23,7 @@ from quire.executor.base import PendingOutput, WorkerMethod
 from quire.executor.placement import Places
 from quire.executor.stages import memory_of_all, specs_of_all
 from quire.executor.status_board import DONE, FAILED, StatusBoard
+from quire.executor.step_errors import WorkersLostError, diverged, rebuilt
 from quire.executor.worker_messages import (
     LOADED,
     Execute,
@@ -39,7 +40,7 @@ from quire.executor.worker_messages import (
 from quire.executor.worker_processes import WorkerProcesses, WorkerStart, beat_seconds
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.messages.plan import DeviceLostError, GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import Codec
 from quire.platforms import platform_class
 
@@ -51,13 +52,6 @@ logger = logging.getLogger("quire")
 POLL_MS = 50  # between looks at whether all workers live
 STOP_SECONDS = 5.0  # for workers to end by themselves
 AGREE_SECONDS = 3.0  # for the other ranks to end a step that one has failed in
-ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, MemoryError, DeviceLostError)
-}
-
-
-class WorkersLostError(DeviceLostError):
-    """A worker process is gone, or ranks no longer agree: the engine must exit."""
 
 
 class StepOutput:
@@ -246,7 +240,7 @@ class MultiProcExecutor:
         match message:
             case StepDone(rank, step, output, error):
                 if error is not None and step <= self._read_step:
-                    self._fatal = self._fatal or _diverged(rank, error)
+                    self._fatal = self._fatal or diverged(rank, error)
                 elif error is not None:
                     self._errors.setdefault(step, {})[rank] = error
                 elif output is not None:
@@ -317,12 +311,7 @@ class MultiProcExecutor:
             self._check()
         del self._errors[step]
         self._outputs.pop(step, None)
-        kind = ERRORS.get(cause.kind)
-        return kind(cause.message) if kind is not None else RuntimeError(f"{cause.kind}: {cause.message}")
-
-
-def _diverged(rank: int, error: StepError) -> WorkersLostError:
-    return WorkersLostError(f"a step failed on rank {rank} and not on all others: {error.kind}: {error.message}")
+        return rebuilt(cause)
 
 
 def _bind(context: zmq.Context, kind: int, address: str) -> zmq.Socket:

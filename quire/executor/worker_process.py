@@ -17,6 +17,7 @@ from quire.config.logs import set_up_logging
 from quire.distributed.broadcast_ring import Ring, RingReader
 from quire.executor.base import PendingOutput
 from quire.executor.status_board import BEAT, DONE, FAILED, StatusBoard
+from quire.executor.step_errors import told
 from quire.executor.worker_messages import (
     LOADED,
     Execute,
@@ -26,7 +27,6 @@ from quire.executor.worker_messages import (
     Returned,
     Sample,
     StepDone,
-    StepError,
     Stop,
     ToWorker,
     WritableCodec,
@@ -121,8 +121,7 @@ class WorkerProcess:
         except BaseException as error:
             logger.log(logging.ERROR if self._world.answers else logging.DEBUG, "a step failed", exc_info=True)
             self._board.set(self._rank, FAILED, step)
-            told = StepError(type(error).__name__, str(error))
-            self._answers.send(StepDone(self._rank, step, error=told))
+            self._answers.send(StepDone(self._rank, step, error=told(error)))
         self._board.set(self._rank, DONE, step)
 
     def _invoke(self, number: int, call: bytes) -> None:
