@@ -58,6 +58,18 @@ def process_environment(changes: Mapping[str, str] | None = None) -> dict[str, s
     return os.environ | (changes or {})
 
 
+FORWARDED = ("QUIRE_CPU_ISA", "QUIRE_NATIVE_KERNELS", "QUIRE_PLUGINS", "VLLM_PLUGINS", "HF_TOKEN", "OMP_WAIT_POLICY")
+
+
+def forwarded() -> dict[str, str]:
+    """What workers on other machines must know of this process's environment."""
+    return {name: os.environ[name] for name in FORWARDED if name in os.environ}
+
+
+def receive_forwarded(found: Mapping[str, str]) -> None:
+    os.environ.update(found)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from quire.distributed.layout import WorldLayout
+from quire.distributed.machine import machine_id
 
 LINGER = 5.0  # seconds that the first rank, which may hold the store, stays for others to read its verdict
 
@@ -28,7 +29,7 @@ class Meeting:
 
     def find_gone(self, ranks: Sequence[int]) -> list[str]:
         """Names of those, of this machine, whose processes have ended."""
-        here = _machine()
+        here = machine_id()
         pids = {rank: self.introductions[rank]["pid"] for rank in ranks if self.introductions[rank]["machine"] == here}
         return [f"rank {rank} (process {pid})" for rank, pid in pids.items() if not _lives(pid)]
 
@@ -42,7 +43,7 @@ def meet(rank: int, layout: WorldLayout, address: str, backend: str, timeout: fl
         "layout": asdict(layout),
         "backend": backend,
         "pid": os.getpid(),
-        "machine": _machine(),
+        "machine": machine_id(),
     }
     store.set(f"rank/{rank}", json.dumps(mine))
     if rank == 0:
@@ -122,15 +123,6 @@ def _linger(store: dist.Store, size: int) -> None:
             store.wait([f"read/{rank}"], timedelta(seconds=max(0.001, end - time.monotonic())))
         except RuntimeError:
             return
-
-
-def _machine() -> str:
-    """The same where process numbers mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def _lives(pid: int) -> bool:

@@ -10,6 +10,7 @@ from quire.executor.base import Executor
 _BUILT_IN = {
     "uni": "quire.executor.uniproc:UniProcExecutor",
     "mp": "quire.executor.multiproc:MultiProcExecutor",
+    "ray": "quire.executor.ray:RayExecutor",
 }
 
 
