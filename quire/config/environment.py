@@ -170,6 +170,16 @@ ONEDNN_PRIMITIVE_CACHE_CAPACITY = Variable[str](
 GLOO_SOCKET_IFNAME = Variable[str](
     "GLOO_SOCKET_IFNAME", str, "lo", "network interface of gloo's collectives between ranks"
 )
+
+# torchrun sets these, and any other program that starts the processes of an external launcher.
+RANK = Variable[int]("RANK", int, 0, "this process's number", documented=False)
+WORLD_SIZE = Variable[int]("WORLD_SIZE", int, 1, "processes in all", documented=False)
+LOCAL_RANK = Variable[int]("LOCAL_RANK", int, 0, "this process's number on its machine", documented=False)
+LOCAL_WORLD_SIZE = Variable[int]("LOCAL_WORLD_SIZE", int, 1, "processes on this machine", documented=False)
+MASTER_ADDR = Variable[str]("MASTER_ADDR", str, "", "of the first process's machine", documented=False)
+MASTER_PORT = Variable[int]("MASTER_PORT", int, 0, "where processes meet", documented=False)
+LAUNCHED = (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
+
 ONEDNN_MAX_CPU_ISA = Variable[str | None](
     "ONEDNN_MAX_CPU_ISA",
     str,

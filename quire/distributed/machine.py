@@ -26,6 +26,14 @@ def free_port(ip: str) -> int:
     return port
 
 
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address as `host` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address: str = probe.getsockname()[0]
+    return address
+
+
 def interface_of(ip: str) -> str | None:
     """The name of the interface with that IPv4 address, if this machine has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

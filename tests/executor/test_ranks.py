@@ -128,7 +128,10 @@ def test_data_parallelism_is_not_available():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("threads", "allowed: uni, mp, ray.* or your own as 'module:Class'"), ("no.such:Class", "cannot be imported")],
+    [
+        ("threads", "allowed: uni, mp, ray, external_launcher, or your own as 'module:Class'"),
+        ("no.such:Class", "cannot be imported"),
+    ],
 )
 def test_an_unknown_executor_is_explained(name, message):
     with pytest.raises(ValueError, match=message):
