@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -71,9 +72,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
         self._on_gpus = platform_class(config.device.device).has_own_memory
         config, backend = _with_device(config, self._on_gpus)
         rank = RANK.get()
-        self._world = World.connect(
-            rank, self._layout, _meeting_place(rank, timeout), backend, timeout, _local_rank(config)
-        )
+        self._store, address = _meeting_place(rank, timeout)
+        self._world = World.connect(rank, self._layout, address, backend, timeout, _local_rank(config))
+        # Even without a call of shutdown(): torch's threads while the interpreter exits abort the process.
+        self._close = weakref.finalize(self, self._world.close)
         self._group = self._world.host_group(timeout)
         self._answers = answering_rank(self._layout)
         self._encoder, self._decoder = Codec(), Codec(FromWorker)
@@ -84,7 +86,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
             super().__init__(config, lambda config: Worker(config, self._world))
         except BaseException as error:
             self._everyones(f"{type(error).__name__}: {error}")
-            self._world.close()
+            self._close()
             raise
         self._loaded = True
         for other, cause in enumerate(self._everyones(None)):
@@ -132,8 +134,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
     def shutdown(self) -> None:
         super().shutdown()
         if self._loaded:  # otherwise the others are told first
-            self._loaded = False
-            self._world.close()
+            self._close()
 
     def _check_plan(self, plan: SchedulerOutput) -> None:
         """Collectives of different plans would wait for one another."""
@@ -235,8 +236,9 @@ def _local_rank(config: EngineConfig) -> int:
     return int(gpu) if gpu else LOCAL_RANK.get()
 
 
-def _meeting_place(rank: int, timeout: float) -> str:
-    """The launcher's own store has keys of others: the first rank opens another and says so there."""
+def _meeting_place(rank: int, timeout: float) -> tuple[dist.Store, str]:
+    """The launcher's own store has keys of others: the first rank opens another and says so there. That store may end
+    with the object that the first rank has."""
     host = MASTER_ADDR.get()
     if name := interface_of(address_towards(host)):
         GLOO_SOCKET_IFNAME.set_default(name)
@@ -246,4 +248,4 @@ def _meeting_place(rank: int, timeout: float) -> str:
     if rank == 0:
         store.set(key, str(free_port("")))
     store.wait([key], limit)
-    return f"tcp://{host}:{store.get(key).decode()}"
+    return store, f"tcp://{host}:{store.get(key).decode()}"

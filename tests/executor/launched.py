@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def main(model: str, folder: str, task: str, options: str) -> None:
             params = SamplingParams(temperature=0, max_tokens=4)
             llm.generate([{"prompt_token_ids": [5, 6, 7 + rank] * (1 + rank)}], params, use_tqdm=False)
         found.append(outputs(llm))
+        if task == "killed":
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                outputs(llm)
+            except Exception as error:
+                found.append(str(error))
+            break
         assert len(llm.collective_rpc("describe")) == int(os.environ["WORLD_SIZE"])
         llm.shutdown()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))

@@ -1,6 +1,7 @@
 """Processes that torchrun starts, each with an engine of its own: all say what one process says."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from quire import LLM
 from quire.config import EngineConfig
 from quire.config.environment import LAUNCHED, process_environment
+from quire.distributed.machine import free_port
 from quire.executor.factory import make_executor
 from tests.executor.test_multiproc import SMALL, outputs, start
 from tests.tiny_models import save_tiny
@@ -56,6 +58,20 @@ def test_every_process_says_what_one_says(model, wanted, tmp_path, task, options
     for rank in range(2):
         for found in json.loads((tmp_path / f"{rank}.json").read_text()):
             assert found == wanted
+
+
+def test_any_launcher_and_a_process_that_is_killed(model, tmp_path):
+    """Without torchrun, which would end the other."""
+    options = json.dumps({"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"})
+    command = [sys.executable, "-m", "tests.executor.launched", model, str(tmp_path), "killed", options]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(""))}
+    ranks = [
+        subprocess.Popen(command, env=process_environment(shared | {"RANK": rank, "LOCAL_RANK": rank}))
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait(300) for rank in ranks] == [0, -signal.SIGKILL]
+    _, error = json.loads((tmp_path / "0.json").read_text())
+    assert f"rank 1 (process {ranks[1].pid}) has ended" in error
 
 
 def test_processes_that_send_different_requests(model, tmp_path):
