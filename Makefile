@@ -74,6 +74,16 @@ $(COMPAT)/.vllm: pyproject.toml $(LOCK) tests/compat/requirements.txt
 test-compat: $(COMPAT)/.vllm  ## vLLM's own flags, arguments and protocols against ours; installs its CPU build
 	@$(COMPAT)/bin/python -m pytest -n 2 tests/compat
 
+# Ray brings versions of its own of what the lock pins.
+RAY := .venv-ray
+$(RAY)/.ray: pyproject.toml $(LOCK)
+	@$(MAKE) --no-print-directory VENV=$(RAY) install
+	@$(RAY)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) ray==2.60.0
+	@touch $@
+
+test-ray: $(RAY)/.ray  ## workers in Ray actors, on a cluster of two nodes of this machine; installs Ray
+	@$(RAY)/bin/python -m pytest tests/executor/test_ray.py
+
 test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user
 	@mkdir -p build
 	@aarch64-linux-gnu-gcc -O3 -fno-math-errno -fno-trapping-math -fopenmp -Iquire/kernels/native tests/arm/check.c \
@@ -113,5 +123,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-arm \
-	test-clients lint format fuzz chaos lock bench figures
+.PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-ray \
+	test-arm test-clients lint format fuzz chaos lock bench figures

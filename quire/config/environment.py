@@ -58,6 +58,18 @@ def process_environment(changes: Mapping[str, str] | None = None) -> dict[str, s
     return os.environ | (changes or {})
 
 
+FORWARDED = ("QUIRE_CPU_ISA", "QUIRE_NATIVE_KERNELS", "QUIRE_PLUGINS", "VLLM_PLUGINS", "HF_TOKEN", "OMP_WAIT_POLICY")
+
+
+def forwarded() -> dict[str, str]:
+    """What workers on other machines must know of this process's environment."""
+    return {name: os.environ[name] for name in FORWARDED if name in os.environ}
+
+
+def receive_forwarded(found: Mapping[str, str]) -> None:
+    os.environ.update(found)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -155,18 +167,19 @@ LRU_CACHE_CAPACITY = Variable[str](
 ONEDNN_PRIMITIVE_CACHE_CAPACITY = Variable[str](
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY", str, "128", "primitives that oneDNN keeps compiled in the engine's process"
 )
-# torchrun's, for --distributed-executor-backend external_launcher.
-RANK = Variable[int]("RANK", int, 0, "the rank of this process", documented=False)
-WORLD_SIZE = Variable[int]("WORLD_SIZE", int, 1, "how many processes were started", documented=False)
-LOCAL_RANK = Variable[int]("LOCAL_RANK", int, 0, "its number on this machine", documented=False)
-MASTER_ADDR = Variable[str]("MASTER_ADDR", str, "127.0.0.1", "where ranks meet", documented=False)
-MASTER_PORT = Variable[int]("MASTER_PORT", int, 29501, "where ranks meet", documented=False)
-TORCHELASTIC_USE_AGENT_STORE = Variable[bool](
-    "TORCHELASTIC_USE_AGENT_STORE", _switch, False, "the launcher has that port", documented=False
-)
 GLOO_SOCKET_IFNAME = Variable[str](
     "GLOO_SOCKET_IFNAME", str, "lo", "network interface of gloo's collectives between ranks"
 )
+
+# torchrun sets these, and any other program that starts the processes of an external launcher.
+RANK = Variable[int]("RANK", int, 0, "this process's number", documented=False)
+WORLD_SIZE = Variable[int]("WORLD_SIZE", int, 1, "processes in all", documented=False)
+LOCAL_RANK = Variable[int]("LOCAL_RANK", int, 0, "this process's number on its machine", documented=False)
+LOCAL_WORLD_SIZE = Variable[int]("LOCAL_WORLD_SIZE", int, 1, "processes on this machine", documented=False)
+MASTER_ADDR = Variable[str]("MASTER_ADDR", str, "", "of the first process's machine", documented=False)
+MASTER_PORT = Variable[int]("MASTER_PORT", int, 0, "where processes meet", documented=False)
+LAUNCHED = (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
+
 ONEDNN_MAX_CPU_ISA = Variable[str | None](
     "ONEDNN_MAX_CPU_ISA",
     str,

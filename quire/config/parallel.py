@@ -19,7 +19,8 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         None,
         "executor: uni (one worker in the engine's process, the default for one), mp (processes of this machine, the "
-        "default for several), external_launcher (torchrun starts the ranks), or your own class as module:Class",
+        "default for several), ray (actors of a Ray cluster), external_launcher (torchrun starts the ranks), or "
+        "your own class as module:Class",
     )
     distributed_timeout_seconds: float = option(
         600.0, "seconds that workers wait for one another: until all have started, and in a collective", minimum=1

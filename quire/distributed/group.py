@@ -43,6 +43,10 @@ class Group:
         """By collective. What a CUDA graph replays is not counted."""
         return dict(self._counts)
 
+    def like(self, process_group: "dist.ProcessGroup") -> "Group":
+        """The same ranks, by another of torch's process groups."""
+        return Group(self.ranks, self.ranks[self.rank], process_group, self._find_gone)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place where that is possible."""
         if self.alone:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from quire.distributed.layout import WorldLayout
+from quire.distributed.machine import machine_id
 
 LINGER = 5.0  # seconds that the first rank, which may hold the store, stays for others to read its verdict
 LAST_MOMENTS = 1000  # milliseconds from a closed connection until a process has ended
@@ -31,7 +31,7 @@ class Meeting:
     def find_gone(self, ranks: Sequence[int]) -> list[str]:
         """Names of those, of this machine, whose processes have ended. Who is on the way out is waited for: its
         connections close first."""
-        here, poll = _machine(), select.poll()
+        here, poll = machine_id(), select.poll()
         gone, opened = set(), {}
         for rank in ranks:
             if self.introductions[rank]["machine"] == here:
@@ -56,7 +56,7 @@ def meet(rank: int, layout: WorldLayout, address: str, backend: str, timeout: fl
         "layout": asdict(layout),
         "backend": backend,
         "pid": os.getpid(),
-        "machine": _machine(),
+        "machine": machine_id(),
     }
     store.set(f"rank/{rank}", json.dumps(mine))
     if rank == 0:
@@ -136,12 +136,3 @@ def _linger(store: dist.Store, size: int) -> None:
             store.wait([f"read/{rank}"], timedelta(seconds=max(0.001, end - time.monotonic())))
         except RuntimeError:
             return
-
-
-def _machine() -> str:
-    """The same where process numbers mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

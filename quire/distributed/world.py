@@ -24,6 +24,7 @@ class World:
     stages: Group = ALONE
     model: Group = ALONE  # all ranks that run the same plans
     tokens: Group = ALONE  # as `stages`, for what goes the other way: neither waits for the other
+    owns_torch: bool = True  # False where the program has made torch's default process group itself
 
     @property
     def size(self) -> int:
@@ -70,8 +71,10 @@ class World:
             torch.cuda.set_device(local)
         meeting = meet(rank, layout, address, backend, timeout)
         store = dist.PrefixStore("torch", meeting.store)
+        owns_torch = not dist.is_initialized()
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=limit)
+            if owns_torch:
+                dist.init_process_group(backend, store=store, rank=rank, world_size=layout.size, timeout=limit)
             found = {
                 kind: _make_group(kind, rank, layout, backend, timeout, meeting, share_memory, even_alone)
                 for kind in ("tensor", "stage", "model", "token")
@@ -80,7 +83,14 @@ class World:
             gone = meeting.find_gone(range(layout.size))
             cause = f"{', '.join(gone)} has ended" if gone else str(error)
             raise RuntimeError(f"{layout.size} ranks could not be connected by {backend}: {cause}") from error
-        return cls(rank, layout, local, found["tensor"], found["stage"], found["model"], found["token"])
+        return cls(rank, layout, local, found["tensor"], found["stage"], found["model"], found["token"], owns_torch)
+
+    def host_group(self, timeout: float) -> Group:
+        """A further group of all ranks, for small tensors on the host. Every rank calls this at the same time."""
+        if self.model.size == 1:
+            return ALONE
+        limit = timedelta(seconds=timeout)
+        return self.model.like(dist.new_group(list(self.model.ranks), timeout=limit, backend="gloo"))
 
     def fail(self) -> None:
         """This rank takes part in nothing more: ends the waits of others that can be told."""
@@ -91,7 +101,7 @@ class World:
         groups = (self.tensor, self.stages, self.model, self.tokens)
         for group in groups:
             group.close()
-        if not all(group.alone for group in groups) and dist.is_initialized():
+        if not all(group.alone for group in groups) and self.owns_torch and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -112,7 +122,7 @@ def _make_group(
         return Group((rank,), rank)
     mine: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
     for ranks in dict.fromkeys(members):
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout))
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend=backend)
         if rank in ranks:
             mine = ranks, group
     assert mine is not None

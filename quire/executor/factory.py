@@ -10,13 +10,20 @@ from quire.executor.base import Executor
 _BUILT_IN = {
     "uni": "quire.executor.uniproc:UniProcExecutor",
     "mp": "quire.executor.multiproc:MultiProcExecutor",
-    "external_launcher": "quire.executor.external:ExternalLauncherExecutor",
+    "ray": "quire.executor.ray:RayExecutor",
+    "external_launcher": "quire.executor.external_launcher:ExternalLauncherExecutor",
 }
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """Made as `Class(config)`, with its workers started and the model loaded."""
+def make_executor(config: EngineConfig, in_engine_process: bool = False) -> Executor:
+    """Made as `Class(config)`, with its workers started and the model loaded. `in_engine_process`: not in the process
+    of the program that sends requests."""
     name = config.parallel.distributed_executor_backend or ("uni" if config.parallel.num_ranks == 1 else "mp")
+    if in_engine_process and name == "external_launcher":
+        raise ValueError(
+            "distributed_executor_backend 'external_launcher' is for programs that make an LLM in each process of "
+            "torchrun; a server starts workers itself: use mp or ray"
+        )
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
     if not attribute:
         raise ValueError(

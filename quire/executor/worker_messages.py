@@ -4,8 +4,6 @@ Plans and results are typed structs. Only calls of workers' methods are pickled,
 children: their sockets lie in a folder that no other user can open.
 """
 
-import struct
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -85,18 +83,3 @@ class WritableCodec(Codec):
     def _decode_array(self, kind: type, value: Any) -> Any:
         array: np.ndarray = super()._decode_array(kind, value)
         return array if array.flags.writeable else array.copy()
-
-
-def joined_frames(frames: Sequence[Any]) -> bytes:
-    """A message in one piece."""
-    sizes = [len(frame) for frame in frames]
-    return b"".join([struct.pack(f"<{1 + len(sizes)}Q", len(sizes), *sizes), *frames])
-
-
-def split_frames(data: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("<Q", data)
-    frames, at = [], 8 * (1 + count)
-    for size in struct.unpack_from(f"<{count}Q", data, 8):
-        frames.append(data[at : at + size])
-        at += size
-    return frames

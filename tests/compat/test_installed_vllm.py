@@ -127,7 +127,7 @@ def test_every_choice_that_is_no_choice_of_the_parser(
 def test_every_executor_and_attention_backend() -> None:
     """What these two name is looked for when the engine starts."""
     for choice in typing.get_args(DistributedExecutorBackend):
-        assert choice in ("uni", "mp", "external_launcher") or to_come("distributed_executor_backend", choice)
+        assert choice in ("uni", "mp", "ray", "external_launcher") or to_come("distributed_executor_backend", choice)
     for backend in AttentionBackendEnum:
         assert backend.name in ATTENTION_ALIASES or to_come("attention_backend", backend.name), backend.name
 

@@ -166,7 +166,7 @@ def test_data_parallelism_is_not_available():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ray", "allowed: uni, mp, external_launcher, or your own as 'module:Class'"),
+        ("threads", "allowed: uni, mp, ray, external_launcher, or your own as 'module:Class'"),
         ("no.such:Class", "cannot be imported"),
     ],
 )

@@ -27,7 +27,6 @@ CHOICES: dict[str, dict[str, str]] = {
     "tokenizer_mode": {"tokenizers of single families": "mistral deepseek_v32 deepseek_v4 inkling kimi_k3 cohere"},
     "config_format": {"Mistral's config files": "mistral"},
     "model_impl": {"TerraTorch's models": "terratorch"},
-    "distributed_executor_backend": {"workers on several machines": "ray"},
     "attention_backend": {
         "further attention kernels": "FLASH_ATTN FLASH_ATTN_DIFFKV TRITON_ATTN_DIFFKV TRITON_FLASH_ATTN "
         "FLASHINFER TRITON_FLASHINFER B12X NO_ATTENTION FLEX_ATTENTION HPC_ATTN TURBOQUANT ULTRAQUANT CUSTOM",

@@ -1,0 +1,40 @@
+"""What each process of torchrun runs in test_external_launcher.py: every process makes an LLM and gets all outputs."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from quire import LLM, SamplingParams
+from tests.executor.test_multiproc import SMALL, outputs
+
+
+def main(model: str, folder: str, task: str, options: str) -> None:
+    rank = int(os.environ["RANK"])
+    if task == "own_group":  # a program may have made torch's process group itself
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    found = []
+    for _ in range(2 if task == "twice" else 1):
+        llm = LLM(model, skip_tokenizer_init=True, **SMALL, **json.loads(options))
+        if task == "different":
+            params = SamplingParams(temperature=0, max_tokens=4)
+            llm.generate([{"prompt_token_ids": [5, 6, 7 + rank] * (1 + rank)}], params, use_tqdm=False)
+        found.append(outputs(llm))
+        if task == "killed":
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                outputs(llm)
+            except Exception as error:
+                found.append(str(error))
+            break
+        assert len(llm.collective_rpc("describe")) == int(os.environ["WORLD_SIZE"])
+        llm.shutdown()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
