@@ -170,6 +170,7 @@ ONEDNN_PRIMITIVE_CACHE_CAPACITY = Variable[str](
 GLOO_SOCKET_IFNAME = Variable[str](
     "GLOO_SOCKET_IFNAME", str, "lo", "network interface of gloo's collectives between ranks"
 )
+RAY_ADDRESS = Variable[str]("RAY_ADDRESS", str, "", "the Ray cluster to join", documented=False)
 
 # torchrun sets these, and any other program that starts the processes of an external launcher.
 RANK = Variable[int]("RANK", int, 0, "this process's number", documented=False)

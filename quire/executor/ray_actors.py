@@ -1,16 +1,19 @@
 """A Ray actor for each rank, in a placement group: placed, watched, and ended together."""
 
+import atexit
 import contextlib
 import importlib
 import logging
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from quire.config.environment import RAY_ADDRESS
 from quire.distributed.machine import machine_id
 from quire.executor.ray_worker import Seat, remote_class
 from quire.executor.worker_processes import beat_seconds
@@ -18,6 +21,8 @@ from quire.executor.worker_processes import beat_seconds
 logger = logging.getLogger("quire")
 
 STOP_SECONDS = 5.0  # for actors to end in
+KILL_SECONDS = 0.5  # for Ray to end them in
+CONNECT_SECONDS = 10.0  # to reach the cluster in
 PLACING_SECONDS = 1  # between looks at what the cluster has; Ray wants a whole number
 
 
@@ -47,6 +52,7 @@ class RayActors:
         self._processes: list[int] = []  # descriptors of those on this machine
         if self._own_ray:
             _connect(ray)
+        atexit.register(self.stop)  # before Ray's own, after which every call would start Ray again
         try:
             self._place(ranks, resource, amount, time.monotonic() + timeout, timeout)
         except BaseException:
@@ -62,6 +68,7 @@ class RayActors:
 
     def stop(self) -> None:
         """No actor is left when this returns, and no placement group."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
@@ -152,6 +159,9 @@ class RayActors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         processes, self._processes = self._processes, []
+        end = time.monotonic() + KILL_SECONDS
+        for process in processes:
+            select.select([process], [], [], max(0.0, end - time.monotonic()))
         for process in processes:  # Ray only asks one that is stopped
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -167,10 +177,14 @@ class RayActors:
 
 def _connect(ray: Any) -> None:
     """To the cluster that RAY_ADDRESS or this machine names; without one, Ray starts one of this machine."""
+    host, _, port = RAY_ADDRESS.get().partition(":")
     try:
+        if port.isdecimal():  # Ray itself would wait for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(include_dashboard=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"the Ray cluster cannot be reached: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f" at {RAY_ADDRESS.get()} (RAY_ADDRESS)" if RAY_ADDRESS.is_set() else ""
+        raise ValueError(f"the Ray cluster{where} cannot be reached: {error}") from error
 
 
 def _sizes(nodes: list[dict[str, Any]], resource: str) -> str:

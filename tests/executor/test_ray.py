@@ -4,14 +4,20 @@ Run by `make test-ray`: Ray is not among the tools of other tests.
 """
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config.environment import process_environment
+from quire.distributed.machine import free_port
+from tests.entrypoints.server_process import server_process
 from tests.executor.test_multiproc import PARAMS, PROMPTS, SMALL, outputs
 from tests.tiny_models import save_tiny
 
@@ -178,6 +184,49 @@ def test_a_node_that_is_lost(ray, cluster, model):
             llm.generate([{"prompt_token_ids": PROMPTS[0]}], LONG, use_tqdm=False)
     finally:
         llm.shutdown()
+
+
+def test_a_cluster_that_is_not_there(ray, model):
+    """In a process of its own: this one has joined a cluster."""
+    options = "skip_tokenizer_init=True, tensor_parallel_size=2, distributed_executor_backend='ray'"
+    code = f"from quire import LLM; LLM({model!r}, {options})"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=process_environment({"RAY_ADDRESS": address}), capture_output=True, text=True
+    )
+    assert f"the Ray cluster at {address} (RAY_ADDRESS) cannot be reached" in ended.stderr
+
+
+def test_a_server_whose_actor_is_killed(cluster, model, tmp_path, monkeypatch):
+    """The stream ends with an error that names the rank, and so does the server; the next one starts."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    flags = ["--model", model, "--skip-tokenizer-init", "-tp", "2", "--distributed-executor-backend", "ray"]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        with server_process(tmp_path / name, *flags) as server:
+            pid = int(re.search(r"RayWorker pid=(\d+)", ray_actors())[1])
+            body = {"prompt": [5, 6, 7], "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True}
+            body |= {"return_token_ids": True}  # without a tokenizer there is nothing else to send
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: ")
+                os.kill(pid, signal.SIGKILL)
+                assert any("error" in line for line in lines)
+            assert server.process.wait(60) == 1
+            assert "the Ray actor of rank" in server.log.read_text()
+            assert not re.search("RayWorker", ray_actors())
+
+
+def ray_actors():
+    """One line for each process."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"ray::RayWorker" in (process / "cmdline").read_bytes():
+                found.append(f"RayWorker pid={process.name}")
+        except OSError:
+            pass  # it has ended
+    return "\n".join(found)
 
 
 def test_without_ray(monkeypatch, model):
