@@ -131,7 +131,8 @@ def _make_group(
         gpus = GpuGroup(ranks, rank, group, meeting.find_gone)
         gpus.warm_up(torch.device("cuda", torch.cuda.current_device()))
         return gpus
-    if kind == "tensor" and share_memory and len(ranks) > 1:
+    one_machine = len({meeting.introductions[each]["machine"] for each in ranks}) == 1
+    if kind == "tensor" and share_memory and one_machine and len(ranks) > 1:
         shared = SharedMemoryGroup.connect(ranks, rank, group, meeting.store, timeout, meeting.find_gone)
         if shared is not None:
             return shared
