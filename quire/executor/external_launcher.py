@@ -36,8 +36,8 @@ from quire.executor.ranks import answering_rank, describe_layout, layout_of, ref
 from quire.executor.stages import memory_of_all, specs_of_all
 from quire.executor.step_errors import WorkersLostError, rebuilt
 from quire.executor.uniproc import UniProcExecutor
+from quire.executor.worker_calls import pickled_error
 from quire.executor.worker_messages import FromWorker, StepDone, StepError
-from quire.executor.worker_process import pickled_error
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput

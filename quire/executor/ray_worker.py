@@ -16,6 +16,7 @@ from quire.config.logs import set_up_logging
 from quire.distributed.layout import WorldLayout
 from quire.distributed.machine import free_port, interface_of, machine_id
 from quire.executor.base import PendingOutput
+from quire.executor.worker_calls import pickled_error
 from quire.executor.worker_messages import (
     LOADED,
     Execute,
@@ -28,7 +29,6 @@ from quire.executor.worker_messages import (
     ToWorker,
     WritableCodec,
 )
-from quire.executor.worker_process import pickled_error
 from quire.messages.protocol import Codec
 
 logger = logging.getLogger("quire")
