@@ -8,12 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from quire import LLM
 from quire.config import EngineConfig
 from quire.distributed.machine import free_port
 from quire.executor.multiproc import WorkersLostError
+from quire.executor.node_messages import End, difference, introduction, read_message, secure, write_message
+from quire.executor.nodes import NodeLinks
 from quire.executor.worker_calls import TypedCalls
 from quire.messages.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 from tests.executor.test_multiproc import outputs, rank_of, start
@@ -79,7 +83,8 @@ def headless(model: str, port: int, folder: Path, *flags: str, **options: str) -
 
 
 def node_0(model: str, port: int, **options) -> LLM:
-    return start(model, tensor_parallel_size=2, nnodes=2, master_addr=ADDRESS, master_port=port, **options)
+    options = {"tensor_parallel_size": 2} | options
+    return start(model, nnodes=2, master_addr=ADDRESS, master_port=port, **options)
 
 
 def test_two_nodes_say_what_one_process_says(model, wanted, port, tmp_path):
@@ -96,8 +101,14 @@ def test_two_nodes_say_what_one_process_says(model, wanted, port, tmp_path):
     assert "node 1 has ended, with the engine" in log
 
 
-def test_a_node_that_is_killed_ends_the_engine(model, port, tmp_path):
-    with headless(model, port, tmp_path) as other, node_0(model, port) as llm:
+def test_a_node_that_is_killed_ends_the_engine(model, wanted, port, tmp_path):
+    """Here with the last stage, whose rank answers."""
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    with (
+        headless(model, port, tmp_path, "-tp", "1", "-pp", "2") as other,
+        node_0(model, port, **stages) as llm,
+    ):
+        assert outputs(llm) == wanted
         other.process.kill()
         with pytest.raises(WorkersLostError, match=r"node 1 \(rank 1\) is gone"):
             outputs(llm)
@@ -171,6 +182,33 @@ def test_options_that_differ(model, port, tmp_path):
         code, log = other.end()
     assert code == 1
     assert f"refuses: {problem}" in log
+
+
+def test_two_nodes_with_the_same_rank(port):
+    config = EngineConfig.from_kwargs(pipeline_parallel_size=3, nnodes=3, master_addr=ADDRESS, master_port=port)
+    links, mine = NodeLinks(config), introduction(config, devices=None)
+    context = zmq.Context()
+    nodes = [context.socket(zmq.DEALER) for _ in range(2)]
+    problem = "two nodes have --node-rank 1; each must have its own"
+    for node in nodes:
+        secure(node, TOKEN, server=False)
+        node.connect(f"tcp://{ADDRESS}:{port}")
+        node.send_multipart(write_message(msgspec.structs.replace(mine, node=1)))
+    with pytest.raises(ValueError, match=problem):
+        links.join(mine, nodes=3, needed=1, timeout=SECONDS)
+    links.close(problem)
+    assert [read_message(node.recv_multipart()) for node in nodes] == [End(problem)] * 2
+    context.destroy(linger=0)
+
+
+def test_what_nodes_must_have():
+    config = EngineConfig.from_kwargs(tensor_parallel_size=4, nnodes=2)
+    mine = introduction(config, devices=2)
+    other = msgspec.structs.replace(mine, node=1)
+    assert difference(mine, other, needed=2) is None
+    few, old = msgspec.structs.replace(other, devices=1), msgspec.structs.replace(other, version="0.0.1")
+    assert difference(mine, few, needed=2).startswith("node 1 has 1 GPU, but gets 2 ranks; allowed: at most a rank for")
+    assert difference(mine, old, needed=2).startswith("node 1 has quire 0.0.1, node 0 has ")
 
 
 def test_a_token_is_needed(model, port, monkeypatch):
