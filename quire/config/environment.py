@@ -116,6 +116,13 @@ QUIRE_NATIVE_KERNELS = Variable[bool](
 QUIRE_SHARE_GPU = Variable[bool](
     "QUIRE_SHARE_GPU", _switch, False, "`1`: ranks may share a GPU, with collectives through the host, for tests", "`0`"
 )
+QUIRE_CLUSTER_TOKEN = Variable[str](
+    "QUIRE_CLUSTER_TOKEN",
+    str,
+    "",
+    "with `--nnodes`: the secret by which the machines of an engine know one another, the same on all",
+    default_text="none",
+)
 XDG_CACHE_HOME = Variable[str | None](
     "XDG_CACHE_HOME", _path, None, "compiled C kernels are cached in its folder `quire`", "`~/.cache`"
 )

@@ -25,10 +25,17 @@ class ParallelConfig:
     distributed_timeout_seconds: float = option(
         600.0, "seconds that workers wait for one another: until all have started, and in a collective", minimum=1
     )
+    nnodes: int = option(1, "machines, each with an equal part of the workers", minimum=1)
+    node_rank: int = option(0, "this machine's number among them; 0: the one with the engine", minimum=0)
+    master_addr: str = option("127.0.0.1", "with --nnodes: the address of node 0 that others connect to")
+    master_port: int = option(
+        29501, "with --nnodes: the port there; ranks meet at the next one", minimum=1, maximum=65534
+    )
 
     def __post_init__(self) -> None:
         validate(self)
         self._check_layers()
+        self._check_nodes()
         if self.data_parallel_size != 1:
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size!r}: data parallelism is not available yet; leave it out "
@@ -38,6 +45,22 @@ class ParallelConfig:
             raise ValueError(
                 f"distributed_executor_backend 'uni' has one worker, but tensor_parallel_size x pipeline_parallel_size "
                 f"is {self.num_ranks}; use 'mp', or leave it out (--distributed-executor-backend)"
+            )
+
+    def _check_nodes(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"node_rank is {self.node_rank}, nnodes is {self.nnodes}; allowed: 0 to {self.nnodes - 1} (--node-rank)"
+            )
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"tensor_parallel_size x pipeline_parallel_size is {self.num_ranks}, nnodes is {self.nnodes}; every "
+                "machine has as many workers, so that nnodes must divide their number (--nnodes)"
+            )
+        if self.nnodes > 1 and self.distributed_executor_backend not in (None, "mp"):
+            raise ValueError(
+                f"nnodes is {self.nnodes}, which distributed_executor_backend {self.distributed_executor_backend!r} "
+                "does not use; leave out one of both, or use 'mp' (--nnodes)"
             )
 
     def _check_layers(self) -> None:

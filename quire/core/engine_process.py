@@ -88,7 +88,8 @@ class EngineProcess:
         try:
             self.core = self._make_core()
             core = self.core
-            core.executor.on_failure(lambda error: self._in.put((b"", error)))
+            if (on_failure := getattr(core.executor, "on_failure", None)) is not None:  # users' own may have none
+                on_failure(lambda error: self._in.put((b"", error)))
             self._ready = Ready(core.max_model_len, core.summary, core.num_blocks, core.max_num_seqs, core.features)
             while not self._stopping:
                 self._handle_messages(block=not self.core.has_unfinished())

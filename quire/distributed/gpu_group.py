@@ -59,6 +59,15 @@ class GpuGroup(Group):
         """Connect now: a graph that is being captured cannot."""
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
+    def warm_up_pairs(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """The same for those that send, and receive, in this order."""
+        one = torch.zeros(1, device=device)
+        for sender, receiver in pairs:
+            if self.rank == sender:
+                dist.send(one, self.ranks[receiver], group=self._group)
+            elif self.rank == receiver:
+                dist.recv(one, self.ranks[sender], group=self._group)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         with self._exchange("all_reduce", x):
             return next(way for way in self._all_reduces if way.supports(x))(x)

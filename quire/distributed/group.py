@@ -1,11 +1,14 @@
 """Ranks that exchange tensors. Every collective of Quire goes through here."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+MAX_SENT = 64  # tensors on the way
 
 
 class Count(NamedTuple):
@@ -36,7 +39,7 @@ class Group:
         self.alone = self.size == 1 and process_group is None  # collectives return what they are given
         self.capturable = self.alone  # whether a CUDA graph can contain its collectives
         self._counts: dict[str, Count] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # until they are received
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # which must live until they are received
 
     @property
     def counts(self) -> dict[str, Count]:
@@ -81,10 +84,11 @@ class Group:
             self._send(x.cpu().contiguous(), to)
 
     def _send(self, x: torch.Tensor, to: int) -> None:
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         work = dist.isend(x, self.ranks[to], group=self._group)
         if work is not None:
             self._sent.append((work, x))
+        if len(self._sent) > MAX_SENT:
+            self._sent.popleft()[0].wait()  # gloo's sends are only known to be done by that; it was received long ago
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
         with self._exchange("receive", x):

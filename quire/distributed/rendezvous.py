@@ -1,9 +1,11 @@
 """How ranks meet: each says what it is, the first checks that all are there and alike, and all get its verdict."""
 
+import errno
 import importlib
 import json
 import os
 import select
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -90,16 +92,26 @@ def _store(rank: int, size: int, address: str, timeout: float) -> dist.Store:
     if url.scheme != "tcp" or not url.hostname or not url.port:
         raise ValueError(f"ranks cannot meet at {address!r}; allowed: tcp://HOST:PORT, file:///PATH")
     try:
-        return dist.TCPStore(url.hostname, url.port, size, rank == 0, timeout=limit, wait_for_workers=False)
-    except RuntimeError as error:
+        if rank == 0:
+            return _listening_store(url.hostname, url.port, size, limit)
+        return dist.TCPStore(url.hostname, url.port, size, False, timeout=limit, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
         if rank:
             raise RuntimeError(
                 f"rank 0 did not open {address} within {timeout:g} seconds: it has not started, or another process "
                 f"has the port ({error})"
             ) from error
-        if "EADDRINUSE" in str(error):
+        if getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error):
             raise ValueError(f"port {url.port} of {url.hostname} is in use; give another one") from error
         raise ValueError(f"ranks cannot meet at {address}: {error}") from error
+
+
+def _listening_store(host: str, port: int, size: int, limit: timedelta) -> dist.Store:
+    """At that address alone: torch's own socket would listen at all of this machine."""
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        server.listen(max(size, 128))
+        fd = os.dup(server.fileno())  # torch closes it
+    return dist.TCPStore(host, port, size, True, timeout=limit, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _check(store: dist.Store, size: int, end: float) -> list[dict[str, Any]] | str:

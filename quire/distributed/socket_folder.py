@@ -26,9 +26,12 @@ class SocketFolder:
         _remove_abandoned(parent)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue  # removed as abandoned before it was locked
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-            if self.path.exists():  # not removed as abandoned before it was locked
+            if self.path.exists():
                 return
             os.close(self._lock)
 

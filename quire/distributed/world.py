@@ -129,9 +129,15 @@ def _make_group(
     ranks, group = mine
     if backend == "nccl":
         gpus = GpuGroup(ranks, rank, group, meeting.find_gone)
-        gpus.warm_up(torch.device("cuda", torch.cuda.current_device()))
+        device, last = torch.device("cuda", torch.cuda.current_device()), len(ranks) - 1
+        gpus.warm_up(device)
+        if kind == "stage":
+            gpus.warm_up_pairs([(i, i + 1) for i in range(last)], device)
+        elif kind == "token":
+            gpus.warm_up_pairs([(last, i) for i in range(last)], device)
         return gpus
-    if kind == "tensor" and share_memory and len(ranks) > 1:
+    one_machine = len({meeting.introductions[each]["machine"] for each in ranks}) == 1
+    if kind == "tensor" and share_memory and one_machine and len(ranks) > 1:
         shared = SharedMemoryGroup.connect(ranks, rank, group, meeting.store, timeout, meeting.find_gone)
         if shared is not None:
             return shared

@@ -34,10 +34,10 @@ from quire.executor.base import PendingOutput, WorkerMethod
 from quire.executor.placement import gpu_of_each
 from quire.executor.ranks import answering_rank, describe_layout, layout_of, refuse_connectors
 from quire.executor.stages import memory_of_all, specs_of_all
-from quire.executor.step_errors import WorkersLostError, rebuilt
+from quire.executor.step_errors import WorkersLostError, rebuilt, told
 from quire.executor.uniproc import UniProcExecutor
-from quire.executor.worker_messages import FromWorker, StepDone, StepError
-from quire.executor.worker_process import pickled_error
+from quire.executor.worker_calls import pickled_error
+from quire.executor.worker_messages import FromWorker, StepDone
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheSpec
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
@@ -155,7 +155,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
             output = pending.result()
             done = StepDone(rank, 0, output if rank == self._answers else None)
         except Exception as error:
-            done = StepDone(rank, 0, error=StepError(type(error).__name__, str(error)))
+            done = StepDone(rank, 0, error=told(error))
         message = msgspec.msgpack.encode([bytes(frame) for frame in self._encoder.encode(done)])
         length = len(message) if done.error is None else -len(message)
         lengths = self._all_gather(torch.tensor([length])).tolist()

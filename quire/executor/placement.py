@@ -23,10 +23,11 @@ class Places:
     def place(self, start: WorkerStart) -> WorkerStart:
         """With the options of its rank."""
         if self._gpus:
-            return dataclasses.replace(start, local_rank=self._gpus[start.rank])
+            return dataclasses.replace(start, local_rank=self._gpus[start.reader])
         device = dataclasses.replace(start.config.device, cpu_threads=self._threads)
-        cpus = self._cpus[start.rank] if self._cpus else None
-        return dataclasses.replace(start, local_rank=start.rank, cpus=cpus, config=start.config.replace(device=device))
+        cpus = self._cpus[start.reader] if self._cpus else None
+        config = start.config.replace(device=device)
+        return dataclasses.replace(start, local_rank=start.reader, cpus=cpus, config=config)
 
     def _share_cores(self, ranks: int, requested: int | None, pin: bool) -> None:
         """Only if the ranks' threads fill all cores each keeps to its own, and only those of one engine of the
@@ -40,6 +41,16 @@ class Places:
         if self._claim.granted:
             parts = [chosen[rank * threads : (rank + 1) * threads] for rank in range(ranks)]
             self._cpus = [tuple(cpu for core in part for cpu in core.cpus) for part in parts]
+
+
+def device_count(config: EngineConfig) -> int | None:
+    """Ranks that this machine has a GPU for, or may share one; None on a CPU."""
+    if not platform_class(config.device.device).has_own_memory:
+        return None
+    import torch
+
+    count = torch.cuda.device_count()
+    return max(count, config.parallel.num_ranks) if QUIRE_SHARE_GPU.get() and count else count
 
 
 def gpu_of_each(ranks: int) -> list[int]:

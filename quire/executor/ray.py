@@ -193,7 +193,7 @@ class RayExecutor:
 
     def _result(self, answers: Sequence[Any]) -> ModelRunnerOutput:
         done: dict[int, StepDone] = {}
-        self._wait(answers, done, lambda: self._answers in done or any(one.error for one in done.values()))
+        self._wait(answers, done, lambda: len(done) == self._size or any(one.error for one in done.values()))
         if not any(one.error for one in done.values()):
             output = done[self._answers].output
             assert output is not None

@@ -16,6 +16,8 @@ from quire.config.logs import set_up_logging
 from quire.distributed.layout import WorldLayout
 from quire.distributed.machine import free_port, interface_of, machine_id
 from quire.executor.base import PendingOutput
+from quire.executor.step_errors import told
+from quire.executor.worker_calls import pickled_error
 from quire.executor.worker_messages import (
     LOADED,
     Execute,
@@ -23,12 +25,10 @@ from quire.executor.worker_messages import (
     Returned,
     Sample,
     StepDone,
-    StepError,
     Stop,
     ToWorker,
     WritableCodec,
 )
-from quire.executor.worker_process import pickled_error
 from quire.messages.protocol import Codec
 
 logger = logging.getLogger("quire")
@@ -74,10 +74,10 @@ class RayWorker:
         ip = ray.util.get_node_ip_address()
         return Seat(ray.get_runtime_context().get_node_id(), machine_id(), ip, os.getpid(), free_port(ip))
 
-    def start(self, told: bytes) -> list[Any]:
+    def start(self, data: bytes) -> list[Any]:
         """Meet the other ranks and load the model: a Returned, as of every call."""
         try:
-            self._start(pickle.loads(told))
+            self._start(pickle.loads(data))
             return self._encoder.encode(Returned(self._rank, LOADED, pickle.dumps(None)))
         except BaseException as error:
             logger.debug("the worker cannot start", exc_info=True)
@@ -138,7 +138,7 @@ class RayWorker:
             return StepDone(self._rank, step, output if self._world.answers else None)
         except BaseException as error:
             logger.log(logging.ERROR if self._world.answers else logging.DEBUG, "a step failed", exc_info=True)
-            return StepDone(self._rank, step, error=StepError(type(error).__name__, str(error)))
+            return StepDone(self._rank, step, error=told(error))
 
     def _invoke(self, number: int, call: bytes) -> Returned:
         try:

@@ -1,7 +1,6 @@
 """Messages between an executor and its worker processes, and their encoding.
 
-Plans and results are typed structs. Only calls of workers' methods are pickled, which a process may do with its own
-children: their sockets lie in a folder that no other user can open.
+Plans and results are typed structs; worker_calls.py has how calls of workers' methods are written.
 """
 
 from typing import Any
@@ -28,7 +27,7 @@ class Invoke(msgspec.Struct, tag=True):
     """Call the worker's method, or a function with the worker, after the plans before it; the reply is a Returned."""
 
     number: int
-    call: bytes  # pickled: method, args, kwargs
+    call: bytes  # by WorkerCalls, as what is returned
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -49,7 +48,7 @@ class Joined(msgspec.Struct, tag=True):
 
 
 class StepDone(msgspec.Struct, tag=True):
-    """From the rank that answers; from others only if their part of the step has failed."""
+    """From the rank that answers; from others of its machine only if their part of the step has failed."""
 
     rank: int
     step: int
@@ -60,19 +59,26 @@ class StepDone(msgspec.Struct, tag=True):
 class Returned(msgspec.Struct, tag=True):
     rank: int
     number: int
-    value: bytes = b""  # pickled
-    error: bytes | None = None  # a pickled exception
+    value: bytes = b""
+    error: bytes | None = None
 
 
 class Failed(msgspec.Struct, tag=True):
     """The worker's last message."""
 
     rank: int
-    error: bytes  # a pickled exception
+    error: bytes
+
+
+class NodeLost(msgspec.Struct, tag=True):
+    """The last message of a machine whose workers have ended."""
+
+    node: int
+    cause: str
 
 
 ToWorker = Execute | Sample | Invoke | Stop
-FromWorker = Joined | StepDone | Returned | Failed
+FromWorker = Joined | StepDone | Returned | Failed | NodeLost
 
 LOADED = -1  # the number of the Returned that says that the model is loaded
 

@@ -18,6 +18,7 @@ from quire.distributed.broadcast_ring import Ring, RingReader
 from quire.executor.base import PendingOutput
 from quire.executor.status_board import BEAT, DONE, FAILED, StatusBoard
 from quire.executor.step_errors import told
+from quire.executor.worker_calls import PickledCalls, TypedCalls, WorkerCalls
 from quire.executor.worker_messages import (
     LOADED,
     Execute,
@@ -68,14 +69,21 @@ class WorkerProcess:
         from quire.worker.worker import Worker
 
         self._rank, self._answers, self._board = start.rank, answers, board
+        self._calls, self._far = calls_of(start), start.far
         context = zmq.Context()
         overflow = context.socket(zmq.PULL)
         overflow.setsockopt(zmq.RCVHWM, 0)
         overflow.connect(f"ipc://{start.folder}/plans-{start.rank}")
-        self._ring = RingReader(ring, start.rank, overflow)
+        self._ring = RingReader(ring, start.reader, overflow)
         self._codec = WritableCodec(ToWorker)
         self._world = World.connect(
-            start.rank, start.layout, start.address, start.backend, start.timeout, start.local_rank
+            start.rank,
+            start.layout,
+            start.address,
+            start.backend,
+            start.timeout,
+            start.local_rank,
+            start.share_memory,
         )
         answers.send(Joined(start.rank))
         load = start.config.load
@@ -116,8 +124,8 @@ class WorkerProcess:
     def _finish(self, step: int, pending: PendingOutput) -> None:
         try:
             output = pending.result()
-            if self._world.answers:
-                self._answers.send(StepDone(self._rank, step, output))
+            if self._world.answers or self._far:
+                self._answers.send(StepDone(self._rank, step, output if self._world.answers else None))
         except BaseException as error:
             logger.log(logging.ERROR if self._world.answers else logging.DEBUG, "a step failed", exc_info=True)
             self._board.set(self._rank, FAILED, step)
@@ -126,23 +134,17 @@ class WorkerProcess:
 
     def _invoke(self, number: int, call: bytes) -> None:
         try:
-            method, args, kwargs = pickle.loads(call)
+            method, args, kwargs = self._calls.read_call(call)
             (value,) = self._executor.collective_rpc(method, args, kwargs)
-            answer = Returned(self._rank, number, pickle.dumps(value))
+            answer = Returned(self._rank, number, self._calls.write_value(method, value))
         except BaseException as error:
             logger.debug("a call failed", exc_info=True)
-            answer = Returned(self._rank, number, error=pickled_error(error))
+            answer = Returned(self._rank, number, error=self._calls.write_error(error))
         self._answers.send(answer)
 
 
-def pickled_error(error: BaseException) -> bytes:
-    """The exception itself, if its type survives that."""
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return data
+def calls_of(start: WorkerStart) -> WorkerCalls:
+    return TypedCalls() if start.typed_calls else PickledCalls()
 
 
 def _stay_alive(start: WorkerStart, board: StatusBoard, imported: threading.Event) -> None:
@@ -189,18 +191,19 @@ def main() -> None:
     threading.Thread(target=_stay_alive, args=(start, board, imported), name="quire-heartbeat", daemon=True).start()
     answers = Answers(start.folder)
     try:
-        environment.GLOO_SOCKET_IFNAME.set_default()
+        if start.interface:
+            environment.GLOO_SOCKET_IFNAME.set_default(start.interface)
         import quire.worker.worker  # noqa: F401  (with torch)
 
         board.set(start.rank, BEAT, 1)  # from now on its silence is noticed
         imported.set()
-        worker = WorkerProcess(start, answers, board, Ring(start.layout.size, fd=start.ring_fd))
-        answers.send(Returned(start.rank, LOADED, pickle.dumps(None)))
+        worker = WorkerProcess(start, answers, board, Ring(start.readers, fd=start.ring_fd))
+        answers.send(Returned(start.rank, LOADED))
         worker.run()
         code = 0
     except BaseException as error:
         logger.debug("the worker ends", exc_info=True)
-        answers.send(Failed(start.rank, pickled_error(error)))
+        answers.send(Failed(start.rank, calls_of(start).write_error(error)))
         code = 1
     answers.close()
     os._exit(code)

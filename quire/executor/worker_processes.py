@@ -36,6 +36,12 @@ class WorkerStart:
     address: str  # where ranks meet
     backend: str  # of their collectives
     timeout: float  # seconds to meet in, and to wait in a collective
+    share_memory: bool  # with ranks that share layers
+    interface: str  # of gloo's collectives; "": as it finds it
+    typed_calls: bool  # of methods, from an executor that may be on another machine
+    far: bool  # it is: every step is answered
+    reader: int  # its number among the workers of this machine, which read the ring
+    readers: int
     ring_fd: int
     status_fd: int
     parent: int
@@ -113,29 +119,29 @@ class WorkerProcesses:
         for fd in pidfds:
             poll.register(fd, select.POLLIN)
         tick = beat_seconds(self._limit)
-        beats = [(0, 0)] * len(self._starts)  # by rank: the last heartbeat, and ticks since
+        beats = [(0, 0)] * len(self._starts)  # of each: the last heartbeat, and ticks since
         due = time.monotonic() + tick
         while self.failure is None and self._stop_seconds is None:
             poll.poll(max(0.0, due - time.monotonic()) * 1000)
-            ended = [rank for rank, process in enumerate(self._processes) if process.poll() is not None]
+            ended = [place for place, process in enumerate(self._processes) if process.poll() is not None]
             if ended and self._stop_seconds is None:
                 # One that was killed is the cause, others may have ended because it is gone.
-                first = min(ended, key=lambda rank: self._processes[rank].returncode)
+                first = min(ended, key=lambda place: self._processes[place].returncode)
                 self.failure = self.failure or self._name(first) + how_it_ended(self._processes[first].returncode)
             if time.monotonic() >= due:
                 # Ticks, not time: where this process was stopped too, all count on together.
                 due = time.monotonic() + tick
-                for rank, (last, ticks) in enumerate(beats):
-                    now = self._board.get(rank, BEAT)
-                    beats[rank] = (now, ticks + 1 if now == last and now > 0 else 0)
-                    if self._limit and beats[rank][1] > BEATS_PER_LIMIT:
+                for place, (last, ticks) in enumerate(beats):
+                    now = self._board.get(self._starts[place].rank, BEAT)
+                    beats[place] = (now, ticks + 1 if now == last and now > 0 else 0)
+                    if self._limit and beats[place][1] * tick > self._limit:
                         silent = f"has not responded for {self._limit:g} s (--engine-heartbeat-timeout)"
-                        self.failure = self.failure or self._name(rank) + silent
+                        self.failure = self.failure or self._name(place) + silent
         for fd in pidfds:
             os.close(fd)
 
-    def _name(self, rank: int) -> str:
-        return f"the worker process of rank {rank} (pid {self._processes[rank].pid}) "
+    def _name(self, place: int) -> str:
+        return f"the worker process of rank {self._starts[place].rank} (pid {self._processes[place].pid}) "
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -153,7 +159,8 @@ def beat_seconds(limit: float) -> float:
 def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
+    named = -code in {each.value for each in signal.Signals}
+    name = signal.Signals(-code).name if named else f"signal {-code}"
     return f"was killed by {name}" + (": by a user, or for want of memory" if name == "SIGKILL" else "")
 
 

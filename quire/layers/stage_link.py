@@ -148,10 +148,12 @@ class StageLink(OneStage):
             if np.isin(theirs[samples], rows).any():
                 needed = max(needed, place)
         for _ in range(needed):
-            theirs, _ = self._awaited.popleft()
+            theirs, samples = self._awaited.popleft()
             found = torch.empty(len(theirs), 1 + len(self._offsets), dtype=torch.int32, device=self._device)
             self._tokens.receive(found, self._tokens.size - 1)
-            (rows_,) = to_device(self._device, theirs, dtype=np.int64)
+            # Other rows may have been given to other requests by now.
+            rows_, sampled = to_device(self._device, theirs[samples], np.flatnonzero(samples), dtype=np.int64)
+            found = found[sampled]
             self._append(rows_, found[:, 0], found[:, 1:])
 
     def _append(self, rows: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor) -> None:

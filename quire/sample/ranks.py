@@ -76,7 +76,7 @@ class LeadingSampler(Sampler):
         return sampled
 
     def check(self, token_ids: np.ndarray) -> None:
-        if (token_ids == FAILED).any():
+        if (token_ids[:, :1] == FAILED).any():  # what lies behind may be anything
             raise self._errors.popleft()
 
 
@@ -117,7 +117,7 @@ class FollowingSampler(Sampler):
         return Sampled(tokens.long(), [], None)
 
     def check(self, token_ids: np.ndarray) -> None:
-        if (token_ids == FAILED).any():
+        if (token_ids[:, :1] == FAILED).any():  # what lies behind may be anything
             raise RuntimeError("the rank that samples failed in this step")
 
 

@@ -43,6 +43,8 @@ def test_every_engine_option_has_a_flag_that_reaches_the_config() -> None:
             assert list(given) == [name]
             if name == "spec_tokens":
                 given |= {"spec_method": "ngram"}
+            if name == "node_rank":
+                given |= {"nnodes": 2, "tensor_parallel_size": 2}
             EngineConfig.from_kwargs(**given)
 
 

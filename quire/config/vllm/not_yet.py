@@ -37,12 +37,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "dcp_kv_cache_interleave_size": ("int", 1),
         "cp_kv_cache_interleave_size": ("int", 1),
     },
-    "several machines": {
-        "headless": ("switch",),
-        "master_addr": ("text", "127.0.0.1"),
-        "master_port": ("int", 29501),
-        "nnodes": ("int", 1),
-        "node_rank": ("int", 0),
+    "further options of several machines": {
         "cpu_distributed_timeout_seconds": ("int",),
         "ray_workers_use_nsight": ("switch",),
     },

@@ -47,6 +47,13 @@ def run(args: argparse.Namespace) -> int:
         engine_args = {"skip_tokenizer_init": True} | engine_args
     api_keys = load_api_keys(config)
     engine_config = EngineConfig.from_kwargs(**engine_args)
+    if config.headless:
+        return _run_workers(engine_config)
+    if engine_config.parallel.node_rank:
+        raise ValueError(
+            f"node_rank is {engine_config.parallel.node_rank}: the server runs on node 0; add --headless for a machine "
+            "with workers only (--node-rank)"
+        )
     from quire.engine.async_engine import EngineDeadError
     from quire.entrypoints.http.dialect import dialects
     from quire.entrypoints.http.middleware import import_middleware
@@ -74,6 +81,22 @@ def run(args: argparse.Namespace) -> int:
         sock.close()
         if config.uds is not None:
             os.unlink(config.uds)
+
+
+def _run_workers(config: "EngineConfig") -> int:
+    """A machine of --nnodes without the engine: the exit code."""
+    from quire.config import environment
+    from quire.engine.resolve_config import resolve_config
+
+    # Before torch is imported, as in an engine's process.
+    if not environment.OMP_WAIT_POLICY.is_set():
+        environment.GOMP_SPINCOUNT.set_default()
+    environment.LRU_CACHE_CAPACITY.set_default()
+    environment.ONEDNN_PRIMITIVE_CACHE_CAPACITY.set_default()
+    from quire.executor.headless import HeadlessNode
+    from quire.platforms.defaults import with_platform_defaults
+
+    return HeadlessNode(with_platform_defaults(resolve_config(config)[0])).run()
 
 
 def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[str, ...], sock: socket.socket) -> int:
