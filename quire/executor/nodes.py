@@ -70,8 +70,9 @@ class NodeLinks:
         parallel = config.parallel
         token = cluster_token()
         self._nodes: dict[bytes, int] = {}  # by the socket's name of the connection
-        self._connections: dict[int, int] = {}  # the same by file descriptor
+        self._connections: dict[int, bytes] = {}  # those names by file descriptor
         self._closed: set[int] = set()
+        self._joined = False  # before, a node may come again
         self._refused = False  # somebody had another token
         self._lost: Callable[[int], None] | None = None
         self._context = zmq.Context()
@@ -99,6 +100,7 @@ class NodeLinks:
                 )
             if self.socket.poll(POLL_MS) and (problem := self._admit(mine, nodes, needed)):
                 raise ValueError(problem)
+        self._joined = True
         self.tell(Welcome())
 
     def _admit(self, mine: Hello, nodes: int, needed: int) -> str | None:
@@ -116,18 +118,18 @@ class NodeLinks:
         elif hello.node in self._nodes.values():
             problem = f"two nodes have --node-rank {hello.node}; each must have its own"
         self._nodes[name.bytes] = hello.node
-        self._connections[descriptor] = hello.node
+        self._connections[descriptor] = name.bytes
         return problem
 
     def on_lost(self, notify: Callable[[int], None]) -> None:
         """`notify` is called, in a thread of its own, with each node whose connection is lost."""
         self._lost = notify
-        for node in [node for descriptor, node in self._connections.items() if descriptor in self._closed]:
-            notify(node)
+        for name in [name for descriptor, name in self._connections.items() if descriptor in self._closed]:
+            notify(self._nodes[name])
 
     def tell(self, message: Any) -> None:
         frames = write_message(message)
-        for name in self._nodes:
+        for name in list(self._nodes):
             self._send([name, *frames])
 
     def write(self, frames: Sequence[Any]) -> None:
@@ -166,8 +168,11 @@ class NodeLinks:
                     self._closed.discard(descriptor)
                 case zmq.EVENT_DISCONNECTED:
                     self._closed.add(descriptor)
-                    if descriptor in self._connections and self._lost is not None:
-                        self._lost(self._connections[descriptor])
+                    name = self._connections.get(descriptor, b"")
+                    if not self._joined:
+                        self._nodes.pop(name, None)
+                    elif name in self._nodes and self._lost is not None:
+                        self._lost(self._nodes[name])
                 case zmq.EVENT_MONITOR_STOPPED:
                     monitor.close()
                     return
