@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from quire import LLM, SamplingParams
 from tests.executor.test_multiproc import SMALL, outputs
 
@@ -13,8 +15,6 @@ from tests.executor.test_multiproc import SMALL, outputs
 def main(model: str, folder: str, task: str, options: str) -> None:
     rank = int(os.environ["RANK"])
     if task == "own_group":  # a program may have made torch's process group itself
-        import torch.distributed as dist
-
         dist.init_process_group("gloo")
     found = []
     for _ in range(2 if task == "twice" else 1):
@@ -34,6 +34,8 @@ def main(model: str, folder: str, task: str, options: str) -> None:
         assert len(llm.collective_rpc("describe")) == int(os.environ["WORLD_SIZE"])
         llm.shutdown()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    if task == "own_group":
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
