@@ -96,5 +96,5 @@ def test_which_variables_are_shown() -> None:
 def test_every_variable_of_quire_is_shown_and_no_secret() -> None:
     shown = collect_env.environment({variable.name: "x" for variable in VARIABLES})
     assert shown.keys() == {variable.name for variable in VARIABLES}
-    secret = {"HF_TOKEN", "OPENAI_API_KEY", "QUIRE_API_KEY", "VLLM_API_KEY"}
+    secret = {"HF_TOKEN", "OPENAI_API_KEY", "QUIRE_API_KEY", "QUIRE_CLUSTER_TOKEN", "VLLM_API_KEY"}
     assert {name for name, value in shown.items() if value != "x"} == secret
