@@ -47,7 +47,7 @@ spec-matrix: $(INSTALLED)  ## every proposer under combinations of everything el
 	@QUIRE_SPEC_MATRIX=all $(BIN)/python -m pytest -n 2 tests/spec_decode/test_matrix.py
 
 tp-matrix: $(INSTALLED)  ## ranks that share layers under combinations of everything else, in four families
-	@QUIRE_TP_MATRIX=all $(BIN)/python -m pytest -n 2 tests/executor/test_tensor_parallel.py
+	@QUIRE_TP_MATRIX=all $(BIN)/python -m pytest -n 2 tests/executor/test_tensor_parallel.py tests/executor/test_rank_matrix.py
 
 mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
 	@$(BIN)/python scripts/mutants.py
