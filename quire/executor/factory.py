@@ -5,6 +5,7 @@ import importlib
 from quire.config import EngineConfig
 from quire.config.vllm.choices import to_come
 from quire.executor.base import Executor
+from quire.executor.ranks import check_layers
 
 # Imported when chosen: a worker imports torch, before which the engine process sets its environment.
 _BUILT_IN = {
@@ -24,6 +25,8 @@ def make_executor(config: EngineConfig, in_engine_process: bool = False) -> Exec
             "distributed_executor_backend 'external_launcher' is for programs that make an LLM in each process of "
             "torchrun; a server starts workers itself: use mp or ray"
         )
+    if config.parallel.num_ranks > 1:
+        check_layers(config)
     module, _, attribute = _BUILT_IN.get(name, name).partition(":")
     if not attribute:
         raise ValueError(

@@ -8,6 +8,17 @@ def layout_of(config: EngineConfig) -> WorldLayout:
     return WorldLayout(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
 
 
+def check_layers(config: EngineConfig) -> None:
+    """Before processes are started, of which there may be many: every stage has a layer."""
+    stages, model = config.parallel.pipeline_parallel_size, config.model.hf_config
+    layers = (model.get("text_config") or model).get("num_hidden_layers")
+    if isinstance(layers, int) and stages > layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, but the model has {layers} layers; allowed: 1 to {layers} "
+            "(--pipeline-parallel-size)"
+        )
+
+
 def describe_layout(layout: WorldLayout) -> str:
     kinds = {"tensor": layout.tensor, "pipeline": layout.stages}
     shape = " x ".join(f"{kind} parallel {size}" for kind, size in kinds.items() if size > 1)

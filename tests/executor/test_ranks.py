@@ -173,3 +173,9 @@ def test_data_parallelism_is_not_available():
 def test_an_unknown_executor_is_explained(name, message):
     with pytest.raises(ValueError, match=message):
         make_executor(EngineConfig.from_kwargs(distributed_executor_backend=name))
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_started(tmp_path):
+    save_tiny("llama", tmp_path)
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 99, but the model has 4 layers; allowed: 1 to 4"):
+        outputs(str(tmp_path), pipeline_parallel_size=99)
