@@ -6,38 +6,35 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput, WorkerMethod
 from quire.executor.nodes import start_workers
 from quire.executor.ranks import describe_layout, layout_of, no_transfer
-from quire.executor.stages import memory_of_all, specs_of_all
+from quire.executor.remote import RemoteExecutor
+from quire.executor.stages import memory_of_all
 from quire.executor.status_board import DONE, FAILED
 from quire.executor.step_errors import WorkersLostError, diverged, rebuilt
 from quire.executor.worker_calls import PickledCalls, TypedCalls, WorkerCalls
 from quire.executor.worker_messages import (
     LOADED,
-    Execute,
     Failed,
     FromWorker,
     Invoke,
     Joined,
     NodeLost,
     Returned,
-    Sample,
     StepDone,
     StepError,
 )
-from quire.messages.features import FeatureSupport
-from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.plan import ModelRunnerOutput
 from quire.messages.protocol import Codec
 from quire.platforms import platform_class
 
 if TYPE_CHECKING:
-    from quire.lora.adapters import AdapterWeights
+    pass
 
 POLL_MS = 50  # between looks at whether all workers live
 STOP_SECONDS = 5.0  # for workers to end by themselves
@@ -52,7 +49,7 @@ class StepOutput:
         return self._wait(self._step)
 
 
-class MultiProcExecutor:
+class MultiProcExecutor(RemoteExecutor):
     """Plans go to all workers, through a ring in shared memory on one machine; the rank that samples answers."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -61,6 +58,7 @@ class MultiProcExecutor:
                 "kv_transfer_config is not available yet with workers in processes of their own "
                 "(--tensor-parallel-size, --pipeline-parallel-size, --distributed-executor-backend mp)"
             )
+        super().__init__()
         parallel = config.parallel
         self._layout = layout_of(config)
         self._size = self._layout.size
@@ -68,15 +66,14 @@ class MultiProcExecutor:
         self._shared_memory = not platform_class(config.device.device).has_own_memory
         self._timeout = parallel.distributed_timeout_seconds
         self._numbers = itertools.count()
-        self._step = self._read_step = 0  # the last that was sampled, and the last whose output was returned
+        self._read_step = 0  # the last whose output was returned
         self._joined: set[int] = set()
         self._returned: dict[int, dict[int, Returned]] = {LOADED: {}}
         self._outputs: dict[int, ModelRunnerOutput] = {}
         self._errors: dict[int, dict[int, StepError]] = {}  # by step and rank
         self._fatal: Exception | None = None
-        self._unsent: Exception | None = None  # why the last plan could not be encoded
         self._lock = threading.RLock()
-        self._encoder, self._decoder = Codec(), Codec(FromWorker)
+        self._decoder = Codec(FromWorker)
         self._calls: WorkerCalls = PickledCalls() if parallel.nnodes == 1 else TypedCalls()
         self._workers = start_workers(config)
         self._board = self._workers.board
@@ -111,9 +108,6 @@ class MultiProcExecutor:
 
         self._workers.on_failure(tell)
 
-    def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
-        return specs_of_all(self._call("kv_cache_specs"))
-
     def kv_cache_memory(self) -> int:
         """For the layers of all stages, so that each rank's part fits what it has. Ranks on a CPU share its memory."""
         share = self._here if self._shared_memory else 1
@@ -123,33 +117,8 @@ class MultiProcExecutor:
         self._call("initialize_kv_cache", config, max_model_len, no_transfer)
         self._workers.connected()
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        try:
-            frames = self._encoder.encode(Execute(plan))
-        except (TypeError, ValueError, OverflowError) as error:
-            self._unsent = error
-        else:
-            self._write(frames)
-
-    def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
-        error, self._unsent = self._unsent, None
-        if error is not None:
-            unsent: Future[ModelRunnerOutput] = Future()
-            unsent.set_exception(error)
-            return unsent
-        self._step += 1
-        self._write(self._encoder.encode(Sample(self._step, grammar)))
+    def _pending(self) -> PendingOutput:
         return StepOutput(self._result, self._step)
-
-    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
-        self._call("set_adapter", lora_id, weights)
-
-    def remove_adapter(self, lora_id: int) -> None:
-        self._call("remove_adapter", lora_id)
-
-    def feature_support(self) -> FeatureSupport | None:
-        support: FeatureSupport | None = self._call("feature_support")[0]
-        return support
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """A function must be one that workers can import, and all must be on this machine."""
@@ -170,9 +139,6 @@ class MultiProcExecutor:
         with contextlib.suppress(Exception):
             self._workers.stop(STOP_SECONDS)
         self._clean_up()
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        return self.collective_rpc(method, args, {})
 
     def _collect(self, number: int) -> list[bytes]:
         """What each rank returned; the error of the first that failed."""

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
@@ -24,17 +23,17 @@ from quire.executor.ranks import (
 )
 from quire.executor.ray_actors import STOP_SECONDS, RayActors
 from quire.executor.ray_worker import RayStart, plain
-from quire.executor.stages import memory_of_all, specs_of_all
+from quire.executor.remote import RemoteExecutor
+from quire.executor.stages import memory_of_all
 from quire.executor.step_errors import WorkersLostError, rebuilt
-from quire.executor.worker_messages import Execute, FromWorker, Invoke, Returned, Sample, StepDone, Stop
-from quire.messages.features import FeatureSupport
-from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
+from quire.executor.worker_messages import FromWorker, Invoke, Returned, StepDone, Stop
+from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.plan import ModelRunnerOutput
 from quire.messages.protocol import Codec
 from quire.platforms import platform_class
 
 if TYPE_CHECKING:
-    from quire.lora.adapters import AdapterWeights
+    pass
 
 logger = logging.getLogger("quire")
 
@@ -49,7 +48,7 @@ class StepOutput:
         return self._wait(self._answers)
 
 
-class RayExecutor:
+class RayExecutor(RemoteExecutor):
     """Every plan is a call of every actor, which Ray runs in order; the rank that samples answers."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -57,10 +56,10 @@ class RayExecutor:
         self._layout = layout_of(config)
         self._size = self._layout.size
         self._answers = answering_rank(self._layout)
-        self._numbers, self._step = itertools.count(), 0
+        super().__init__()
+        self._numbers = itertools.count()
         self._fatal: Exception | None = None
-        self._unsent: Exception | None = None  # why the last plan could not be encoded
-        self._encoder, self._decoder = Codec(), Codec(FromWorker)
+        self._decoder = Codec(FromWorker)
         self._on_gpus = platform_class(config.device.device).has_own_memory
         timeout = config.parallel.distributed_timeout_seconds
         threads = max(1, (config.device.cpu_threads or 1) // self._size)
@@ -114,9 +113,6 @@ class RayExecutor:
         if self._actors.failure is not None:
             tell()
 
-    def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
-        return specs_of_all(self._call("kv_cache_specs"))
-
     def kv_cache_memory(self) -> int:
         """What fits every rank. Ranks on the CPUs of a machine share its memory."""
         shares = [1 if self._on_gpus else self._on_machine[seat.machine] for seat in self._actors.seats]
@@ -126,33 +122,11 @@ class RayExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig, max_model_len: int, on_transfer: Callable[[], None]) -> None:
         self._call("initialize_kv_cache", config, max_model_len, no_transfer)
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        try:
-            frames = self._encoder.encode(Execute(plan))
-        except (TypeError, ValueError, OverflowError) as error:
-            self._unsent = error
-        else:
-            self._send(frames)
+    def _write(self, frames: Sequence[Any]) -> None:
+        self._send(frames)
 
-    def sample_tokens(self, grammar: GrammarMask | None = None) -> PendingOutput:
-        error, self._unsent = self._unsent, None
-        if error is not None:
-            unsent: Future[ModelRunnerOutput] = Future()
-            unsent.set_exception(error)
-            return unsent
-        self._step += 1
-        self._send(self._encoder.encode(Sample(self._step, grammar)))
+    def _pending(self) -> PendingOutput:
         return StepOutput(self._result, [actor.result.remote() for actor in self._actors.actors])
-
-    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
-        self._call("set_adapter", lora_id, weights)
-
-    def remove_adapter(self, lora_id: int) -> None:
-        self._call("remove_adapter", lora_id)
-
-    def feature_support(self) -> FeatureSupport | None:
-        support: FeatureSupport | None = self._call("feature_support")[0]
-        return support
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """A function must be one that workers can import."""
@@ -173,9 +147,6 @@ class RayExecutor:
             except Exception:
                 logger.debug("actors cannot be told to end", exc_info=True)
         self._clean_up()
-
-    def _call(self, method: str, *args: Any) -> list[Any]:
-        return self.collective_rpc(method, args, {})
 
     def _send(self, frames: Sequence[Any]) -> list[Any]:
         self._check()
