@@ -1,6 +1,7 @@
 """Ranks on a GPU: two that share one, over the host; and collectives of one rank in a graph."""
 
 import ctypes
+import json
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from quire.distributed.layout import WorldLayout
 from quire.distributed.world import World
 from quire.layers.linear import RowParallelLinear
 from quire.layers.parallel import TensorParallel
+from tests.executor.test_external_launcher import torchrun
+from tests.executor.test_multiproc import outputs, start
 from tests.tiny_models import save_tiny
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +26,17 @@ PARAMS = [
 ]
 
 
+SMALL = {
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 100,
+    "skip_tokenizer_init": True,
+    "use_tqdm_on_load": False,
+}
+
+
 def generate(model: str, **options) -> list[list[int]]:
-    options = {"max_model_len": 128, "max_num_seqs": 8, "num_gpu_blocks_override": 100, "dtype": "float32"} | options
-    with LLM(model, skip_tokenizer_init=True, use_tqdm_on_load=False, **options) as llm:
+    with LLM(model, dtype="float32", **SMALL, **options) as llm:
         found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in found]
 
@@ -36,6 +47,41 @@ def test_two_ranks_that_share_a_gpu(tmp_path, monkeypatch, family, sizes):
     monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
     save_tiny(family, tmp_path)
     assert generate(str(tmp_path), **sizes) == generate(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_fused_layers_of_two_ranks_in_bf16(tmp_path, monkeypatch, family):
+    """Each rank rounds its own summands, so texts may part where two tokens are about as likely."""
+    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
+    save_tiny(family, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
+    found = []
+    for size in (1, 2):
+        with LLM(str(tmp_path), dtype="bfloat16", tensor_parallel_size=size, **SMALL) as llm:
+            (one,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)
+            tokens = list(one.outputs[0].token_ids)
+            scores = [by_token[token].logprob for token, by_token in zip(tokens, one.outputs[0].logprobs, strict=True)]
+            found.append((tokens, scores))
+    (alone, scores), (together, other_scores) = found
+    shared = next((i for i, pair in enumerate(zip(alone, together, strict=True)) if pair[0] != pair[1]), len(alone))
+    assert shared >= 4
+    assert scores[:shared] == pytest.approx(other_scores[:shared], abs=0.05)
+
+
+def test_processes_of_torchrun_that_share_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
+    model = tmp_path / "model"
+    model.mkdir()
+    save_tiny("llama", model)
+    llm = start(str(model))
+    try:
+        wanted = outputs(llm)
+    finally:
+        llm.shutdown()
+    ended = torchrun(2, str(model), tmp_path, tensor_parallel_size=2)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [wanted]
 
 
 def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
