@@ -193,7 +193,15 @@ def save_checkpoints(family: str, folder: Path, made: Format, **overrides: objec
     """A quantized checkpoint, and one of the same weights unquantized; `write` gives None for a layer that stays."""
     ours, plain = folder / "quantized", folder / "unquantized"
     save_tiny(family, ours, **overrides)
-    weights, stored = load_file(ours / "model.safetensors"), {}
+    plain.mkdir()
+    (plain / "config.json").write_text((ours / "config.json").read_text())
+    save_file(quantize_checkpoint(ours, made), plain / "model.safetensors")
+    return ours, plain
+
+
+def quantize_checkpoint(folder: Path, made: Format) -> dict[str, torch.Tensor]:
+    """In place. What its weights mean now, unquantized."""
+    weights, stored = load_file(folder / "model.safetensors"), {}
     for name, data in list(weights.items()):
         layer = name.removesuffix(".weight")
         found = made.write(layer, data) if is_linear(name) or layer == "lm_head" else None
@@ -202,10 +210,7 @@ def save_checkpoints(family: str, folder: Path, made: Format, **overrides: objec
             continue
         tensors, weights[name] = found
         stored |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
-    plain.mkdir()
-    config = json.loads((ours / "config.json").read_text())
-    (plain / "config.json").write_text(json.dumps(config))
-    (ours / "config.json").write_text(json.dumps(config | {"quantization_config": made.config}))
-    save_file(stored, ours / "model.safetensors")
-    save_file(weights, plain / "model.safetensors")
-    return ours, plain
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": made.config}))
+    save_file(stored, folder / "model.safetensors")
+    return weights
