@@ -106,7 +106,7 @@ class RingWriter:
         at = len(header)
         if at + sum(sizes) > ring.slot_bytes:
             for socket in self._overflow:
-                socket.send_multipart(frames, copy=False)
+                self._send(socket, frames)
             slot[:4] = struct.pack("<I", OVERFLOW)
         else:
             slot[:at] = header
@@ -115,6 +115,16 @@ class RingWriter:
                 at += size
         self._written = count + 1
         ring.set_written(self._written)
+
+    def _send(self, socket: zmq.Socket, frames: Sequence[Any]) -> None:
+        """A socket whose reader is gone would wait for another one."""
+        while True:
+            try:
+                socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+                return
+            except zmq.Again:
+                self._check()
+                time.sleep(MAX_WAIT)
 
 
 class RingReader:

@@ -30,6 +30,7 @@ from quire.executor.node_messages import (
 from quire.executor.nodes import LINGER_MS, POLL_MS, machine_of
 from quire.executor.placement import device_count
 from quire.executor.ranks import layout_of
+from quire.executor.step_errors import WorkersLostError
 from quire.executor.worker_messages import NodeLost
 from quire.messages.protocol import Codec
 
@@ -131,7 +132,8 @@ class HeadlessNode:
             elif self._socket in ready:
                 kind, *frames = self._socket.recv_multipart()
                 if kind == WORKERS:
-                    workers.write(frames)
+                    with contextlib.suppress(WorkersLostError):  # the wake-up that follows says so
+                        workers.write(frames)
                 elif isinstance(end := read_message([kind, *frames]), End):
                     workers.stop(STOP_SECONDS if end.cause is None else 0)
                     return end.cause

@@ -45,6 +45,13 @@ class LocalWorkers:
         ring, self.board = Ring(len(machine.ranks)), StatusBoard(machine.layout.size)
         self._fds = (ring.fd, self.board.fd)
         self._folder, self._context = SocketFolder(), zmq.Context()
+        try:
+            self._processes = self._start(config, machine, places, ring)
+        except BaseException:
+            self._release()
+            raise
+
+    def _start(self, config: EngineConfig, machine: Machine, places: Places, ring: Ring) -> WorkerProcesses:
         address = f"ipc://{self._folder.path}"
         self.inbox = _bind(self._context, zmq.PULL, f"{address}/answers")
         overflow = [_bind(self._context, zmq.PUSH, f"{address}/plans-{rank}") for rank in machine.ranks]
@@ -76,7 +83,7 @@ class LocalWorkers:
             places.place(dataclasses.replace(start, rank=rank, reader=reader))
             for reader, rank in enumerate(machine.ranks)
         ]
-        self._processes = WorkerProcesses(starts, self.board, limit)
+        return WorkerProcesses(starts, self.board, limit)
 
     @property
     def pids(self) -> list[int]:
@@ -120,6 +127,9 @@ class LocalWorkers:
     def close(self) -> None:
         """No worker is left when this returns."""
         self._processes.stop(0)
+        self._release()
+
+    def _release(self) -> None:
         self._folder.remove()
         self._context.destroy(linger=0)
         for fd in self._fds:

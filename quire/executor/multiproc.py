@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput, WorkerMethod
@@ -15,7 +15,7 @@ from quire.executor.ranks import describe_layout, layout_of, no_transfer
 from quire.executor.remote import RemoteExecutor
 from quire.executor.stages import memory_of_all
 from quire.executor.status_board import DONE, FAILED
-from quire.executor.step_errors import WorkersLostError, diverged, rebuilt
+from quire.executor.step_errors import WorkersLostError, diverged, out_of_step, rebuilt
 from quire.executor.worker_calls import PickledCalls, TypedCalls, WorkerCalls
 from quire.executor.worker_messages import (
     LOADED,
@@ -32,9 +32,6 @@ from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput
 from quire.messages.protocol import Codec
 from quire.platforms import platform_class
-
-if TYPE_CHECKING:
-    pass
 
 POLL_MS = 50  # between looks at whether all workers live
 STOP_SECONDS = 5.0  # for workers to end by themselves
@@ -243,8 +240,9 @@ class MultiProcExecutor(RemoteExecutor):
                 self._receive(lambda rank=rank: any(at >= step and rank in found for at, found in self._errors.items()))  # type: ignore[misc]
 
     def _step_error(self, step: int) -> Exception:
-        """That of the step, if all ranks that share layers failed in it: other stages go on. Otherwise they may have
-        diverged, and the engine ends."""
+        """That of the step, if all ranks that share layers failed in it at one place: other stages go on. Otherwise
+        they have diverged, and the engine ends: one that failed first may have gone on to the next plan, with
+        collectives that the others took for theirs."""
         errors = self._errors[step]
 
         def ended(rank: int) -> bool:
@@ -256,11 +254,9 @@ class MultiProcExecutor(RemoteExecutor):
             before, progress = progress, [self._board.get(rank, DONE) for rank in range(self._size)]
             if before == progress:
                 break
-        first = min(errors)
-        cause = errors[first]
-        if not errors.keys() >= set(self._layout.tensor_ranks(first)):
-            self._fatal = diverged(first, cause)
+        if (lost := out_of_step(errors, self._layout)) is not None:
+            self._fatal = lost
             self._check()
         del self._errors[step]
         self._outputs.pop(step, None)
-        return rebuilt(cause)
+        return rebuilt(errors[min(errors)])

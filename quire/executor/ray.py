@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.config.environment import forwarded
@@ -25,15 +25,12 @@ from quire.executor.ray_actors import STOP_SECONDS, RayActors
 from quire.executor.ray_worker import RayStart, plain
 from quire.executor.remote import RemoteExecutor
 from quire.executor.stages import memory_of_all
-from quire.executor.step_errors import WorkersLostError, rebuilt
+from quire.executor.step_errors import WorkersLostError, diverged, out_of_step, rebuilt
 from quire.executor.worker_messages import FromWorker, Invoke, Returned, StepDone, Stop
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import ModelRunnerOutput
 from quire.messages.protocol import Codec
 from quire.platforms import platform_class
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("quire")
 
@@ -173,9 +170,10 @@ class RayExecutor(RemoteExecutor):
         errors = {rank: one.error for rank, one in done.items() if one.error is not None}
         first = min(errors)
         if len(errors) < self._size:
-            cause = f"{errors[first].kind}: {errors[first].message}"
-            self._fatal = WorkersLostError(f"a step failed on rank {first} and not on all others: {cause}")
-            self._check()
+            self._fatal = diverged(first, errors[first])
+        else:
+            self._fatal = out_of_step(errors, self._layout)
+        self._check()
         raise rebuilt(errors[first])
 
     def _wait(

@@ -49,7 +49,7 @@ class RayActors:
         self.actors: list[Any] = []  # by rank
         self.seats: list[Seat] = []
         self._beats: list[Any] = []
-        self._processes: list[int] = []  # descriptors of those on this machine
+        self._processes: dict[int, int] = {}  # descriptors of those on this machine, by rank
         if self._own_ray:
             _connect(ray)
         atexit.register(self.stop)  # before Ray's own, after which every call would start Ray again
@@ -82,8 +82,11 @@ class RayActors:
 
     def lost(self, rank: int, error: BaseException) -> str:
         if isinstance(error, self.ray.exceptions.RayActorError):
-            return f"{self.name(rank)} has ended: it was killed, by a user or for want of memory, or its node is gone"
+            return self.gone(rank)
         return f"{self.name(rank)} has failed: {error}"
+
+    def gone(self, rank: int) -> str:
+        return f"{self.name(rank)} has ended: it was killed, by a user or for want of memory, or its node is gone"
 
     def _place(self, ranks: int, resource: str, amount: int, end: float, timeout: float) -> None:
         ray, limit = self.ray, f"within {timeout:g} s (--distributed-timeout-seconds)"
@@ -126,11 +129,14 @@ class RayActors:
         found = sorted(zip(made, ray.get(seats), strict=True), key=lambda one: (one[1].node != here, one[1].node))
         self.actors, self.seats = [actor for actor, _ in found], [seat for _, seat in found]
         machine = machine_id()
-        with contextlib.suppress(ProcessLookupError):
-            self._processes += [os.pidfd_open(seat.pid) for seat in self.seats if seat.machine == machine != ""]
+        for rank, seat in enumerate(self.seats):
+            if seat.machine == machine != "":
+                with contextlib.suppress(ProcessLookupError):  # the heartbeat says so
+                    self._processes[rank] = os.pidfd_open(seat.pid)
 
     def _watch(self) -> None:
-        """One that has ended fails its pending heartbeat at once; one that is stopped lets it wait."""
+        """One that has ended fails its pending heartbeat as soon as Ray knows, which takes seconds if a whole node is
+        gone: those on this machine are watched as well. One that is stopped lets it wait."""
         ray, tick = self.ray, beat_seconds(self._limit)
         self._beats = [actor.beat.remote(tick) for actor in self.actors]
         since = [time.monotonic()] * len(self.actors)
@@ -145,6 +151,9 @@ class RayActors:
                     self.fail(self.lost(rank, error))
                     break
                 self._beats[rank], since[rank] = self.actors[rank].beat.remote(tick), now
+            for rank, process in self._processes.items():
+                if select.select([process], [], [], 0)[0]:
+                    self.fail(self.gone(rank))
             for rank, last in enumerate(since):
                 if self._limit and now - last > self._limit + tick:
                     self.fail(f"{self.name(rank)} has not responded for {self._limit:g} s (--engine-heartbeat-timeout)")
@@ -158,7 +167,7 @@ class RayActors:
         for actor in actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        processes, self._processes = self._processes, []
+        processes, self._processes = list(self._processes.values()), {}
         end = time.monotonic() + KILL_SECONDS
         for process in processes:
             select.select([process], [], [], max(0.0, end - time.monotonic()))

@@ -16,7 +16,7 @@ from quire.config.logs import set_up_logging
 from quire.distributed.layout import WorldLayout
 from quire.distributed.machine import free_port, interface_of, machine_id
 from quire.executor.base import PendingOutput
-from quire.executor.step_errors import told
+from quire.executor.step_errors import launched, told
 from quire.executor.worker_calls import pickled_error
 from quire.executor.worker_messages import (
     LOADED,
@@ -65,7 +65,7 @@ class RayStart:
 
 class RayWorker:
     def __init__(self) -> None:
-        self._done: queue.SimpleQueue[tuple[int, PendingOutput | StepDone]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, PendingOutput | StepDone, int]] = queue.SimpleQueue()
         self._encoder, self._codec = Codec(), WritableCodec(ToWorker)
 
     def seat(self) -> Seat:
@@ -115,8 +115,9 @@ class RayWorker:
                 self._executor.execute_model(plan)
             case Sample(step, grammar):
                 pending = self._executor.sample_tokens(grammar)
+                place = 0 if launched(pending) else self._executor.worker.num_exchanges
                 # Only a device computes on while further plans come.
-                self._done.put((step, pending if self._launches_async else self._finish(step, pending)))
+                self._done.put((step, pending if self._launches_async else self._finish(step, pending, place), place))
             case Invoke(number, call):
                 return self._encoder.encode(self._invoke(number, call))
             case Stop():
@@ -125,20 +126,21 @@ class RayWorker:
 
     def result(self) -> list[Any]:
         """A StepDone of the next step; without an output from ranks that do not answer."""
-        step, found = self._done.get()
-        return Codec().encode(found if isinstance(found, StepDone) else self._finish(step, found))
+        step, found, place = self._done.get()
+        return Codec().encode(found if isinstance(found, StepDone) else self._finish(step, found, place))
 
     def beat(self, seconds: float) -> None:
         """Says that this process lives, at intervals of so many seconds."""
         time.sleep(seconds)
 
-    def _finish(self, step: int, pending: PendingOutput) -> StepDone:
+    def _finish(self, step: int, pending: PendingOutput, place: int) -> StepDone:
+        """`place`: where it failed, if it was not launched to its end."""
         try:
             output = pending.result()
             return StepDone(self._rank, step, output if self._world.answers else None)
         except BaseException as error:
             logger.log(logging.ERROR if self._world.answers else logging.DEBUG, "a step failed", exc_info=True)
-            return StepDone(self._rank, step, error=told(error))
+            return StepDone(self._rank, step, error=told(error, place))
 
     def _invoke(self, number: int, call: bytes) -> Returned:
         try:

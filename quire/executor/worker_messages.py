@@ -39,6 +39,7 @@ class StepError(msgspec.Struct):
 
     kind: str  # of the exception
     message: str
+    place: int = 0  # in the step, if it was not launched to its end: how many collectives the rank has taken part in
 
 
 class Joined(msgspec.Struct, tag=True):

@@ -17,7 +17,7 @@ from quire.config.logs import set_up_logging
 from quire.distributed.broadcast_ring import Ring, RingReader
 from quire.executor.base import PendingOutput
 from quire.executor.status_board import BEAT, DONE, FAILED, StatusBoard
-from quire.executor.step_errors import told
+from quire.executor.step_errors import launched, told
 from quire.executor.worker_calls import PickledCalls, TypedCalls, WorkerCalls
 from quire.executor.worker_messages import (
     LOADED,
@@ -91,7 +91,7 @@ class WorkerProcess:
         config = start.config.replace(load=dataclasses.replace(load, use_tqdm_on_load=shown))
         self._executor = UniProcExecutor(config, lambda config: Worker(config, self._world), in_place=True)
         # A device computes while further plans come: another thread waits for it.
-        self._pending: queue.SimpleQueue[tuple[int, PendingOutput]] | None = None
+        self._pending: queue.SimpleQueue[tuple[int, PendingOutput, int]] | None = None
         if self._executor.worker.platform.launches_async:
             self._pending = queue.SimpleQueue()
             threading.Thread(target=self._finish_all, name="quire-results", daemon=True).start()
@@ -106,10 +106,11 @@ class WorkerProcess:
                     self._executor.execute_model(plan)
                 case Sample(step, grammar):
                     pending = self._executor.sample_tokens(grammar)
+                    place = 0 if launched(pending) else self._executor.worker.num_exchanges
                     if self._pending is None:
-                        self._finish(step, pending)
+                        self._finish(step, pending, place)
                     else:
-                        self._pending.put((step, pending))
+                        self._pending.put((step, pending, place))
                 case Invoke(number, call):
                     self._invoke(number, call)
                 case Stop():
@@ -121,7 +122,8 @@ class WorkerProcess:
         while True:
             self._finish(*self._pending.get())
 
-    def _finish(self, step: int, pending: PendingOutput) -> None:
+    def _finish(self, step: int, pending: PendingOutput, place: int) -> None:
+        """`place`: where it failed, if it was not launched to its end."""
         try:
             output = pending.result()
             if self._world.answers or self._far:
@@ -129,7 +131,7 @@ class WorkerProcess:
         except BaseException as error:
             logger.log(logging.ERROR if self._world.answers else logging.DEBUG, "a step failed", exc_info=True)
             self._board.set(self._rank, FAILED, step)
-            self._answers.send(StepDone(self._rank, step, error=told(error)))
+            self._answers.send(StepDone(self._rank, step, error=told(error, place)))
         self._board.set(self._rank, DONE, step)
 
     def _invoke(self, number: int, call: bytes) -> None:

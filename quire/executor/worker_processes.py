@@ -167,7 +167,13 @@ def how_it_ended(code: int) -> str:
 def _start(start: WorkerStart) -> "subprocess.Popen[bytes]":
     """A fresh interpreter: a fork would inherit locks held by this process's threads, and a spawn of multiprocessing
     would run the user's script again."""
-    told = pickle.dumps(start)
+    try:
+        told = pickle.dumps(start)
+    except Exception as error:
+        raise ValueError(
+            f"worker processes cannot be sent these options: {error}; classes and functions that they name must be in "
+            "a module that can be imported"
+        ) from error
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "quire.executor.worker_process"],

@@ -125,6 +125,7 @@ class StepGraphs:
         self.decode_buffers = StepBuffers(max_rows, 0, (), device)
         max_blocks = backends.max_query_blocks(max_mixed_tokens, self.mixed_rows)
         self.mixed_buffers = StepBuffers(self.mixed_rows, max_mixed_tokens, max_blocks, device)
+        self.num_replays = 0
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._misses: Counter[GraphKey] = Counter()
         self._uncapturable: set[GraphKey] = set()  # capture has failed: such steps are launched kernel by kernel
@@ -194,6 +195,7 @@ class StepGraphs:
     def _replay(self, key: GraphKey, buffers: StepBuffers) -> tuple[torch.Tensor, torch.Tensor]:
         step = self._captured[key]
         step.graph.replay()
+        self.num_replays += 1
         return buffers.rows[: key.num_rows], step.logits
 
     def _capture(self, key: GraphKey) -> None:

@@ -18,9 +18,15 @@ class Recovery:
     def after(self, error: Exception) -> None:
         """Prepare the device for the next step. A sticky CUDA error, which every later call would raise again, ends the
         engine: no request could be served."""
+        self.probe(error, self._reset_workspaces)
+
+    def probe(self, error: Exception, then: Callable[[], None] | None = None) -> None:
+        """As `after` the error of a result, whose step was launched to its end: there is nothing to reset, and the
+        thread that waits for results may not, while another launches the next step."""
         try:
             self._probe()
-            self._reset_workspaces()
+            if then is not None:
+                then()
         except Exception as fault:
             raise DeviceLostError(f"the device no longer computes: {type(error).__name__}: {error}") from fault
 

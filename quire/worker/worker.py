@@ -292,8 +292,15 @@ class Worker:
         except Exception as error:
             self.recovery.after(error)
             raise
-        pending.on_failure = self.recovery.after
+        pending.on_failure = self.recovery.probe
         return pending
+
+    @property
+    def num_exchanges(self) -> int:
+        """Launched with the ranks that share its layers: those that differ in it are at different places of a step."""
+        graphs = self.runner.graphs
+        calls = sum(count.calls for count in self.world.tensor.counts.values())
+        return calls + (graphs.num_replays if graphs is not None else 0)
 
     @property
     def model_runner(self) -> ModelRunner:

@@ -52,6 +52,18 @@ def test_every_reader_gets_every_message_in_order():
                 assert reader.read(1) == message(number)
 
 
+def test_a_large_message_to_a_reader_that_is_gone():
+    """By socket, which would wait for another reader: the writer looks whether it lives instead."""
+    with ring(2) as (writer, readers):
+        writer.write([bytes(SLOT_BYTES)])
+        assert [reader.read(1) for reader in readers] == [[bytes(SLOT_BYTES)]] * 2
+        readers[1]._overflow.close(linger=0)
+        while writer._overflow[1].poll(0, zmq.POLLOUT):
+            pass  # until the socket knows
+        with pytest.raises(ReaderDiedError):
+            writer.write([bytes(SLOT_BYTES)])
+
+
 def test_messages_wait_in_slots():
     with ring(2) as (writer, readers):
         for number in range(SLOTS):

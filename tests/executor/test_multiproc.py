@@ -1,10 +1,12 @@
 """Workers in processes of their own: they say what one process says, and end together."""
 
+import gc
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -129,6 +131,29 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_the_cause(model):
             outputs(llm)
 
 
+def break_layers(worker):
+    """The next step fails in another layer on each rank, and no step after that."""
+    mlp = worker.model.layers[1 + 2 * worker.rank].mlp
+
+    def fail_once(*_, **__):
+        del mlp.forward
+        raise RuntimeError(f"no memory in layer {1 + 2 * worker.rank}")
+
+    mlp.forward = fail_once
+
+
+def test_a_step_that_fails_in_different_layers_ends_the_engine(model):
+    """The first to fail goes on to the next plan, whose collectives the other takes for those of its own."""
+    with start(model, tensor_parallel_size=2) as llm:
+        processes = watched(llm)
+        llm.collective_rpc(break_layers)
+        with pytest.raises(
+            WorkersLostError, match=r"failed at different places: on rank 0: .* in layer 1; on rank 1: .* in layer 3"
+        ):
+            outputs(llm)
+        assert_ended(processes)
+
+
 @pytest.fixture(scope="module")
 def llm(model):
     with start(model, tensor_parallel_size=2) as one:
@@ -159,6 +184,34 @@ def test_a_worker_that_is_killed(model, rank):
         ):
             outputs(llm)
         assert_ended(processes)
+
+
+def size_of(worker, data):
+    return len(data)
+
+
+def test_a_worker_that_is_killed_while_large_messages_are_sent(model):
+    with start(model, tensor_parallel_size=2) as llm:
+        processes, large = watched(llm), bytes(1 << 20)
+        assert llm.collective_rpc(size_of, args=(large,)) == [1 << 20] * 2
+        os.kill(llm.llm_engine.client.core.executor.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkersLostError, match=r"rank 1 .* was killed by SIGKILL"):
+            while True:
+                llm.collective_rpc(size_of, args=(large,))
+        assert_ended(processes)
+
+
+def test_options_that_cannot_be_sent_leave_nothing(model, tmp_path, monkeypatch):
+    """A class that no other process can import."""
+    methods = dict.fromkeys(("add_row", "remove_row", "apply", "sampled"), broken)
+    processor = type("Local", (), methods | {"changes_argmax": True, "active": True})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match=r"worker processes cannot be sent these options: .*Local.*can be imported"):
+        start(model, tensor_parallel_size=2, logits_processors=[processor])
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_is_stopped(model):
