@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from quire import LLM, SamplingParams
+from quire.sampling_params import StructuredOutputsParams
 from tests.entrypoints.server_process import ServerProcess, server_process
 from tests.executor.rank_matrix import LAYOUTS, RUN_ALL, RankModels, by_turns, quantization
 from tests.spec_decode.test_matrix import FORM
 
 FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--block-size", "8", "--cpu-threads", "1")
 FLAGS += ("--max-model-len", "144", "--max-num-seqs", "16")
+FLAGS += ("--structured-outputs-compile-seconds", "100")  # on a busy machine
 MANY = ("--num-gpu-blocks-override", "800")
 FEW = "few blocks"  # by family
 CHUNKED = ("--max-num-batched-tokens", "48")
@@ -25,7 +28,9 @@ SETTINGS: list[tuple[str, ...]] = [
     (*MANY, "--no-async-scheduling"),
 ]
 DRAFTS = {"": (), "ngram": ("--spec-method", "ngram", "--spec-tokens", "3", "--no-spec-adaptive")}
-ALL = [(*run, drafts) for run in by_turns(SETTINGS) for drafts in DRAFTS]
+# First those with drafts by turns, then the others.
+TURNS = by_turns(SETTINGS)
+ALL = [(*run, [*DRAFTS][(place // 2 + place // 8 + half) % 2]) for half in (0, 1) for place, run in enumerate(TURNS)]
 PART = [run for run in ALL if run[:2] == ("tp 2 x pp 2", "fp8") and run[3] == "ngram"]
 
 LONG = [40 + i * i % 90 for i in range(120)]  # chunked, and the prefix of another
@@ -66,6 +71,19 @@ def ask(client: Any, request: dict[str, Any]) -> list[Choice]:
     return [found[index] for index in sorted(found)]
 
 
+def params(request: dict[str, Any]) -> SamplingParams:
+    given = {"temperature": 0} | {name: value for name, value in request.items() if name not in ("prompt", "stream")}
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+    return SamplingParams(**given)
+
+
+def choice(one: Any) -> Choice:
+    ids = list(one.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(one.logprobs or [], ids, strict=False)]
+    return one.text, ids, one.finish_reason, logprobs
+
+
 def answers(server: ServerProcess) -> list[list[Choice]]:
     """All at once; then the first again, whose prefix may be cached by now."""
     client = server.client()
@@ -96,10 +114,16 @@ def serve(models: RankModels, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.fixture(scope="module")
-def singles(serve: Callable[..., Any]) -> Callable[[str, str | None], list[list[Choice]]]:
+def singles(models: RankModels) -> Callable[[str, str | None], list[list[Choice]]]:
+    """What one process writes, offline."""
+
     def generate(family: str, method: str | None) -> list[list[Choice]]:
-        with serve(family, method, *MANY) as server:
-            return answers(server)
+        sizes = {"max_model_len": 144, "num_gpu_blocks_override": 800, "block_size": 8, "cpu_threads": 1}
+        with LLM(models.target(family), dtype="float32", quantization=method, use_tqdm_on_load=False, **sizes) as llm:
+            prompts = [{"prompt_token_ids": request["prompt"]} for request in REQUESTS]
+            found = llm.generate(prompts, [params(request) for request in REQUESTS], use_tqdm=False)
+        choices = [[choice(one) for one in each.outputs] for each in found]
+        return [*choices, choices[0]]
 
     return cache(generate)
 
