@@ -46,8 +46,9 @@ test-properties: $(INSTALLED)  ## search longer for examples that break a proper
 spec-matrix: $(INSTALLED)  ## every proposer under combinations of everything else, in five families
 	@QUIRE_SPEC_MATRIX=all $(BIN)/python -m pytest -n 2 tests/spec_decode/test_matrix.py
 
-tp-matrix: $(INSTALLED)  ## ranks that share layers under combinations of everything else, in four families
-	@QUIRE_TP_MATRIX=all $(BIN)/python -m pytest -n 2 tests/executor/test_tensor_parallel.py tests/executor/test_rank_matrix.py
+tp-matrix: $(INSTALLED)  ## ranks under combinations of everything else, in processes and through the server
+	@QUIRE_TP_MATRIX=all $(BIN)/python -m pytest -n 2 tests/executor/test_tensor_parallel.py \
+		tests/executor/test_rank_matrix.py tests/executor/test_serve_matrix.py
 
 mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
 	@$(BIN)/python scripts/mutants.py

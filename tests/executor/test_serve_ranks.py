@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from quire import LLM, SamplingParams
 from tests.entrypoints.server_process import SECONDS, ServerProcess, server_process
 
 FLAGS = ("--served-model-name", "tiny", "--num-gpu-blocks-override", "256", "-tp", "3", "--dtype", "float32")
@@ -38,12 +39,10 @@ def assert_ended(descriptors: dict[int, int]) -> None:
 
 def test_killed_and_restarted(tmp_path: Path) -> None:
     """A worker, then the engine's process, then the server; each time with the text of one process."""
-    texts = []
-    (tmp_path / "one").mkdir()
-    with server_process(tmp_path / "one", *FLAGS, "-tp", "1") as server:
-        texts.append(server.client().completions.create(**REQUEST).choices[0].text)
-        server.process.terminate()
-        assert server.wait() == 0
+    options = {"dtype": "float32", "quantization": "dequantized", "max_model_len": 512, "num_gpu_blocks_override": 256}
+    with LLM(**options) as llm:
+        (output,) = llm.generate(REQUEST["prompt"], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    texts = [output.outputs[0].text]
     for killed in ("worker", "engine", "server"):
         folder = tmp_path / killed
         folder.mkdir()

@@ -1,5 +1,5 @@
-"""Runs the files interpreted_*.py: Triton decides on its interpreter when it is imported, so each gets a process. A
-third of their cases, or with QUIRE_ALL_KERNELS=1 (make test-kernels) all."""
+"""Runs the files interpreted_*.py: Triton decides on its interpreter when it is imported, so they get processes, some
+share one, since imports take seconds. A fifth of their cases, or with QUIRE_ALL_KERNELS=1 (make test-kernels) all."""
 
 import os
 import subprocess
@@ -10,11 +10,14 @@ import pytest
 
 HERE = Path(__file__).parent
 SLICE = "tests.kernels.slice_of_cases"
+FILES = sorted(path.name for path in HERE.glob("interpreted_*.py"))
+PROCESSES = len(FILES) if os.environ.get("QUIRE_ALL_KERNELS") else 5
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("interpreted_*.py")))
-def test_kernels_in_the_interpreter(file):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", SLICE, str(HERE / file)]
+@pytest.mark.parametrize("files", [FILES[i::PROCESSES] for i in range(PROCESSES)], ids=" ".join)
+def test_kernels_in_the_interpreter(files):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", SLICE]
+    command += [str(HERE / file) for file in files]
     done = subprocess.run(
         command,
         cwd=HERE.parent.parent,

@@ -4,9 +4,12 @@ All schemas and instances here; outputs of a model for some of them. `suite_tabl
 """
 
 import random
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
+from quire.structured_output.backends.base import CompiledGrammar
 from quire.structured_output.backends.registry import BackendRegistry
 from quire.structured_output.vocabulary import Vocabulary
 from tests.structured_output import suite
@@ -14,7 +17,9 @@ from tests.structured_output.model import open_engine
 
 BACKENDS = ("auto", "xgrammar", "guidance", "outlines")
 GROUPS = [*suite.groups(), *suite.typed_groups()]
-SAMPLE = {"auto": 120, "xgrammar": 60, "guidance": 60, "outlines": 30}
+SAMPLE = {"auto": 60, "xgrammar": 30, "guidance": 30, "outlines": 15}
+
+CompiledBy = Callable[[str], list[tuple[suite.Group, CompiledGrammar | str]]]
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +27,16 @@ def registry(vocabulary: Vocabulary) -> BackendRegistry:
     return BackendRegistry(lambda: vocabulary)
 
 
+@pytest.fixture(scope="module")
+def compiled_by(registry: BackendRegistry) -> CompiledBy:
+    """Every group with its grammar, or why there is none: by backend, once."""
+    return cache(lambda backend: [(group, suite.compile_group(registry, group, backend)) for group in GROUPS])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_invalid_instance_passes(registry: BackendRegistry, vocabulary: Vocabulary, backend: str) -> None:
+def test_no_invalid_instance_passes(compiled_by: CompiledBy, vocabulary: Vocabulary, backend: str) -> None:
     counts = suite.Counts()
-    for group in GROUPS:
-        compiled = suite.compile_group(registry, group, backend)
+    for group, compiled in compiled_by(backend):
         if not isinstance(compiled, str):
             counts.accepted += 1
             suite.check_instances(compiled, group, vocabulary, counts)
@@ -36,23 +46,18 @@ def test_no_invalid_instance_passes(registry: BackendRegistry, vocabulary: Vocab
 
 
 @pytest.mark.parametrize("backend", (*BACKENDS, "lm-format-enforcer"))
-def test_a_refusal_says_why(registry: BackendRegistry, backend: str) -> None:
-    for group in GROUPS:
-        reason = suite.compile_group(registry, group, backend)
+def test_a_refusal_says_why(compiled_by: CompiledBy, backend: str) -> None:
+    for _, reason in compiled_by(backend):
         if isinstance(reason, str):
             named = ("xgrammar: ", "guidance: ") if backend == "auto" else (f"{backend}: ",)
             nothing = "allows no" in reason  # the schema false
             assert nothing or ("cannot be enforced" in reason and all(name in reason for name in named)), reason
 
 
-def test_a_model_writes_what_is_valid(tiny: str, registry: BackendRegistry, vocabulary: Vocabulary) -> None:
+def test_a_model_writes_what_is_valid(tiny: str, compiled_by: CompiledBy, vocabulary: Vocabulary) -> None:
     with open_engine(tiny) as llm:
         for backend, count in SAMPLE.items():
-            served = []
-            for group in GROUPS:
-                compiled = suite.compile_group(registry, group, backend)
-                if not isinstance(compiled, str):
-                    served.append((group, compiled))
+            served = [(group, made) for group, made in compiled_by(backend) if not isinstance(made, str)]
             counts = suite.Counts()
             suite.generate(llm, random.Random(backend).sample(served, count), backend, range(2, 4), vocabulary, counts)
             assert not counts.wrong

@@ -1,3 +1,6 @@
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -5,6 +8,7 @@ from quire.kernels.workspace import SharedWorkspace, reset_shared_workspaces
 from quire.messages.plan import DeviceLostError
 from quire.worker.recovery import Recovery
 from quire.worker.transfer import Pending
+from quire.worker.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -32,6 +36,21 @@ def test_a_lost_device_is_distinguished_from_a_failed_step():
     Recovery(CPU, alive, alive).after(ValueError("one step"))
     with pytest.raises(DeviceLostError, match="no longer computes: ValueError: one step"):
         Recovery(CPU, alive, dead).after(ValueError("one step"))
+
+
+def test_an_error_of_a_result_resets_nothing():
+    """Its step was launched to its end, and another thread may be launching the next one, whose plan is at hand."""
+    done: list[str] = []
+    probe = functools.partial(done.append, "probed")
+    worker = object.__new__(Worker)
+    pending: Pending[None] = Pending(lambda: [][0])
+    worker.runner = SimpleNamespace(sample_tokens=lambda grammar: pending)
+    worker.recovery = Recovery(CPU, functools.partial(done.append, "reset"), probe)
+    with pytest.raises(IndexError):
+        worker.sample_tokens().result()
+    assert done == ["probed"]
+    with pytest.raises(DeviceLostError, match="no longer computes: IndexError"):
+        Recovery(CPU, probe, lambda: [][0]).probe(IndexError("late"))
 
 
 def test_on_failure_is_called_for_an_error_of_the_result():
