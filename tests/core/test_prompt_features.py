@@ -14,7 +14,7 @@ from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.plan import SchedulerOutput
 from quire.messages.requests import ErrorKind, FinishReason, RequestError
 from tests.core.fake_engine import FakeEngine, FakeWorker, expected_tokens, spec
-from tests.properties import SEARCH
+from tests.properties import examples
 
 MAX_LEN = 40
 
@@ -139,7 +139,7 @@ def workloads(draw):
     return options, requests
 
 
-@settings(max_examples=300 * SEARCH, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads())
 def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
     options, requests = workload

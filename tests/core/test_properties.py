@@ -18,7 +18,7 @@ from tests.core.fake_engine import (
     spec,
     state_spec,
 )
-from tests.properties import LONG, SEARCH
+from tests.properties import examples
 
 MAX_LEN = 40
 LAYOUTS = [
@@ -94,9 +94,7 @@ def elsewhere(request):
     return tokens[: request["resumed"]]
 
 
-@settings(
-    max_examples=400 * SEARCH if LONG else 150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(workloads())
 def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
     options, requests = workload

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire.engine.completion import Completion
 from quire.engine.stops import has_repetition
 from quire.messages.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
-from tests.properties import SEARCH
+from tests.properties import examples
 
 
 class PieceDetokenizer:
@@ -59,7 +59,7 @@ letters = st.text(alphabet="abA é漢🙂", min_size=0, max_size=30)
 stop_lists = st.lists(st.text(alphabet="abA é漢🙂", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-@settings(max_examples=500 * SEARCH)
+@settings(max_examples=examples(500))
 @given(letters, stop_lists, st.lists(st.integers(0, 100), max_size=12), st.booleans())
 @example("aab", ["ab"], [1, 2], False)
 def test_every_split_gives_the_same_text_and_shows_no_part_of_a_stop(text, stops, places, include):

@@ -21,7 +21,7 @@ from quire.messages.sampling_params import (
     SamplingParams,
 )
 from quire.messages.structured import KINDS
-from tests.properties import SEARCH
+from tests.properties import examples
 
 HUGE = 2**70
 DEEP: dict = {}
@@ -144,7 +144,7 @@ def as_sent(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=400 * SEARCH)
+@settings(max_examples=examples(400))
 @given(given_fields())
 def test_what_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     try:
@@ -156,7 +156,7 @@ def test_what_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     assert as_sent(got.params) == as_sent(params)
 
 
-@settings(max_examples=200 * SEARCH)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(st.sampled_from(["start", "end", "open", "budget_end"]), ANYTHING))
 def test_reasoning_that_is_accepted_survives_the_way(fields: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError, TypeError):

@@ -23,7 +23,7 @@ from quire.quantization.select import choose_quantization
 from quire.quantization.unquantized import Unquantized
 from tests.engine.test_smollm2 import PROMPTS
 from tests.models.helpers import CPU
-from tests.properties import SEARCH
+from tests.properties import examples
 from tests.quantization.blocks import Stored, random_blocks
 
 TYPES = list(quantized.FORMATS)
@@ -58,7 +58,7 @@ def check_product(type_name: str, rows: int, outputs: int, inputs: int, dtype: t
 
 
 @pytest.mark.parametrize("type_name", TYPES)
-@settings(max_examples=12 * SEARCH)
+@settings(max_examples=examples(12))
 @given(
     rows=st.integers(1, 70),
     outputs=st.integers(1, 130),

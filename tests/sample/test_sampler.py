@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from quire.messages.sampling_params import SamplingParams
 from quire.sample.sampler import Sampler
 from quire.sample.warpers import keep_threshold
-from tests.properties import SEARCH
+from tests.properties import examples
 from tests.sample.rows import batch, new_row
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def at_the_edge(one: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return (likelier - params.top_p).abs() < 1e-5
 
 
-@settings(max_examples=150 * SEARCH)
+@settings(max_examples=examples(150))
 @example(temperature=1.1245890782932226, top_k=0, top_p=0.999, min_p=0.0, seed=1)
 @given(
     temperature=st.floats(0.1, 3.0),

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from quire.tokenizer import IncrementalDetokenizer, Tokenizer
-from tests.properties import SEARCH
+from tests.properties import examples
 
 PIECES = [
     "👩‍👩‍👧",
@@ -42,7 +42,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], generated: list[int], step: 
 
 @given(text=any_text, step=st.integers(1, 4), skip=st.booleans())
 @example(text="👩‍👩‍👧 end", step=1, skip=True)
-@settings(max_examples=60 * SEARCH)
+@settings(max_examples=examples(60))
 def test_increments_join_to_the_full_text(tokenizer, text, step, skip):
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = stream(tokenizer, [], ids, step, skip_special_tokens=skip)
@@ -54,7 +54,7 @@ def test_increments_join_to_the_full_text(tokenizer, text, step, skip):
 
 
 @given(prompt=any_text, text=any_text)
-@settings(max_examples=60 * SEARCH)
+@settings(max_examples=examples(60))
 def test_text_continues_the_prompt(tokenizer, prompt, text):
     prompt_ids = tokenizer.encode(prompt)
     ids = tokenizer.encode(text, add_special_tokens=False)

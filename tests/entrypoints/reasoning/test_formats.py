@@ -14,7 +14,7 @@ from quire.entrypoints.parsers.reasoning.formats import OTHER_FORMATS
 from quire.entrypoints.parsers.reasoning.registry import known_formats
 from quire.entrypoints.parsers.reasoning.tags import MAX_BLANK, SuffixedFormat
 from tests.entrypoints.vllm_parser_names import REASONING_PARSERS
-from tests.properties import SEARCH
+from tests.properties import examples
 
 
 def parse(parser: TextParser, pieces: Iterable[str]) -> tuple[str, str]:
@@ -186,7 +186,7 @@ def test_continuing_a_response() -> None:
     assert format.is_open("So", continues=True) is False
 
 
-@settings(max_examples=200 * SEARCH)
+@settings(max_examples=examples(200))
 @given(st.sampled_from(sorted(FORMATS)), st.sampled_from([True, False, None]), st.data())
 def test_pieces_make_no_difference(name: str, open: bool | None, data: st.DataObject) -> None:
     format = FORMATS[name]

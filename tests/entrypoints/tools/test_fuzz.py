@@ -13,7 +13,7 @@ from quire.entrypoints.parsers.tools.reader import Reader
 from quire.entrypoints.parsers.tools.registry import BUILT_IN, tool_parser
 from tests.entrypoints.tools.parsed import TOOLS, Result, parse
 from tests.entrypoints.tools.rendered import KINDS, UNQUOTED, WRITERS, Call, as_json, listed
-from tests.properties import SEARCH
+from tests.properties import examples
 
 NAMES = ["get_weather", "now", "math.add"]
 PLAIN_KEYS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
@@ -86,7 +86,7 @@ def test_every_parser_is_here() -> None:
 
 
 @pytest.mark.parametrize(("format", "way"), [(name, i) for name in WRITERS for i in range(len(WRITERS[name]))])
-@settings(max_examples=40 * SEARCH)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_arguments_come_back(format: str, way: int, data: st.DataObject) -> None:
     closing = UNQUOTED.get(format)
@@ -106,7 +106,7 @@ def test_arguments_come_back(format: str, way: int, data: st.DataObject) -> None
     assert result.content == before.rstrip()
 
 
-@settings(max_examples=40 * SEARCH)
+@settings(max_examples=examples(40))
 @given(calls=calls_of(VALUES), cuts=st.lists(st.integers(0, 10**6), max_size=8))
 def test_forced_calls_come_back(calls: list[Call], cuts: list[int]) -> None:
     assert in_pieces(lambda: RequiredParser(TOOLS), listed(calls, "parameters"), cuts).parsed == calls
@@ -114,7 +114,7 @@ def test_forced_calls_come_back(calls: list[Call], cuts: list[int]) -> None:
     assert in_pieces(lambda: NamedParser(name, TOOLS), as_json(arguments), cuts).parsed == calls[:1]
 
 
-@settings(max_examples=150 * SEARCH)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_broken_texts_are_read_alike(data: st.DataObject) -> None:
     """Markers, halves of markers and calls in any order: nothing is lost but layout, whatever the cuts."""
