@@ -143,6 +143,9 @@ class RayActors:
         while not self._stopped.is_set():
             ready, _ = ray.wait(self._beats, timeout=min(0.1, tick))
             now = time.monotonic()
+            for rank, process in self._processes.items():
+                if select.select([process], [], [], 0)[0]:
+                    self.fail(self.gone(rank))
             for beat in ready:
                 rank = self._beats.index(beat)
                 try:
@@ -151,9 +154,6 @@ class RayActors:
                     self.fail(self.lost(rank, error))
                     break
                 self._beats[rank], since[rank] = self.actors[rank].beat.remote(tick), now
-            for rank, process in self._processes.items():
-                if select.select([process], [], [], 0)[0]:
-                    self.fail(self.gone(rank))
             for rank, last in enumerate(since):
                 if self._limit and now - last > self._limit + tick:
                     self.fail(f"{self.name(rank)} has not responded for {self._limit:g} s (--engine-heartbeat-timeout)")
