@@ -142,6 +142,7 @@ class Adapters:
             _fill(target.a[slot])
             _fill(target.b[slot])
         self._in_slot[slot] = set(factors)
+        self.state.ranks[slot] = max(len(a) for a, _ in factors.values())
         for key, (a, b) in factors.items():
             target = self._targets[key]
             _write(target.a[slot, : len(a)], a)

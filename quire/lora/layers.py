@@ -50,8 +50,11 @@ def new_weights(
         raise ValueError(f"a layer fused of {len(sizes)} takes no adapter; at most {MAX_PARTS} are allowed")
     shape = (*leading, state.max_loras)
     a = torch.zeros(*shape, len(sizes) * rank, num_inputs, dtype=dtype, device=state.device)
-    b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
-    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))))
+    if state.device.type == "cpu":
+        b = torch.zeros(*shape, rank, sum(sizes), dtype=dtype).transpose(-1, -2)
+    else:
+        b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
+    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))), state.ranks)
 
 
 def targets_of(w: LowRank, partitions: Sequence[Partition]) -> Targets:
@@ -140,7 +143,7 @@ class ExpertTerms:
 
 
 def expert_of(w: LowRank, expert: int) -> LowRank:
-    return LowRank(w.a[expert], w.b[expert], w.ends)
+    return LowRank(w.a[expert], w.b[expert], w.ends, w.ranks)
 
 
 def adapt_experts(

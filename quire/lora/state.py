@@ -19,6 +19,7 @@ class LoRAState:
         self.device = device
         self.active = False  # whether layers add terms; graphs and recordings are made of both
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)  # by token of the step
+        self.ranks = torch.zeros(max_loras, dtype=torch.int32, device=device)  # of the adapter in each slot
         self._row_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self._of_rows = np.full(max_rows, -1, np.int32)  # the same on the host
         self._slot_of: dict[int, int] = {}  # by lora_id
