@@ -14,11 +14,10 @@ from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ParallelLinear
 from quire.layers.load_slot import ShardId
 from quire.layers.packed_experts import PackedExperts
+from quire.lora.factors import Adapter, FullShape
 from quire.lora.layers import Target, adapt_experts, adapt_linear
-from quire.lora.peft import read_adapter
 from quire.lora.state import LoRAState
 from quire.messages.lora import AdapterNews, LoRARequest
-from quire.models.loading.weight_map import WeightMap
 
 Key = tuple[str, ShardId]
 # This worker's part of an adapter's factors, in the type of the device's, in memory that it can copy from.
@@ -35,16 +34,18 @@ class Adapters:
     def __init__(
         self,
         model: nn.Module,
-        names: WeightMap,
+        read: Callable[[str, FullShape], Adapter],
+        name_of: Callable[[str, ShardId], str],
         config: LoRAConfig,
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`names`: of the model's checkpoint. `max_rows` and `max_tokens`: the most that a step has."""
+        """`read`: an adapter of a folder. `name_of`: a parameter's shard in the model's checkpoint. `max_rows` and
+        `max_tokens`: the most that a step has."""
         self.state = LoRAState(config.max_loras, max_rows, max_tokens, device)
-        self._names, self._max_rank = names, config.max_lora_rank
+        self._read, self._name_of, self._max_rank = read, name_of, config.max_lora_rank
         self._config, self._dtype, self._device = config, dtype, device
         if config.lora_dtype not in ("auto", str(dtype).removeprefix("torch.")):
             raise ValueError(
@@ -123,7 +124,7 @@ class Adapters:
             self._news.put(AdapterNews(lora_id, error=f"{type(error).__name__}: {error}"))
 
     def _load(self, request: LoRARequest) -> AdapterNews:
-        adapter = read_adapter(request.lora_path, self._names, self._full_shape)
+        adapter = self._read(request.lora_path, self._full_shape)
         if adapter.rank > self._max_rank:
             raise ValueError(
                 f"{request.lora_path}: its rank is {adapter.rank}; at most {self._max_rank} is allowed "
@@ -153,8 +154,7 @@ class Adapters:
         return None if target is None else target.partition.full_shape
 
     def _takes(self, layer: str, shard: ShardId) -> bool:
-        name = self._names.checkpoint_name(f"{layer}.weight", shard)
-        return self._config.takes(name.removesuffix(".weight"))
+        return self._config.takes(self._name_of(f"{layer}.weight", shard).removesuffix(".weight"))
 
     def _kept(self, values: np.ndarray) -> torch.Tensor:
         """In the type of the slots; rounded here, so that a copy is one of bytes."""

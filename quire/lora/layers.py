@@ -12,7 +12,7 @@ from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.layers.packed_experts import PackedExperts
-from quire.lora.peft import Factors
+from quire.lora.factors import Factors
 from quire.lora.state import LoRAState
 from quire.quantization.base import LinearMethod, Partition, keep
 

@@ -1,5 +1,6 @@
 """One device: loads the model, sizes and holds the KV cache, runs steps."""
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
+from quire.models.loading.peft import read_adapter
 from quire.models.registry import ModelRegistry
 from quire.models.stage import Stage
 from quire.platforms import current_platform
@@ -146,7 +148,17 @@ class Worker:
         assert max_tokens is not None
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
         names = self.model.weight_map()
-        return Adapters(self.model, names, config.lora, self.max_num_seqs, most, self.dtype, self.platform.device)
+        read = functools.partial(read_adapter, names=names)
+        return Adapters(
+            self.model,
+            read,
+            names.checkpoint_name,
+            config.lora,
+            self.max_num_seqs,
+            most,
+            self.dtype,
+            self.platform.device,
+        )
 
     def _make_proposer(self) -> Proposer | None:
         proposer = make_proposer(self.config, self.platform.device) if self.world.is_last_stage else None

@@ -68,7 +68,7 @@ def test_each_request_gets_the_text_of_its_merged_model(case, settings, request)
 @pytest.mark.parametrize("case", ["llama", "experts"])
 def test_two_ranks(case, request):
     case = request.getfixturevalue(case)
-    with case.engine(distributed_executor_backend=THREADS) as engine:
+    with case.engine(distributed_executor_backend=THREADS, fully_sharded_loras=True) as engine:
         assert texts(case.complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
 
 
@@ -213,6 +213,16 @@ def test_an_engine_without_room_says_so(llama):
             start(engine, "x", PROMPTS[0], llama.lora(1), GREEDY)
         with pytest.raises(ValueError, match="started without room for adapters"):
             engine.add_lora(llama.lora(1))
+
+
+def test_options_that_do_not_fit(llama):
+    with pytest.raises(ValueError, match="lora_dtype is float16; allowed: auto, or the model's, float32"):
+        llama.engine(lora_dtype="float16").__enter__()
+    with (
+        llama.engine(lora_target_modules=("q_proj",), lora_dtype="float32", default_mm_loras={}) as engine,
+        pytest.raises(ValueError, match=r"takes no adapter in this model: .*--lora-target-modules leaves it out"),
+    ):
+        engine.add_lora(llama.lora(1))
 
 
 def test_models_without_layers_of_ours_are_refused(llama):

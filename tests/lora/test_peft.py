@@ -160,7 +160,11 @@ def test_a_folder_that_is_none(one, tmp_path):
     for wrong, message in ((tmp_path / "nowhere", "there is no folder"), (tmp_path, "has no adapter_config.json")):
         with pytest.raises(ValueError, match=message):
             llm.llm_engine.add_lora(LoRARequest("wrong", 8, str(wrong)))
-    for arguments, message in ((("x", 0, "p"), "lora_int_id is 0"), (("", 1, "p"), "lora_name is"), (("x", 1), "lora_path")):
+    for arguments, message in (
+        (("x", 0, "p"), "lora_int_id is 0"),
+        (("", 1, "p"), "lora_name is"),
+        (("x", 1), "lora_path"),
+    ):
         with pytest.raises(ValueError, match=message):
             LoRARequest(*arguments)
     with pytest.raises(ValueError, match="2 prompts but 1 lora_requests"):

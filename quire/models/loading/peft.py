@@ -6,7 +6,7 @@ Arrays are numpy's: a torch operation in the loader's thread would start a pool 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from quire.config.lora import MAX_LORA_RANK
 from quire.config.shown import shown
 from quire.config.values import whole_number
 from quire.layers.load_slot import ShardId
+from quire.lora.factors import Adapter, Factors, FullShape
 from quire.models.loading.transforms import RowOrder
 from quire.models.loading.weight_map import WeightMap
 
@@ -46,19 +47,6 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.\w+)?\.weight")
 _EXPERTS = re.compile(r"(?:.+\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?experts(?P<inner>\.base_layer)?")
 
 Array = np.ndarray
-Factors = tuple[Array, Array]  # A [rank, in] and B [out, rank], float32, the scale in B
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """Factors of the whole model, by layer and shard as its WeightMap names them."""
-
-    factors: dict[tuple[str, ShardId], Factors]
-    content: bytes  # a hash of the files, which decide about results
-
-    @property
-    def rank(self) -> int:
-        return max((len(a) for a, _ in self.factors.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -97,8 +85,8 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.rank_by_root else rank)
 
 
-def read_adapter(path: str, names: WeightMap, full_shape: Callable[[str, ShardId], tuple[int, int] | None]) -> Adapter:
-    """`names`: of the base model's checkpoint. `full_shape`: of a layer's shard, None where none takes an adapter."""
+def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
+    """`names`: of the base model's checkpoint."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
@@ -134,7 +122,7 @@ def _by_layer(
     b: Array,
     config: PeftConfig,
     names: WeightMap,
-    full_shape: Callable[[str, ShardId], tuple[int, int] | None],
+    full_shape: FullShape,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """The factors of each of our layers and shards that a module of the checkpoint is."""
     name = module.removeprefix("base_model.model.")
@@ -165,7 +153,7 @@ def _of_fused_experts(
     a: Array,
     b: Array,
     config: PeftConfig,
-    full_shape: Callable[[str, ShardId], tuple[int, int] | None],
+    full_shape: FullShape,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """PEFT's `target_parameters`: A [experts * rank, in] and B [out, rank * experts] of all experts. Where both of a
     layer's parameters have factors, those of the first are inside the other's module."""
