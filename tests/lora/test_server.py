@@ -23,8 +23,8 @@ def random_adapter(folder, seed):
     for layer in range(0, 30, 3):
         for module, (out, in_) in SHAPES.items():
             place = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(4, in_, generator=generator) * 0.05
-            tensors[f"{place}.lora_B.weight"] = torch.randn(out, 4, generator=generator) * 0.05
+            tensors[f"{place}.lora_A.weight"] = torch.randn(4, in_, generator=generator) * 0.08
+            tensors[f"{place}.lora_B.weight"] = torch.randn(out, 4, generator=generator) * 0.08
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
