@@ -9,7 +9,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-POOLING, LORA, MULTIMODAL = "pooling models", "LoRA", "prompts with images, audio or video"
+POOLING, MULTIMODAL = "pooling models", "prompts with images, audio or video"
 EMBEDDED = "a server inside your own program (quire serve is one of its own)"
 PARSERS = "parsers with vLLM's interface (ours is in docs/tools.md and docs/reasoning.md)"
 
@@ -34,6 +34,7 @@ MODULES: dict[str, dict[str, str]] = {
     "inputs.data": {"engine.prompts": "EmbedsPrompt PromptType TextPrompt TokensPrompt"},
     "logger": {"entrypoints.vllm_utils": "init_logger"},
     "logprobs": {"engine.logprobs": "FlatLogprobs Logprob LogprobsOnePosition PromptLogprobs SampleLogprobs"},
+    "lora.request": {"messages.lora": "LoRARequest"},
     "model_executor.models": {"models.registry": "ModelRegistry"},
     "model_executor.models.registry": {"models.registry": "ModelRegistry"},
     "model_executor.utils": {"entrypoints.vllm_utils": "set_random_seed"},
@@ -88,7 +89,6 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
     "entrypoints.openai.api_server": dict.fromkeys(("build_async_engine_client", "run_server"), EMBEDDED),
     "entrypoints.openai.cli_args": dict.fromkeys(("make_arg_parser", "validate_parsed_serve_args"), EMBEDDED),
     "inputs": {"ExplicitEncoderDecoderPrompt": "encoder-decoder models"},
-    "lora.request": {"LoRARequest": LORA},
     "multimodal": {"MULTIMODAL_REGISTRY": MULTIMODAL},
     "multimodal.utils": {"fetch_image": MULTIMODAL, "fetch_audio": MULTIMODAL},
     "reasoning": dict.fromkeys(("ReasoningParser", "ReasoningParserManager"), PARSERS),

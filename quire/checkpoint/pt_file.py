@@ -17,15 +17,15 @@ class PtTensor:
     def __init__(self, name: str, stored: torch.Tensor):
         self.name = name
         self.shape = tuple(stored.shape)
-        self._stored = stored
+        self.stored = stored
 
     def read_into(self, out: torch.Tensor) -> None:
         """Copy into `out`, a view of this tensor's shape in any type on any device."""
-        copy_into(self.name, self._stored, out)
+        copy_into(self.name, self.stored, out)
 
     def read_part(self, out: torch.Tensor, dim: int, start: int) -> None:
         """Copy what begins at `start` along `dim` into `out`."""
-        copy_into(self.name, self._stored.narrow(dim, start, out.shape[dim]), out)
+        copy_into(self.name, self.stored.narrow(dim, start, out.shape[dim]), out)
 
 
 def open_pt(files: tuple[Path, ...]) -> Iterator[PtTensor]:

@@ -10,7 +10,7 @@ from quire.messages.sampling_params import SamplingParams, check_truncation
 Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
 
 TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
-SLEEP, WEIGHTS, LORA, POOLING = "sleep mode", "new weights in a running engine", "LoRA", "pooling models"
+SLEEP, WEIGHTS, POOLING = "sleep mode", "new weights in a running engine", "pooling models"
 METHODS = {
     "sleep": SLEEP,
     "wake_up": SLEEP,
@@ -23,10 +23,6 @@ METHODS = {
     "finish_weight_update": WEIGHTS,
     "update_weight_version": WEIGHTS,
     "get_weight_version": WEIGHTS,
-    "add_lora": LORA,
-    "remove_lora": LORA,
-    "list_loras": LORA,
-    "pin_lora": LORA,
     "classify": POOLING,
     "score": POOLING,
     "pause_generation": "pausing an engine",
@@ -48,11 +44,8 @@ class UnavailableMethods:
         return refuse
 
 
-def refuse_unavailable(lora_request: Any = None, mm_processor_kwargs: Any = None) -> None:
+def refuse_unavailable(mm_processor_kwargs: Any = None) -> None:
     """Arguments of requests for features to come: only None, or nothing at all, is accepted."""
-    loras = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request]
-    if any(lora is not None for lora in loras):
-        raise ValueError(f"lora_request is not available yet: {LORA}; leave it out")
     if mm_processor_kwargs:
         raise ValueError("mm_processor_kwargs is not available yet: prompts with images, audio or video; leave it out")
 
@@ -72,11 +65,9 @@ def with_tokenization(
     prompt: Any,
     params: Params,
     tokenization_kwargs: Mapping[str, Any] | None,
-    lora_request: Any,
     parse_many: Callable[[list[Any], bool], list[Any]],
 ) -> tuple[Any, Params]:
     """A request's prompt and parameters with its other arguments, as vLLM's engines have them."""
-    refuse_unavailable(lora_request)
     keep, special = tokenization(tokenization_kwargs)
     if keep is not None:
         params = copy.copy(params)

@@ -60,6 +60,7 @@ class EngineConfig:
             "speculative": SpeculativeConfig,
             "observability": ObservabilityConfig,
             "structured_outputs": StructuredOutputsConfig,
+            "lora": LoRAConfig,
         }
 
     @classmethod

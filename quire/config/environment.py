@@ -229,6 +229,9 @@ VLLM_LOG_STATS_INTERVAL = Variable[float](
 VLLM_SERVER_DEV_MODE = Variable[bool](
     "VLLM_SERVER_DEV_MODE", _switch, False, "`1`: the same as `--enable-admin`", "`0`"
 )
+VLLM_ALLOW_RUNTIME_LORA_UPDATING = Variable[bool](
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING", _switch, False, "`1`: the same as `--allow-runtime-lora-updating`", "`0`"
+)
 VLLM_SKIP_MODEL_NAME_VALIDATION = Variable[bool](
     "VLLM_SKIP_MODEL_NAME_VALIDATION", _switch, False, "`1`: the same as `--skip-model-name-validation`", "`0`"
 )
@@ -261,6 +264,7 @@ VLLM_CPU_KVCACHE_SPACE = Variable[int](
 # Options of the command line that have their default from a variable, if that is set.
 OPTION_DEFAULTS: dict[str, Variable[Any]] = {
     "enable_admin": VLLM_SERVER_DEV_MODE,
+    "allow_runtime_lora_updating": VLLM_ALLOW_RUNTIME_LORA_UPDATING,
     "skip_model_name_validation": VLLM_SKIP_MODEL_NAME_VALIDATION,
     "engine_stall_timeout": VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
     "timeout_keep_alive": VLLM_HTTP_TIMEOUT_KEEP_ALIVE,

@@ -1,22 +1,58 @@
-"""Capacity for LoRA adapters."""
+"""Options of LoRA adapters."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from quire.config.fields import option, validate
 
 MAX_LORAS = 256
 MAX_LORA_RANK = 512
+EXPERTS = "experts"
 
 
 @dataclass
 class LoRAConfig:
-    """LoRA adapters. Not flags yet: no adapter can be loaded from a checkpoint."""
+    """LoRA adapters."""
 
-    enable_lora: bool = False
-    max_loras: int = 1  # adapters in device memory, which the requests of a step may use
-    max_lora_rank: int = 16
-    adapt_experts: bool = False  # experts too: their adapters take as many times the memory as there are experts
+    enable_lora: bool = option(False, "let requests name adapters")
+    max_loras: int = option(
+        1, "adapters in device memory, which the requests of a step may use", minimum=1, maximum=MAX_LORAS
+    )
+    max_lora_rank: int = option(16, "the highest rank of an adapter", minimum=1, maximum=MAX_LORA_RANK)
+    max_cpu_loras: int | None = option(
+        None, "adapters kept in host memory, at least --max-loras; default: 16, or --max-loras if more", minimum=1
+    )
+    lora_dtype: str = option(
+        "auto", "type of adapters' weights; auto: the model's", choices=("auto", "float16", "bfloat16", "float32")
+    )
+    lora_target_modules: tuple[str, ...] | None = option(
+        None,
+        "last parts of the names of modules that take an adapter, as q_proj; default: all linear layers but those of "
+        f"experts, which are named by {EXPERTS!r} and take as many times the memory as there are experts",
+        several="many",
+    )
+    fully_sharded_loras: bool = option(False, "accepted as vLLM's: each rank holds its part of an adapter either way")
+    default_mm_loras: dict[str, Any] | None = option(
+        None, "adapters by modality, as JSON; of no effect on prompts of text"
+    )
 
     def __post_init__(self) -> None:
-        for name, most in (("max_loras", MAX_LORAS), ("max_lora_rank", MAX_LORA_RANK)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name} is {value!r}; it must be between 1 and {most}")
+        validate(self)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}, max_loras {self.max_loras}; adapters in device memory are in "
+                "host memory too, so at least as many must fit there (--max-cpu-loras)"
+            )
+
+    @property
+    def num_host(self) -> int:
+        """Adapters in host memory."""
+        return self.max_cpu_loras or max(16, self.max_loras)
+
+    @property
+    def adapt_experts(self) -> bool:
+        return EXPERTS in (self.lora_target_modules or ())
+
+    def takes(self, module: str) -> bool:
+        """Whether a linear layer of this name in checkpoints takes an adapter."""
+        return self.lora_target_modules is None or module.rpartition(".")[2] in self.lora_target_modules

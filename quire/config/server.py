@@ -33,6 +33,16 @@ class ServerConfig:
         (), "names of the model in requests, the first also in responses", several="many"
     )
     skip_model_name_validation: bool = option(False, "serve requests that name any model")
+    lora_modules: tuple[str, ...] = option(
+        (), 'adapters that are served as models, as name=path or {"name": ..., "path": ...}', several="many"
+    )
+    lora_folder: str | None = option(None, "folder whose subfolders are adapters, served by their names")
+    lora_allowed_paths: tuple[str, ...] = option(
+        (), "folders that /v1/load_lora_adapter may load from; default: any", several="many"
+    )
+    allow_runtime_lora_updating: bool = option(
+        False, "serve /v1/load_lora_adapter and /v1/unload_lora_adapter without --enable-admin"
+    )
     root_path: str = option("", "path prefix under which a proxy serves it; paths without it are served too")
 
     api_key: tuple[str, ...] = option(

@@ -60,20 +60,21 @@ class AdmissionQueue:
             self.blocked.remove(request)
             self.push(request)
 
-    def block_for_grammar(self, request: Request) -> None:
-        request.awaits_grammar = True
+    def block_until_ready(self, request: Request) -> None:
+        """Until `now_ready` is called as often as this was: for its grammar, for its adapter."""
+        request.awaits += 1
         if request.state == RequestState.WAITING:  # else it waits for its sibling's prompt first
             self.remove(request)
             self.block(request, RequestState.WAITING_GRAMMAR)
 
-    def grammar_ready(self, request: Request) -> None:
-        request.awaits_grammar = False
-        if request.state == RequestState.WAITING_GRAMMAR:
+    def now_ready(self, request: Request) -> None:
+        request.awaits -= 1
+        if request.state == RequestState.WAITING_GRAMMAR and not request.awaits:
             self.unblock(request)
 
     def fork_ready(self, request: Request) -> None:
         """Its parent's prompt can be shared, or will never be."""
-        if request in self.blocked and request.awaits_grammar:
+        if request in self.blocked and request.awaits:
             request.state = RequestState.WAITING_GRAMMAR
         else:
             self.unblock(request)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,8 +18,10 @@ from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
 from quire.distributed.kv_connector import make_connectors
 from quire.executor.base import Executor, PendingOutput, WorkerMethod
+from quire.lora.residency import Residency
 from quire.messages.kv_cache import DraftNeeds, KVCacheConfig
 from quire.messages.kv_transfer import ConnectorError
+from quire.messages.lora import LoRARequest
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import EngineSummary
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Failure, FinishReason, failure_of
@@ -29,6 +31,7 @@ from quire.structured_output.manager import StructuredOutputManager
 logger = logging.getLogger("quire")
 
 GRAMMAR_WAIT = 0.002  # seconds; new requests are not read meanwhile
+ADAPTER_WAIT = 0.001  # likewise
 TRANSFER_WAIT = 0.2  # seconds; the end of a transfer and new requests end it
 
 
@@ -100,6 +103,9 @@ class EngineCore:
             encoder_cache_tokens=cache_tokens,
             num_lookahead=needs.num_lookahead,
             num_stages=num_stages,
+            adapters=Residency(executor, config.lora.max_loras, config.lora.num_host)
+            if config.lora.enable_lora
+            else None,
         )
         self.grammars = StructuredOutputManager.of_engine(config)
         self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned
@@ -158,6 +164,7 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""
         self._poll_grammars()
+        self.poll_adapters()
         if self._failures:
             return self._report_failures()
         began = self._last_result if self._in_flight else time.perf_counter()
@@ -170,6 +177,8 @@ class EngineCore:
         if not self._in_flight:
             if self.grammars.pending:
                 self.grammars.compiler.wait(GRAMMAR_WAIT)
+            elif self.adapters is not None and self.adapters.pending:
+                time.sleep(ADAPTER_WAIT)
             elif self.scheduler.transfers.pending and not self._failures:
                 self.scheduler.transfers.wait(TRANSFER_WAIT)
             return None
@@ -224,6 +233,33 @@ class EngineCore:
         if self.grammars.pending:
             for request_id in self.grammars.ready():
                 self.scheduler.grammar_ready(request_id)
+            self._finish_failed()
+
+    @property
+    def adapters(self) -> Residency | None:
+        return self.scheduler.adapters
+
+    def call_adapters(self, method: str, args: Sequence[Any]) -> Any:
+        """`add`, `remove`, `pin`, `is_loaded` or `loaded` of Residency."""
+        if self.adapters is None:
+            raise ValueError("the engine was started without room for adapters (--enable-lora)")
+        self.poll_adapters()
+        if method == "add":
+            (lora,) = args
+            self.adapters.add(lora if isinstance(lora, LoRARequest) else msgspec.convert(lora, LoRARequest))
+            return None
+        calls: dict[str, Callable[..., Any]] = {
+            "remove": self.adapters.remove,
+            "pin": self.adapters.pin,
+            "is_loaded": self.adapters.is_loaded,
+            "loaded": self.adapters.loaded,
+        }
+        return calls[method](*args)
+
+    def poll_adapters(self) -> None:
+        """Admit requests whose adapter has been loaded."""
+        if self.adapters is not None:
+            self.scheduler.poll_adapters()
             self._finish_failed()
 
     def _report_failures(self) -> EngineCoreOutputs:

@@ -185,8 +185,13 @@ class EngineProcess:
             if name == "reset_prefix_cache":
                 self.core.reset_prefix_cache()
                 return Result(number)
+            if name == "adapters":
+                method, *args = call.args
+                return Result(number, values=self.core.call_adapters(str(method), args))
             if name == "state":
                 return Result(number, values=self.core.state())
+        except ValueError as error:
+            return Result(number, sendable(str(error)))
         except Exception as error:
             logger.exception("%s failed", name)
             return Result(number, sendable(f"{type(error).__name__}: {error}"))

@@ -11,7 +11,7 @@ from quire.messages.requests import EngineCoreRequest
 
 class RequestState(enum.IntEnum):
     WAITING = 0
-    WAITING_GRAMMAR = 1  # its grammar is being compiled
+    WAITING_GRAMMAR = 1  # its grammar is being compiled, or its adapter loaded
     WAITING_REMOTE_KV = 2  # a connector is loading its KV cache
     WAITING_FORK = 3  # its first sibling has not computed the prompt yet
     RUNNING = 4
@@ -22,7 +22,7 @@ class Request:
     """While a request runs, its lengths and tokens live in RunningSet, by row; here is what it keeps in between."""
 
     __slots__ = (
-        "awaits_grammar",
+        "awaits",
         "block_hashes",
         "blocks",
         "core",
@@ -52,15 +52,20 @@ class Request:
         self.num_computed = 0  # tokens whose KV its blocks hold while not in a row
         self.num_cached = -1  # prompt tokens found in a cache when first scheduled; -1 before that
         self.state = RequestState.WAITING
-        self.awaits_grammar = False
+        self.awaits = 0  # grammar and adapter that are not ready
         self.row = -1
         self.scheduled_at = 0.0  # first time; 0 again once its first token was returned
         self.blocks: list[list[KVCacheBlock]] = [[] for _ in range(num_groups)]
         self.block_hashes: list[bytes] = []
-        salted = core.cache_salt is not None or core.lora_id
-        self.extra_keys = msgspec.msgpack.encode([core.lora_id, core.cache_salt]) if salted else b""
+        self.extra_keys = b""
+        self.set_adapter(b"")
         self.frames_to_discard = 0  # plans in flight from before a preemption
         self.prompt_planned = False  # an earlier plan computes the whole prompt, so siblings may share it
+
+    def set_adapter(self, content: bytes) -> None:
+        """Before its blocks are looked up: they hold what its adapter computes."""
+        if content or self.core.cache_salt is not None:
+            self.extra_keys = msgspec.msgpack.encode([content, self.core.cache_salt])
 
     @property
     def stop_ids(self) -> list[int]:

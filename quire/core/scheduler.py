@@ -20,6 +20,7 @@ from quire.core.request import Request, RequestState
 from quire.core.results import ConstrainedRows, ResultReader
 from quire.core.row_blocks import RowBlocks
 from quire.core.running_set import RunningSet
+from quire.lora.residency import Residency
 from quire.messages.plan import BlockAppends, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import (
     STEP_TOKEN_BOUNDS,
@@ -28,6 +29,7 @@ from quire.messages.requests import (
     Failure,
     RequestError,
     SchedulerStats,
+    invalid,
 )
 from quire.messages.speculation import DraftProfile
 from quire.spec_decode.draft_planner import DraftPlanner
@@ -51,6 +53,7 @@ class Scheduler:
         encoder_cache_tokens: int | None = None,
         num_lookahead: int = 0,
         num_stages: int = 1,
+        adapters: Residency | None = None,
     ) -> None:
         """`num_drafts`: the most drafts that a decoding row verifies in a step, and with `adaptive_drafts` fewer where
         more do not pay. `encoder_cache_tokens`: the most that encoder outputs hold, by default as many as a step
@@ -69,6 +72,7 @@ class Scheduler:
         self.blocks = RowBlocks(kv, self.running)
         self.forks = ForkTable()
         self.transfers = transfers or KVTransfers()
+        self.adapters = adapters
         if self.transfers.connectors:
             kv.pool.on_evict = self.transfers.evict
         self.features = PromptFeatures(encoder_cache_tokens or max_num_batched_tokens, max_num_batched_tokens)
@@ -105,21 +109,43 @@ class Scheduler:
         self._arrivals += 1
         key = (core.priority if self.by_priority else 0, self._arrivals)
         request = Request(core, key, len(self.kv.groups))
+        content = self._hold_adapter(core) if core.lora is not None else b""
         self.requests[request.request_id] = request
         parent = self.requests.get(core.fork_of) if core.fork_of is not None else None
         if parent is not None and self.forks.add(request, parent):
             self.queue.block(request, RequestState.WAITING_FORK)
         else:
             self.queue.push(request)
+        if content is None:
+            self.queue.block_until_ready(request)
+        else:
+            request.set_adapter(content)
+
+    def _hold_adapter(self, core: EngineCoreRequest) -> bytes | None:
+        """The content of its adapter; None if that has to be loaded first."""
+        if self.adapters is None or core.lora is None:
+            raise ValueError("the engine was started without room for adapters (--enable-lora)")
+        return self.adapters.hold(core.request_id, core.lora)
+
+    def poll_adapters(self) -> None:
+        """Admit requests whose adapter is in its slot, and end those whose adapter cannot be loaded."""
+        if self.adapters is None or not self.adapters.pending:
+            return
+        change = self.adapters.poll()
+        for request_id, content in change.ready:
+            request = self.requests[request_id]
+            request.set_adapter(content)
+            self.queue.now_ready(request)
+        self._fail_outside_step([(self.requests[i], invalid(why)) for i, why in change.failed])
 
     def block_for_grammar(self, request_id: str) -> None:
         """Do not admit a waiting request until its grammar is compiled."""
-        self.queue.block_for_grammar(self.requests[request_id])
+        self.queue.block_until_ready(self.requests[request_id])
 
     def grammar_ready(self, request_id: str) -> None:
         request = self.requests.get(request_id)
         if request is not None:
-            self.queue.grammar_ready(request)
+            self.queue.now_ready(request)
 
     def constrained_rows(self, plan: SchedulerOutput) -> ConstrainedRows | None:
         return self.results.constrained_rows(plan)
@@ -155,6 +181,7 @@ class Scheduler:
             step_tokens_sum=self._step_tokens_sum,
             residency=self.kv.pool.residency,
             drafts=self.drafts.stats if self.num_drafts else None,
+            adapters=self.adapters.stats() if self.adapters is not None else None,
         )
 
     def _count_tokens(self, used: int, rows: np.ndarray, computed: np.ndarray) -> None:
@@ -362,6 +389,8 @@ class Scheduler:
         self.queue.remove(request)
         request.state = RequestState.FINISHED
         del self.requests[request.request_id]
+        if self.adapters is not None:
+            self.adapters.release(request.request_id)
         for child in self.forks.remove(request):
             self.queue.fork_ready(child)
         if not self.transfers.finish(request, failed):

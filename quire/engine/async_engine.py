@@ -16,6 +16,10 @@ class EngineDeadError(RuntimeError):
     """The engine process has exited; nothing can be generated any more."""
 
 
+class EngineCallError(RuntimeError):
+    """The engine refused a call, or failed in it."""
+
+
 class EngineStalledError(RuntimeError):
     """The engine process is alive but unresponsive: stopped, swapped out, or stuck in a step. It may recover."""
 

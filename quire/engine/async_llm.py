@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from quire.compat.unavailable import named, with_tokenization
 from quire.compat.vllm_interface import VllmInterface, refuse_loggers
 from quire.config import EngineConfig
 from quire.config.logs import set_up_logging
-from quire.engine.async_engine import EngineDeadError, EngineStalledError
+from quire.engine.async_engine import EngineCallError, EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
@@ -21,6 +23,7 @@ from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
+from quire.messages.lora import LoRARequest
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Heartbeat, Outputs, Result, Watch
 from quire.messages.requests import SchedulerStats
@@ -32,6 +35,7 @@ from quire.tokenizer.load import tokenizer_of
 logger = logging.getLogger("quire")
 
 PROFILE_SECONDS = 600.0  # to write a trace
+ADAPTER_SECONDS = 0.005  # between looks at whether an adapter is loaded
 
 
 class AsyncLLM(VllmInterface):
@@ -113,10 +117,12 @@ class AsyncLLM(VllmInterface):
         """Arguments from `trace_headers` on are vLLM's and have no meaning here."""
         if not isinstance(sampling_params, SamplingParams):
             raise ValueError(f"generate() takes SamplingParams, got {type(sampling_params).__name__}; encode() pools")
-        if lora_request is not None or tokenization_kwargs:
+        if tokenization_kwargs:
             prompt, sampling_params = with_tokenization(
-                prompt, sampling_params, tokenization_kwargs, lora_request, self.input_processor.parse_many
+                prompt, sampling_params, tokenization_kwargs, self.input_processor.parse_many
             )
+        if lora_request is not None:
+            (prompt,) = self.input_processor.with_adapters([prompt], lora_request)
         stream = self._add(prompt, sampling_params, request_id, priority)
         finished = False
         try:
@@ -177,6 +183,29 @@ class AsyncLLM(VllmInterface):
     async def stop_profile(self) -> None:
         for path in await self.collective_rpc("stop_profile", timeout=PROFILE_SECONDS):
             logger.info("profile written to %s", path)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of requests for it. ValueError if it cannot be."""
+        await self._adapters("add", msgspec.to_builtins(lora_request))
+        while not await self._adapters("is_loaded", lora_request.lora_int_id):
+            await asyncio.sleep(ADAPTER_SECONDS)
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return bool(await self._adapters("remove", lora_id))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep it in a slot from its next use on."""
+        return bool(await self._adapters("pin", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        return set(await self._adapters("loaded"))
+
+    async def _adapters(self, method: str, *args: Any) -> Any:
+        try:
+            return await self._call("adapters", [method, *args])
+        except EngineCallError as error:
+            raise ValueError(str(error)) from None
 
     async def is_sleeping(self) -> bool:
         return False
@@ -342,7 +371,7 @@ class AsyncLLM(VllmInterface):
                 if error is None:
                     done.set_result(values)
                 else:
-                    done.set_exception(RuntimeError(error))
+                    done.set_exception(EngineCallError(error))
             case Dead(cause):
                 self._die(EngineDeadError(cause))
 

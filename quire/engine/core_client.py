@@ -5,12 +5,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from quire.compat.unavailable import named
 from quire.config import EngineConfig
 from quire.core.engine_core import EngineCore
-from quire.engine.async_engine import EngineDeadError, EngineStalledError
+from quire.engine.async_engine import EngineCallError, EngineDeadError, EngineStalledError
 from quire.engine.engine_connection import EngineConnection
 from quire.executor.base import WorkerMethod
+from quire.messages.lora import LoRARequest
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
@@ -32,6 +35,10 @@ class EngineCoreClient(Protocol):
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Of every worker."""
+        ...
+
+    def adapters(self, method: str, *args: Any) -> Any:
+        """Call a method of the core's adapters."""
         ...
 
     def shutdown(self) -> None: ...
@@ -60,6 +67,9 @@ class InprocClient:
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         return self.core.collective_rpc(method, args, kwargs)
+
+    def adapters(self, method: str, *args: Any) -> Any:
+        return self.core.call_adapters(method, args)
 
     def shutdown(self) -> None:
         self.core.shutdown()
@@ -100,6 +110,13 @@ class SyncMPClient:
         results: list[Any] = self._call("collective_rpc", [named(method), *args], dict(kwargs))
         return results
 
+    def adapters(self, method: str, *args: Any) -> Any:
+        plain = [msgspec.to_builtins(one) if isinstance(one, LoRARequest) else one for one in args]
+        try:
+            return self._call("adapters", [method, *plain])
+        except EngineCallError as error:
+            raise ValueError(str(error)) from None
+
     def _call(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         self._num_calls += 1
         self._send(Call(self._num_calls, name, list(args), dict(kwargs or {})))
@@ -110,7 +127,7 @@ class SyncMPClient:
                 self._outputs.append(message.outputs)
             elif isinstance(message, Result) and message.number == self._num_calls:
                 if message.error is not None:
-                    raise RuntimeError(f"the engine failed {name}: {message.error}")
+                    raise EngineCallError(f"the engine failed {name}: {message.error}")
                 return message.values
         limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
         raise EngineStalledError(f"the engine has not replied to {name} within {limit}")

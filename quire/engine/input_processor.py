@@ -18,6 +18,7 @@ from quire.engine.pooling_inputs import complete_pooling, hidden_size
 from quire.engine.prompt_features import PLACEHOLDER, FeatureChecker, content_keys, read_embeds
 from quire.messages.checks import MAX_INT, check_int, check_text
 from quire.messages.features import EMBEDS, Feature, FeatureSupport
+from quire.messages.lora import LoRARequest
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import NO_SAMPLING, ContentKey, EngineCoreRequest
@@ -51,6 +52,7 @@ class ParsedPrompt:
     output_token_ids: list[int] = field(default_factory=list)
     content_keys: tuple[ContentKey, ...] = ()
     features: Sequence[Any] = ()  # to be checked
+    lora: LoRARequest | None = None
 
 
 class InputProcessor:
@@ -67,6 +69,7 @@ class InputProcessor:
         model = config.model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.allows_adapters = config.lora.enable_lora
         self.allows_priorities = config.scheduler.scheduling_policy == "priority"
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -132,6 +135,7 @@ class InputProcessor:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt,
+            lora=parsed.lora,
             output_token_ids=resumed,
             content_keys=(*parsed.content_keys, *content_keys(features)) if features else parsed.content_keys,
             features=features,
@@ -153,6 +157,21 @@ class InputProcessor:
             for p, ids in zip(texts, encoded, strict=True):
                 p.token_ids = ids
         return parsed
+
+    def with_adapters(self, prompts: Sequence[Prompt | ParsedPrompt], lora_request: Any) -> list[ParsedPrompt]:
+        """The prompts with one adapter for all, or one (or None) for each."""
+        loras = list(lora_request) if isinstance(lora_request, list | tuple) else [lora_request] * len(prompts)
+        if len(loras) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(loras)} lora_requests; give one for all, or one for each"
+            )
+        for lora in loras:
+            if lora is not None and not isinstance(lora, LoRARequest):
+                raise ValueError(f"lora_request is {shown(lora)}; it must be a LoRARequest, or None")
+            if lora is not None and not self.allows_adapters:
+                raise ValueError("lora_request: the engine was started without room for adapters (enable_lora)")
+        parsed = [one if isinstance(one, ParsedPrompt) else self.parse(one) for one in prompts]
+        return [dataclasses.replace(one, lora=lora) for one, lora in zip(parsed, loras, strict=True)]
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:

@@ -17,6 +17,7 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.resolve_config import resolve_config
 from quire.executor.factory import make_executor
+from quire.messages.lora import LoRARequest
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.protocol import Ready
 from quire.messages.requests import SchedulerStats
@@ -27,6 +28,8 @@ from quire.platforms.defaults import with_platform_defaults
 from quire.tokenizer.load import tokenizer_of
 
 logger = logging.getLogger("quire")
+
+ADAPTER_SECONDS = 0.002  # between looks at whether an adapter is loaded
 
 
 class LLMEngine(VllmInterface):
@@ -115,9 +118,10 @@ class LLMEngine(VllmInterface):
         prompt_text: str | None = None,
     ) -> str:
         """`session_id` and `trace_headers` have no meaning here."""
-        if lora_request is not None or tokenization_kwargs:
-            parse_many = self.input_processor.parse_many
-            prompt, params = with_tokenization(prompt, params, tokenization_kwargs, lora_request, parse_many)
+        if tokenization_kwargs:
+            prompt, params = with_tokenization(prompt, params, tokenization_kwargs, self.input_processor.parse_many)
+        if lora_request is not None:
+            (prompt,) = self.input_processor.with_adapters([prompt], lora_request)
         parsed, request = self.input_processor.process(request_id, prompt, params, arrival_time, priority)
         self.output_processor.add(request_id, prompt_text or parsed.text, parsed.token_ids, request)
         try:
@@ -183,6 +187,23 @@ class LLMEngine(VllmInterface):
     def stop_profile(self) -> None:
         for path in self.collective_rpc("stop_profile"):
             logger.info("profile written to %s", path)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of requests for it. ValueError if it cannot be."""
+        self.client.adapters("add", lora_request)
+        while not self.client.adapters("is_loaded", lora_request.lora_int_id):
+            time.sleep(ADAPTER_SECONDS)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return bool(self.client.adapters("remove", lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep it in a slot from its next use on."""
+        return bool(self.client.adapters("pin", lora_id))
+
+    def list_loras(self) -> set[int]:
+        return set(self.client.adapters("loaded"))
 
     def is_sleeping(self) -> bool:
         return False

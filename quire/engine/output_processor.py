@@ -15,6 +15,7 @@ from quire.engine.logprobs import FlatLogprobs, Logprob
 from quire.engine.logprobs import PromptLogprobs as UserPromptLogprobs
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.messages.lora import LoRARequest
 from quire.messages.requests import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -59,6 +60,7 @@ class UserRequest:
     error: RequestError | None = None
     pools: bool = False
     pooled: np.ndarray | None = None
+    lora: LoRARequest | None = None
 
     @property
     def indices(self) -> range:
@@ -124,6 +126,7 @@ class OutputProcessor:
             resumed_token_ids=[] if request.output_token_ids is None else request.output_token_ids.tolist(),
             completions=[None] * params.n,
             pools=request.pooling is not None,
+            lora=request.lora,
         )
         if params.prompt_logprobs is not None:
             user.prompt_logprobs = FlatLogprobs() if params.flat_logprobs else []
@@ -389,7 +392,7 @@ def _output(request: UserRequest, outputs: list[CompletionOutput]) -> RequestOut
         outputs,
         request.num_running == 0,
         request.metrics,
-        None,
+        request.lora,
         None,
         None,
         request.num_cached,

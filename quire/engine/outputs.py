@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quire.engine.logprobs import Logprob, PromptLogprobs, SampleLogprobs, joined
+from quire.messages.lora import LoRARequest
 from quire.messages.requests import ErrorKind
 from quire.metrics.request import RequestMetrics
 from quire.metrics.spec_decode import SpecDecodeMetrics
@@ -24,7 +25,7 @@ class CompletionOutput:
     routed_experts: None = None  # this and the other fields of type None: of features to come
     finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"
     stop_reason: int | str | None = None  # the stop string, or the stop token if not an EOS
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     sampling_mask: None = None
     spec_decode_metrics: SpecDecodeMetrics | None = None  # with per_request_spec_decode_metrics
     weight_versions: None = None
@@ -42,7 +43,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int | None = None

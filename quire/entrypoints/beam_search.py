@@ -120,7 +120,9 @@ class BeamSearch:
         """One per running beam."""
         before = self.prompt
         return [
-            ParsedPrompt(None, before.token_ids + beam.token_ids, before.cache_salt, features=before.features)
+            ParsedPrompt(
+                None, before.token_ids + beam.token_ids, before.cache_salt, features=before.features, lora=before.lora
+            )
             for beam in self.running
         ]
 

@@ -67,8 +67,8 @@ class LLM(UnavailableMethods):
         All prompts are checked before any runs: after an error the engine is unchanged. `use_tqdm` may be a class to
         use in place of tqdm's.
         """
-        refuse_unavailable(lora_request, mm_processor_kwargs)
-        ids = self._add_prompts(prompts, sampling_params, priority, tokenization_kwargs)
+        refuse_unavailable(mm_processor_kwargs)
+        ids = self._add_prompts(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
         return self._run(ids, use_tqdm)
 
     def enqueue(
@@ -82,8 +82,10 @@ class LLM(UnavailableMethods):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Add prompts without running them: `wait_for_completion` does, for all that were enqueued before."""
-        refuse_unavailable(lora_request, mm_processor_kwargs)
-        return self._enqueued_as(self._add_prompts(prompts, sampling_params, priority, tokenization_kwargs))
+        refuse_unavailable(mm_processor_kwargs)
+        return self._enqueued_as(
+            self._add_prompts(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
+        )
 
     def enqueue_chat(
         self,
@@ -102,13 +104,14 @@ class LLM(UnavailableMethods):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Add conversations as `enqueue` adds prompts."""
-        refuse_unavailable(lora_request, mm_processor_kwargs)
+        refuse_unavailable(mm_processor_kwargs)
         ids = self._add_conversations(
             messages,
             sampling_params,
             priority,
             tokenization_kwargs,
             chat_template_content_format,
+            lora_request,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -147,13 +150,14 @@ class LLM(UnavailableMethods):
 
         `chat_template` is Jinja text or a file, used instead of the model's own.
         """
-        refuse_unavailable(lora_request, mm_processor_kwargs)
+        refuse_unavailable(mm_processor_kwargs)
         ids = self._add_conversations(
             messages,
             sampling_params,
             priority,
             tokenization_kwargs,
             chat_template_content_format,
+            lora_request,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -174,13 +178,14 @@ class LLM(UnavailableMethods):
         them. At most `concurrency_limit` prompts are searched at a time; default: all."""
         from quire.entrypoints.beam_search import BeamSearch, check_engine, run_searches
 
-        refuse_unavailable(lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise ValueError(f"concurrency_limit is {concurrency_limit}; it must be 1 or more, or None")
         engine = self.llm_engine
         model = engine.config.model
         check_engine(model.logprobs_mode)
         parsed = engine.input_processor.parse_many(as_prompts(prompts))
+        if lora_request is not None:
+            parsed = engine.input_processor.with_adapters(parsed, lora_request)
         searches = [
             BeamSearch(prompt, params, engine.max_model_len, model.eos_token_ids, model.vocab_size) for prompt in parsed
         ]
@@ -218,7 +223,6 @@ class LLM(UnavailableMethods):
 
         `truncate_prompt_tokens` and `pooling_task` are for requests whose parameters do not have them.
         """
-        refuse_unavailable(lora_request)
         many = as_prompts(prompts)
         keep, special = tokenization(tokenization_kwargs)
         given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
@@ -230,7 +234,7 @@ class LLM(UnavailableMethods):
             for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
         ]
         parsed = self.llm_engine.input_processor.parse_many(many, special)
-        return self._run(self._add_all(parsed, params), use_tqdm, "Pooling")
+        return self._run(self._add_all(parsed, params, lora_request=lora_request), use_tqdm, "Pooling")
 
     def embed(
         self,
@@ -344,11 +348,13 @@ class LLM(UnavailableMethods):
         sampling_params: Any,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        lora_request: Any,
     ) -> list[str]:
         many = as_prompts(prompts)
         keep, special = tokenization(tokenization_kwargs)
         params = truncating(self._sampling_params(sampling_params, len(many)), keep)
-        return self._add_all(self.llm_engine.input_processor.parse_many(many, special), params, priority)
+        parsed = self.llm_engine.input_processor.parse_many(many, special)
+        return self._add_all(parsed, params, priority, lora_request)
 
     def _add_conversations(
         self,
@@ -357,6 +363,7 @@ class LLM(UnavailableMethods):
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
         content_format: str,
+        lora_request: Any,
         *,
         chat_template: str | None,
         **options: Any,
@@ -373,14 +380,17 @@ class LLM(UnavailableMethods):
             chat_template=None if chat_template is None else read_template(chat_template),
             **options,
         )
-        return self._add_all(prompts, params, priority)
+        return self._add_all(prompts, params, priority, lora_request)
 
     def _add_all(
         self,
         prompts: list[ParsedPrompt],
         params: Sequence[SamplingParams | PoolingParams],
         priority: Sequence[int] | None = None,
+        lora_request: Any = None,
     ) -> list[str]:
+        if lora_request is not None:
+            prompts = self.llm_engine.input_processor.with_adapters(prompts, lora_request)
         priorities = list(priority) if priority is not None else [0] * len(prompts)
         if len(priorities) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priorities)} priorities; give one for each")

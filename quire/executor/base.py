@@ -1,14 +1,12 @@
 """The interface through which the core runs the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
-
-if TYPE_CHECKING:
-    from quire.lora.adapters import AdapterWeights
 
 WorkerMethod = str | Callable[..., Any]  # its name, or a function that is called with the worker
 
@@ -44,11 +42,25 @@ class Executor(Protocol):
         """Sample for the plan executed last, under its grammar masks. The result raises an error of either call."""
         ...
 
-    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
-        """Load an adapter for requests of that lora_id, after the plans submitted before."""
+    def load_adapter(self, request: LoRARequest) -> None:
+        """Read it into host memory; `adapter_news` tells when that is done."""
         ...
 
-    def remove_adapter(self, lora_id: int) -> None: ...
+    def place_adapter(self, lora_id: int, slot: int) -> None:
+        """Copy it into a slot, after the plans submitted before; `adapter_news` tells when that is done."""
+        ...
+
+    def use_adapter(self, lora_id: int, slot: int) -> None:
+        """Rows of plans submitted from now on may have it."""
+        ...
+
+    def drop_adapter(self, lora_id: int) -> None:
+        """From host memory."""
+        ...
+
+    def adapter_news(self) -> list[AdapterNews]:
+        """Since the last call, of what all workers have done. Does not wait for steps."""
+        ...
 
     def feature_support(self) -> FeatureSupport | None:
         """What prompts may hold beside token ids; None: nothing."""

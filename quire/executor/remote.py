@@ -1,19 +1,21 @@
 """An executor whose workers are elsewhere: plans, samplings and calls go to them as messages."""
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quire.executor.adapter_news import NewsOfAll
 from quire.executor.base import PendingOutput, WorkerMethod
 from quire.executor.stages import specs_of_all
 from quire.executor.worker_messages import Execute, Sample
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheSpec
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import Codec
 
-if TYPE_CHECKING:
-    from quire.lora.adapters import AdapterWeights
+NEWS_SECONDS = 0.005  # between questions for news of adapters
 
 
 class RemoteExecutor:
@@ -23,6 +25,8 @@ class RemoteExecutor:
         self._encoder = Codec()
         self._step = 0  # the last that was sampled
         self._unsent: Exception | None = None  # why the last plan could not be encoded
+        self._news = NewsOfAll()
+        self._news_due = 0.0
 
     def _write(self, frames: Sequence[Any]) -> None:
         """Send a message to all workers."""
@@ -56,11 +60,25 @@ class RemoteExecutor:
         self._write(self._encoder.encode(Sample(self._step, grammar)))
         return self._pending()
 
-    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
-        self._call("set_adapter", lora_id, weights)
+    def load_adapter(self, request: LoRARequest) -> None:
+        self._call("load_adapter", request)
 
-    def remove_adapter(self, lora_id: int) -> None:
-        self._call("remove_adapter", lora_id)
+    def place_adapter(self, lora_id: int, slot: int) -> None:
+        self._call("place_adapter", lora_id, slot)
+
+    def use_adapter(self, lora_id: int, slot: int) -> None:
+        self._call("use_adapter", lora_id, slot)
+
+    def drop_adapter(self, lora_id: int) -> None:
+        self._call("drop_adapter", lora_id)
+
+    def adapter_news(self) -> list[AdapterNews]:
+        """Asked for at intervals: workers answer between two steps."""
+        now = time.monotonic()
+        if now < self._news_due:
+            return []
+        self._news_due = now + NEWS_SECONDS
+        return self._news.add(self._call("adapter_news"))
 
     def feature_support(self) -> FeatureSupport | None:
         support: FeatureSupport | None = self._call("feature_support")[0]

@@ -6,19 +6,17 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor.base import PendingOutput, WorkerMethod
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.platforms import platform_class
 from quire.worker.memory import free_unused
 from quire.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from quire.lora.adapters import AdapterWeights
 
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -80,11 +78,22 @@ class UniProcExecutor:
             failed.set_exception(_failure(error))
             return failed
 
-    def set_adapter(self, lora_id: int, weights: "AdapterWeights") -> None:
-        self._submit(lambda: self.worker.set_adapter(lora_id, weights)).result()
+    # Neither loading nor its news waits for steps; the rest is in their order.
+    def load_adapter(self, request: LoRARequest) -> None:
+        self.worker.load_adapter(request)
 
-    def remove_adapter(self, lora_id: int) -> None:
-        self._submit(lambda: self.worker.remove_adapter(lora_id)).result()
+    def drop_adapter(self, lora_id: int) -> None:
+        self.worker.drop_adapter(lora_id)
+
+    def adapter_news(self) -> list[AdapterNews]:
+        news: list[AdapterNews] = self.worker.adapter_news()
+        return news
+
+    def place_adapter(self, lora_id: int, slot: int) -> None:
+        self._submit(lambda: self.worker.place_adapter(lora_id, slot))
+
+    def use_adapter(self, lora_id: int, slot: int) -> None:
+        self._submit(lambda: self.worker.use_adapter(lora_id, slot))
 
     def feature_support(self) -> FeatureSupport | None:
         support: FeatureSupport | None = self.worker.feature_support()

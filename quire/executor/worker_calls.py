@@ -12,6 +12,7 @@ from quire.executor.step_errors import rebuilt, told
 from quire.executor.worker_messages import StepError
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.speculation import DraftProfile
 
 
@@ -151,14 +152,27 @@ def _read_layout(num_blocks: int, groups: Any, max_model_len: int) -> tuple[Any,
     return KVCacheConfig(num_blocks, made), max_model_len, no_transfer
 
 
+def _write_adapter(request: LoRARequest) -> Sequence[Any]:
+    return (msgspec.to_builtins(request),)
+
+
+def _read_adapter(told: Any) -> tuple[LoRARequest]:
+    return (msgspec.convert(told, LoRARequest),)
+
+
 METHODS = {
+    "adapter_news": Method(_as(list[AdapterNews])),
     "describe": Method(_as(str)),
     "draft_needs": Method(_as(DraftNeeds)),
+    "drop_adapter": Method(_as(None)),
     "feature_support": Method(_as(FeatureSupport | None)),
     "get_draft_profile": Method(_as(DraftProfile)),
     "initialize_kv_cache": Method(_as(None), write_args=_write_layout, read_args=_read_layout),
     "kv_cache_memory": Method(_as(int)),
     "kv_cache_specs": Method(_read_specs, _write_specs),
+    "load_adapter": Method(_as(None), write_args=_write_adapter, read_args=_read_adapter),
+    "place_adapter": Method(_as(None)),
     "start_profile": Method(_as(None)),
     "stop_profile": Method(_as(str | None)),
+    "use_adapter": Method(_as(None)),
 }

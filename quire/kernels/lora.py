@@ -15,8 +15,9 @@ class LowRank:
     """Weights of all slots for one linear layer, whose outputs are one or more parts with factors of their own."""
 
     a: torch.Tensor  # [slots, parts * rank, in]
-    b: torch.Tensor  # [slots, out, rank], scale included
+    b: torch.Tensor  # [slots, out, rank], scale included; on a CPU a view of [slots, rank, out]
     ends: tuple[int, ...]  # of each part in the outputs
+    ranks: torch.Tensor  # [slots] int32: beyond a slot's, both are zero
 
     @property
     def rank(self) -> int:
@@ -53,7 +54,7 @@ def add_low_rank(
     elif native.serves(x):
         from quire.kernels.native import lora as native_lora
 
-        native_lora.add_low_rank(out, x, slots, w.a, w.b, w.boundaries)
+        native_lora.add_low_rank(out, x, slots, w.ranks, w.a, w.b, w.boundaries)
     else:
         add_low_rank_torch(out, x, slots, w)
 

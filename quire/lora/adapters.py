@@ -1,7 +1,11 @@
-"""A worker's adapters: the layers that take one, and loading into and removal from slots."""
+"""A worker's adapters: the layers that take one, those in host memory, and the copies in slots of the device."""
 
-from collections.abc import Mapping
+import queue
+import threading
+import weakref
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,60 +14,183 @@ from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ParallelLinear
 from quire.layers.load_slot import ShardId
 from quire.layers.packed_experts import PackedExperts
-from quire.lora.layers import Factors, Target, adapt_experts, adapt_linear
+from quire.lora.factors import Adapter, FullShape
+from quire.lora.layers import Target, adapt_experts, adapt_linear
 from quire.lora.state import LoRAState
+from quire.messages.lora import AdapterNews, LoRARequest
 
-# By layer and shard, as a model's WeightMap maps names in checkpoints: ("layers.0.self_attn.qkv_proj", "q").
-AdapterWeights = Mapping[tuple[str, ShardId], Factors]
+Key = tuple[str, ShardId]
+# This worker's part of an adapter's factors, in the type of the device's, in memory that it can copy from.
+HostFactors = dict[Key, tuple[torch.Tensor, torch.Tensor]]
+Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class Adapters:
-    """Changes the layers of a loaded model so that they add the terms of adapters."""
+    """Changes the layers of a loaded model so that they add the terms of adapters.
+
+    A thread of its own reads files and copies into slots: no step waits for either. It says so in `news`.
+    """
 
     def __init__(
         self,
         model: nn.Module,
+        read: Callable[[str, FullShape], Adapter],
+        name_of: Callable[[str, ShardId], str],
         config: LoRAConfig,
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`max_rows` and `max_tokens`: the most that a step has."""
+        """`read`: an adapter of a folder. `name_of`: a parameter's shard in the model's checkpoint. `max_rows` and
+        `max_tokens`: the most that a step has."""
         self.state = LoRAState(config.max_loras, max_rows, max_tokens, device)
-        self._targets: dict[tuple[str, ShardId], Target] = {}
-        rank, inside_experts = config.max_lora_rank, set[nn.Module]()
+        self._read, self._name_of, self._max_rank = read, name_of, config.max_lora_rank
+        self._config, self._dtype, self._device = config, dtype, device
+        if config.lora_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+            raise ValueError(
+                f"lora_dtype is {config.lora_dtype}; allowed: auto, or the model's {dtype}".replace("torch.", "")
+            )
+        self._targets: dict[Key, Target] = {}
+        inside_experts = set[nn.Module]()
         for path, module in list(model.named_modules()):
             if isinstance(module, FusedMoE | PackedExperts):
                 inside_experts.update(module.modules())
                 if config.adapt_experts:
-                    for name, shard, target in adapt_experts(module, self.state, rank, dtype):
+                    for name, shard, target in adapt_experts(module, self.state, self._max_rank, self._dtype):
                         self._targets[f"{path}.{name}", shard] = target
             elif isinstance(module, ParallelLinear) and module not in inside_experts:
-                for shard, target in adapt_linear(module, self.state, rank, dtype):
-                    self._targets[path, shard] = target
+                taken = [p.shard for p in module.partitions() if self._takes(path, p.shard)]
+                if taken:
+                    found = adapt_linear(module, self.state, self._max_rank, self._dtype)
+                    self._targets.update({(path, shard): target for shard, target in found if shard in taken})
         if not self._targets:
             raise ValueError(f"{type(model).__name__} has no layers that take an adapter; leave out enable_lora")
+        self._host: dict[int, HostFactors] = {}
+        self._in_slot: dict[int, set[Key]] = {}  # what of each slot is not zero
+        self._news: queue.SimpleQueue[AdapterNews] = queue.SimpleQueue()
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-adapters", daemon=True)
+        thread.start()
+        self._stop = weakref.finalize(self, self._tasks.put, None)
 
-    @torch.inference_mode()
-    def set(self, lora_id: int, weights: AdapterWeights) -> None:
-        """Load an adapter. The copies come after all steps that were launched before."""
-        for (name, shard), factors in weights.items():
-            target = self._targets.get((name, shard))
-            if target is None:
-                some = ", ".join(str(key) for key in list(self._targets)[:5])
-                raise ValueError(f"{name} (shard {shard!r}) takes no adapter; layers that do are {some}, ...")
-            target.check(name, factors)
-        slot = self.state.take_slot(lora_id)
+    def load(self, request: LoRARequest) -> None:
+        """Read it into host memory, beside the steps."""
+        self._tasks.put(lambda: self._tell(request.lora_int_id, lambda: self._load(request)))
+
+    def place(self, lora_id: int, slot: int) -> None:
+        """Copy it into a slot, behind all steps that were launched before, and beside those that follow."""
+        self.state.free_slot(slot)
+        launched = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+        def copy() -> AdapterNews:
+            if self._stream is None or launched is None:
+                self._copy(lora_id, slot)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(launched)
+                    self._copy(lora_id, slot)
+                self._stream.synchronize()
+            return AdapterNews(lora_id, slot=slot)
+
+        self._tasks.put(lambda: self._tell(lora_id, copy))
+
+    def use(self, lora_id: int, slot: int) -> None:
+        """Plans from here on may name it: its copy has ended."""
+        self.state.take_slot(slot, lora_id)
+
+    def drop(self, lora_id: int) -> None:
+        """Forget it in host memory."""
+
+        def forget() -> None:
+            self._host.pop(lora_id, None)
+
+        self._tasks.put(forget)
+
+    def news(self) -> list[AdapterNews]:
+        """Since the last call, which may come from any thread."""
+        found = []
+        while not self._news.empty():
+            found.append(self._news.get())
+        return found
+
+    def _tell(self, lora_id: int, task: Callable[[], AdapterNews]) -> None:
         try:
-            for key, target in self._targets.items():
-                target.a[slot].zero_()
-                target.b[slot].zero_()
-                if key in weights:
-                    target.write(slot, weights[key])
-        except BaseException:
-            self.state.release_slot(lora_id)
-            raise
+            self._news.put(task())
+        except (ValueError, OSError) as error:
+            self._news.put(AdapterNews(lora_id, error=str(error)))
+        except Exception as error:
+            self._news.put(AdapterNews(lora_id, error=f"{type(error).__name__}: {error}"))
 
-    def remove(self, lora_id: int) -> None:
-        self.state.release_slot(lora_id)
+    def _load(self, request: LoRARequest) -> AdapterNews:
+        adapter = self._read(request.lora_path, self._full_shape)
+        if adapter.rank > self._max_rank:
+            raise ValueError(
+                f"{request.lora_path}: its rank is {adapter.rank}; at most {self._max_rank} is allowed "
+                "(--max-lora-rank)"
+            )
+        factors = {key: self._targets[key].part_of(own) for key, own in adapter.factors.items() if key in self._targets}
+        kept = {key: (self._kept(a), self._kept(b)) for key, (a, b) in factors.items()}
+        self._host[request.lora_int_id] = kept
+        size = sum(a.nbytes + b.nbytes for a, b in kept.values())
+        return AdapterNews(request.lora_int_id, adapter.content, size)
+
+    def _copy(self, lora_id: int, slot: int) -> None:
+        factors = self._host[lora_id]
+        for key in self._in_slot.pop(slot, set()):
+            target = self._targets[key]
+            _fill(target.a[slot])
+            _fill(target.b[slot])
+        self._in_slot[slot] = set(factors)
+        self.state.ranks[slot] = max(len(a) for a, _ in factors.values())
+        for key, (a, b) in factors.items():
+            target = self._targets[key]
+            _write(target.a[slot, : len(a)], a)
+            _write(target.b[slot, :, : len(a)], b)
+
+    def _full_shape(self, layer: str, shard: ShardId) -> tuple[int, int] | None:
+        target = self._targets.get((layer, shard))
+        return None if target is None else target.partition.full_shape
+
+    def _takes(self, layer: str, shard: ShardId) -> bool:
+        return self._config.takes(self._name_of(f"{layer}.weight", shard).removesuffix(".weight"))
+
+    def _kept(self, values: np.ndarray) -> torch.Tensor:
+        """In the type of the slots; rounded here, so that a copy is one of bytes."""
+        values = np.ascontiguousarray(values, np.float32)
+        if self._dtype == torch.bfloat16:
+            bits = values.view(np.uint32)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
+            kept = torch.from_numpy(rounded.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+        elif self._dtype == torch.float16:
+            kept = torch.from_numpy(values.astype(np.float16))
+        else:
+            kept = torch.from_numpy(values)
+        return kept.pin_memory() if self._stream is not None else kept
+
+
+def _fill(slot: torch.Tensor) -> None:
+    if slot.is_cuda:
+        slot.zero_()
+    else:
+        _bits(slot)[...] = 0
+
+
+def _write(slot: torch.Tensor, values: torch.Tensor) -> None:
+    if slot.is_cuda:
+        slot.copy_(values, non_blocking=True)
+    else:
+        _bits(slot)[...] = _bits(values)
+
+
+def _bits(values: torch.Tensor) -> np.ndarray:
+    """numpy's view of the memory: it copies without a pool of threads, and knows no bfloat16."""
+    return values.view({2: torch.int16, 4: torch.int32}[values.dtype.itemsize]).numpy()
+
+
+def _run(tasks: Tasks) -> None:
+    """References only the queue, so that unreferenced adapters can be collected."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task

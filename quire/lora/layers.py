@@ -12,10 +12,9 @@ from quire.layers.fused_moe import FusedMoE
 from quire.layers.linear import ParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.layers.packed_experts import PackedExperts
+from quire.lora.factors import Factors
 from quire.lora.state import LoRAState
 from quire.quantization.base import LinearMethod, Partition, keep
-
-Factors = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scale included, of the whole layer
 
 
 @dataclass(frozen=True)
@@ -26,26 +25,13 @@ class Target:
     b: torch.Tensor  # [slots, out, max rank]
     partition: Partition
 
-    def check(self, name: str, factors: Factors) -> None:
-        (out, in_), (a, b) = self.partition.full_shape, factors
-        rank, most = a.shape[0], self.a.shape[1]
-        if a.shape != (rank, in_) or b.shape != (out, rank):
-            raise ValueError(
-                f"{name}: A is {list(a.shape)} and B {list(b.shape)}; they must be [rank, {in_}] and [{out}, rank]"
-            )
-        if rank > most:
-            raise ValueError(f"{name}: its rank is {rank}; at most {most} is allowed (max_lora_rank)")
-
-    def write(self, slot: int, factors: Factors) -> None:
-        """Over zeros, to which smaller ranks are padded."""
+    def part_of(self, factors: Factors) -> Factors:
+        """Of the whole layer's. The outputs' split leaves A whole; the inputs' leaves B whole, and the sum over workers
+        is that of the terms."""
         (a, b), p = factors, self.partition
-        # The outputs' split leaves A whole; the inputs' leaves B whole, and the sum over workers is that of the terms.
         if p.dim == 0:
-            b = b.narrow(0, p.start, self.b.shape[1])
-        else:
-            a = a.narrow(1, p.start, self.a.shape[2])
-        self.a[slot, : len(a)].copy_(a)
-        self.b[slot, :, : len(a)].copy_(b)
+            return a, b[p.start : p.start + self.b.shape[1]]
+        return a[:, p.start : p.start + self.a.shape[2]], b
 
 
 Targets = Iterator[tuple[ShardId, Target]]
@@ -64,8 +50,11 @@ def new_weights(
         raise ValueError(f"a layer fused of {len(sizes)} takes no adapter; at most {MAX_PARTS} are allowed")
     shape = (*leading, state.max_loras)
     a = torch.zeros(*shape, len(sizes) * rank, num_inputs, dtype=dtype, device=state.device)
-    b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
-    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))))
+    if state.device.type == "cpu":
+        b = torch.zeros(*shape, rank, sum(sizes), dtype=dtype).transpose(-1, -2)
+    else:
+        b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
+    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))), state.ranks)
 
 
 def targets_of(w: LowRank, partitions: Sequence[Partition]) -> Targets:
@@ -154,7 +143,7 @@ class ExpertTerms:
 
 
 def expert_of(w: LowRank, expert: int) -> LowRank:
-    return LowRank(w.a[expert], w.b[expert], w.ends)
+    return LowRank(w.a[expert], w.b[expert], w.ends, w.ranks)
 
 
 def adapt_experts(

@@ -9,8 +9,6 @@ from quire.kernels.lora import write_slots_of_tokens
 from quire.kernels.transfer import to_device
 from quire.messages.plan import NewRow
 
-REMOVED = -2  # the slot of a row whose adapter was removed
-
 
 class LoRAState:
     """Layers hold a reference to it: `slots` is at a fixed address, so that graphs and recorded steps read what the
@@ -21,59 +19,34 @@ class LoRAState:
         self.device = device
         self.active = False  # whether layers add terms; graphs and recordings are made of both
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)  # by token of the step
+        self.ranks = torch.zeros(max_loras, dtype=torch.int32, device=device)  # of the adapter in each slot
         self._row_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self._of_rows = np.full(max_rows, -1, np.int32)  # the same on the host
         self._slot_of: dict[int, int] = {}  # by lora_id
-        self._retired: set[int] = set()  # ids that cached KV blocks may still be found by
 
-    def take_slot(self, lora_id: int) -> int:
-        """A free slot for an adapter; ValueError if there is none."""
-        if lora_id < 1:
-            raise ValueError(f"lora_id is {lora_id}; it must be at least 1 (0 is a request without adapter)")
-        if lora_id in self._slot_of:
-            raise ValueError(f"adapter {lora_id} is already loaded; remove it first, or load this one by another id")
-        if lora_id in self._retired:
-            raise ValueError(
-                f"lora_id {lora_id} was an adapter that has been removed, and its KV cache may be found by that; load "
-                "this one by another id"
-            )
-        free = set(range(self.max_loras)).difference(self._slot_of.values())
-        if not free:
-            loaded = sorted(self._slot_of)
-            raise ValueError(f"{self.max_loras} adapters are loaded (max_loras): {loaded}; remove one of them first")
-        slot = self._slot_of[lora_id] = min(free)
-        return slot
+    def take_slot(self, slot: int, lora_id: int) -> None:
+        """The slot is this adapter's from now on. The core sees to it that no row uses the one before any more."""
+        self._slot_of = {other: at for other, at in self._slot_of.items() if at != slot and other != lora_id}
+        self._slot_of[lora_id] = slot
 
-    def release_slot(self, lora_id: int) -> None:
-        slot = self._slot_of.get(lora_id)
-        if slot is None:
-            raise ValueError(f"adapter {lora_id} is not loaded; loaded: {sorted(self._slot_of)}")
-        del self._slot_of[lora_id]
-        self._retired.add(lora_id)
-        # Most of these rows have finished, of which only the next plan tells.
-        self._of_rows[self._of_rows == slot] = REMOVED
+    def free_slot(self, slot: int) -> None:
+        self._slot_of = {lora_id: at for lora_id, at in self._slot_of.items() if at != slot}
 
     def update_rows(self, finished: Sequence[int], new_rows: Sequence[NewRow]) -> None:
-        """Apply a plan's changes. ValueError if a new row's adapter is not loaded: it has none then."""
+        """Apply a plan's changes."""
         if finished:
             self._of_rows[finished] = -1
         if not new_rows:
             return
         rows = [new.row for new in new_rows]
-        slots = [self._slot_of.get(new.lora_id, -1) for new in new_rows]
+        slots = [self._slot_of[new.lora_id] if new.lora_id else -1 for new in new_rows]
         self._of_rows[rows] = slots
         rows_, slots_ = to_device(self.device, rows, slots)
         self._row_slots[rows_.long()] = slots_
-        missing = {new.lora_id for new in new_rows if new.lora_id} - self._slot_of.keys()
-        if missing:
-            raise ValueError(f"adapter {min(missing)} is not loaded; loaded: {sorted(self._slot_of)}")
 
     def needed(self, rows: np.ndarray) -> bool:
-        """Whether any of these rows has an adapter. ValueError if one's was removed."""
-        slots = self._of_rows[rows]
-        if (slots == REMOVED).any():
-            raise ValueError("an adapter was removed while requests with it were running")
-        return bool((slots >= 0).any())
+        """Whether any of these rows has an adapter."""
+        return bool((self._of_rows[rows] >= 0).any())
 
     def start_step(self, rows: torch.Tensor, token_rows: torch.Tensor | None, active: bool) -> None:
         """Before the layers run: rows and token_rows as prepare_inputs has them."""

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from quire.messages.features import Feature
+from quire.messages.lora import AdapterStats, LoRARequest
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.speculation import DraftStats
@@ -96,11 +97,16 @@ class EngineCoreRequest(msgspec.Struct):
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
-    lora_id: int = 0
+    lora: LoRARequest | None = None
     output_token_ids: np.ndarray | None = None  # int32: generated elsewhere, by a request that goes on here
     content_keys: tuple[ContentKey, ...] = ()
     features: tuple[Feature, ...] = ()  # in the order of their tokens
     fork_of: str | None = None  # first sibling of `n`, whose prompt blocks this one shares
+
+    @property
+    def lora_id(self) -> int:
+        """Of its adapter; 0: none."""
+        return 0 if self.lora is None else self.lora.lora_int_id
 
     @property
     def sampling(self) -> SamplingParams:
@@ -185,6 +191,7 @@ class SchedulerStats(msgspec.Struct):
     # bucket of RESIDENCY_SECONDS, the last unbounded, and the sum.
     residency: tuple[tuple[float, ...], ...] = ()
     drafts: DraftStats | None = None  # None: there is no proposer
+    adapters: AdapterStats | None = None  # None: there is no room for any
 
 
 class EngineCoreOutputs(msgspec.Struct):

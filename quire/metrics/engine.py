@@ -5,6 +5,7 @@ from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 
 from quire.config import CacheConfig
+from quire.messages.lora import AdapterStats
 from quire.messages.requests import RESIDENCY_SECONDS, STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.speculation import DraftStats
@@ -183,6 +184,7 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
         ),
         histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
         *draft_metrics(stats.drafts, labels, at),
+        *adapter_metrics(stats.adapters, labels, at),
         *(
             histogram(f"quire:{name}", labels, RESIDENCY_SECONDS, list(map(int, counts)), total, at)
             for name, (*counts, total) in zip(RESIDENCY, stats.residency, strict=False)
@@ -200,6 +202,24 @@ def draft_metrics(drafts: DraftStats | None, labels: dict[str, str], at: float) 
         Counter("quire:spec_decode_num_draft_tokens", labels, drafts.num_draft_tokens, as_of=at),
         Counter("quire:spec_decode_num_accepted_tokens", labels, drafts.num_accepted_tokens, as_of=at),
         *(Counter(name, {**labels, "position": str(i)}, count, as_of=at) for i, count in by_position),
+    ]
+
+
+def adapter_metrics(adapters: AdapterStats | None, labels: dict[str, str], at: float) -> list[Metric]:
+    if adapters is None:
+        return []
+    names = {
+        "max_lora": str(adapters.max_loras),
+        "running_lora_adapters": ",".join(adapters.running),
+        "waiting_lora_adapters": ",".join(adapters.waiting),
+    }
+    return [
+        Gauge("quire:lora_requests_info", {**labels, **names}, at, as_of=at),
+        Gauge("quire:lora_adapters_in_host_memory", labels, adapters.num_host, as_of=at),
+        Gauge("quire:lora_adapters_in_slots", labels, adapters.num_device, as_of=at),
+        Gauge("quire:lora_adapters_waiting", labels, len(adapters.waiting), as_of=at),
+        Counter("quire:lora_adapters_loaded", labels, adapters.num_loads, as_of=at),
+        Counter("quire:lora_adapters_evicted", labels, adapters.num_evicted, as_of=at),
     ]
 
 
@@ -230,6 +250,12 @@ HELP = {
     "quire:spec_decode_num_draft_tokens": "Draft tokens verified.",
     "quire:spec_decode_num_accepted_tokens": "Draft tokens accepted.",
     "quire:spec_decode_num_accepted_tokens_per_pos": "Draft tokens accepted, by position among a row's drafts.",
+    "quire:lora_requests_info": "Adapters of running and of waiting requests, as labels; the value is a time.",
+    "quire:lora_adapters_in_host_memory": "Adapters in host memory.",
+    "quire:lora_adapters_in_slots": "Adapters in device memory.",
+    "quire:lora_adapters_waiting": "Adapters that requests wait for.",
+    "quire:lora_adapters_loaded": "Adapters read from disk.",
+    "quire:lora_adapters_evicted": "Adapters that left device memory for others.",
     "quire:iteration_tokens_total": "Tokens per engine step.",
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token or pooled vector.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",

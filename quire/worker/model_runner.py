@@ -319,7 +319,7 @@ class ModelRunner:
             for tensor in self.kv_tensors:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
         if self.lora is not None:
-            self.lora.update_rows(plan.finished_rows, plan.new_rows)  # last: it raises if an adapter is not there
+            self.lora.update_rows(plan.finished_rows, plan.new_rows)
 
     def _forward(self, pending: PendingStep) -> None:
         plan = pending.plan

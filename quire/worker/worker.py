@@ -1,5 +1,6 @@
 """One device: loads the model, sizes and holds the KV cache, runs steps."""
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -18,15 +19,17 @@ from quire.kernels import native
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.parallel import TensorParallel
 from quire.layers.stage_link import check_stages, link_stages
-from quire.lora.adapters import Adapters, AdapterWeights
+from quire.lora.adapters import Adapters
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheGroup, KVCacheSpec, make_groups, shared_page_bytes
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.speculation import DraftProfile
 from quire.models.base import LanguageModel
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
+from quire.models.loading.peft import read_adapter
 from quire.models.registry import ModelRegistry
 from quire.models.stage import Stage
 from quire.platforms import current_platform
@@ -144,7 +147,18 @@ class Worker:
             raise ValueError(f"LoRA is not available yet for {type(self.model).__name__}; leave out enable_lora")
         assert max_tokens is not None
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
-        return Adapters(self.model, config.lora, self.max_num_seqs, most, self.dtype, self.platform.device)
+        names = self.model.weight_map()
+        read = functools.partial(read_adapter, names=names)
+        return Adapters(
+            self.model,
+            read,
+            names.checkpoint_name,
+            config.lora,
+            self.max_num_seqs,
+            most,
+            self.dtype,
+            self.platform.device,
+        )
 
     def _make_proposer(self) -> Proposer | None:
         proposer = make_proposer(self.config, self.platform.device) if self.world.is_last_stage else None
@@ -158,15 +172,24 @@ class Worker:
                 )
         return proposer
 
-    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
-        self._require_adapters().set(lora_id, weights)
+    def load_adapter(self, request: LoRARequest) -> None:
+        self._require_adapters().load(request)
 
-    def remove_adapter(self, lora_id: int) -> None:
-        self._require_adapters().remove(lora_id)
+    def place_adapter(self, lora_id: int, slot: int) -> None:
+        self._require_adapters().place(lora_id, slot)
+
+    def use_adapter(self, lora_id: int, slot: int) -> None:
+        self._require_adapters().use(lora_id, slot)
+
+    def drop_adapter(self, lora_id: int) -> None:
+        self._require_adapters().drop(lora_id)
+
+    def adapter_news(self) -> list[AdapterNews]:
+        return self._require_adapters().news()
 
     def _require_adapters(self) -> Adapters:
         if self.adapters is None:
-            raise ValueError("the engine was started without capacity for adapters (enable_lora)")
+            raise ValueError("the engine was started without room for adapters (--enable-lora)")
         return self.adapters
 
     def _number_cache_layers(self) -> list[CacheLayer]:

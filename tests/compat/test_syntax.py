@@ -48,7 +48,7 @@ from tests.compat.conftest import arguments
         (["--quantization", "None", "--revision=None"], {"quantization": None, "revision": None}),
         (["--safetensors-load-strategy", "None"], {"safetensors_load_strategy": None}),
         (["--guided-decoding-backend", "guidance"], {"structured_outputs_backend": "guidance"}),
-        (["--lora-modules", "a=b", "c=d"], {"lora_modules": ["a=b", "c=d"]}),
+        (["--device-ids", "0", "1"], {"device_ids": ["0", "1"]}),
     ],
 )  # fmt: skip
 def test_words(words: list[str], given: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def test_lists_of_a_file_keep_every_entry(tmp_path: Path) -> None:
     config = server_config(args)
     assert (args.model, config.middleware) == ("org/m", ("b:B", "auth:A"))
     assert (config.allowed_origins, config.served_model_name) == (("https://a", "https://b"), ("big", "small"))
-    assert arguments("--config", str(file))["lora_modules"] == ('{"name": "a", "path": "b"}', "c=d")
+    assert config.lora_modules == ('{"name": "a", "path": "b"}', "c=d")
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_all_arguments_at_their_defaults_ask_for_nothing(
 
 def test_none_of_vllms_defaults_is_refused() -> None:
     given = {"block_size": None, "enable_prefix_caching": None, "async_scheduling": None, "seed": None}
-    assert EngineConfig.from_kwargs(enable_chunked_prefill=None, enable_lora=None, **given) == EngineConfig()
+    assert EngineConfig.from_kwargs(enable_chunked_prefill=None, numa_bind=None, **given) == EngineConfig()
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -148,7 +148,7 @@ def test_the_help_does_not_show_the_table(capsys: pytest.CaptureFixture[str]) ->
         serve.parser().parse(["--help"])
     shown = capsys.readouterr().out
     assert "docs/compatibility.md" in shown and "--block-size" in shown
-    assert "--enable-lora" not in shown and "--optimization-level" not in shown
+    assert "--numa-bind" not in shown and "--optimization-level" not in shown
 
 
 def test_the_docs_show_the_table() -> None:

@@ -49,7 +49,7 @@ def test_the_synchronous_engine_steps():
     engine.add_request("gone", PROMPT, GREEDY)
     engine.abort_request(["gone"])
     assert not engine.has_unfinished_requests()
-    with pytest.raises(ValueError, match="lora_request is not available yet: LoRA"):
+    with pytest.raises(ValueError, match="it must be a LoRARequest"):
         engine.add_request("x", PROMPT, GREEDY, lora_request=object())
     engine.engine_core.shutdown()
 
@@ -103,7 +103,7 @@ def test_prompts_as_vllms_dicts_and_other_arguments(llm):
     assert "Rome" in text_of(outputs) and shown[0]["total"] == 1
     cut = llm.generate(PROMPT, GREEDY, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": 2})[0]
     assert cut.prompt_token_ids == ids[-2:]
-    with pytest.raises(ValueError, match="lora_request is not available yet"):
+    with pytest.raises(ValueError, match="it must be a LoRARequest"):
         llm.generate(PROMPT, GREEDY, False, object())
     with pytest.raises(ValueError, match=r"tokenization_kwargs has \['padding'\]"):
         llm.generate(PROMPT, GREEDY, tokenization_kwargs={"padding": True})
@@ -118,7 +118,7 @@ def test_engines_take_the_same_tokenization_as_llm(llm):
         return engine.input_processor.parse_many(prompts, add_special_tokens)
 
     given = {"add_special_tokens": False, "truncate_prompt_tokens": 2}
-    prompt, params = with_tokenization(PROMPT, GREEDY, given, None, parse_many)
+    prompt, params = with_tokenization(PROMPT, GREEDY, given, parse_many)
     assert (prompt.token_ids, params.truncate_prompt_tokens, asked) == (ids, 2, [False])
     engine.add_request("special", PROMPT, GREEDY, tokenization_kwargs=given)
     outputs = []

@@ -9,6 +9,7 @@ from quire.config.flags import FlagParser, add_engine_flags, add_model_argument,
 from quire.config.server import ServerConfig, add_server_flags, server_config
 
 OBJECTS = (
+    "default_mm_loras",
     "hf_overrides",
     "model_class_overrides",
     "override_generation_config",

@@ -46,18 +46,18 @@ def test_a_removed_request_does_not_come_back():
 def test_a_fork_may_still_wait_for_its_grammar():
     queue, fork = AdmissionQueue(), request("fork", (0, 1))
     queue.block(fork, RequestState.WAITING_FORK)
-    queue.block_for_grammar(fork)
+    queue.block_until_ready(fork)
     queue.fork_ready(fork)
     assert fork.state == RequestState.WAITING_GRAMMAR and queue.peek() is None
-    queue.grammar_ready(fork)
+    queue.now_ready(fork)
     assert queue.peek() is fork
 
 
 def test_a_grammar_may_be_ready_before_the_fork():
     queue, fork = AdmissionQueue(), request("fork", (0, 1))
     queue.block(fork, RequestState.WAITING_FORK)
-    queue.block_for_grammar(fork)
-    queue.grammar_ready(fork)
+    queue.block_until_ready(fork)
+    queue.now_ready(fork)
     assert queue.peek() is None
     queue.fork_ready(fork)
     assert queue.peek() is fork

@@ -129,7 +129,7 @@ def test_errors(tiny, llm):
         (lambda: llm.beam_search([[1, 2], [1] * 600], params), "has 600 tokens"),
         (lambda: llm.beam_search([[1, 2], []], params), "empty"),
         (lambda: llm.beam_search(PROMPTS, BeamSearchParams(60, 8)), "max-logprobs"),
-        (lambda: llm.beam_search(PROMPTS, params, lora_request=object()), "LoRA"),
+        (lambda: llm.beam_search(PROMPTS, params, lora_request=object()), "LoRARequest"),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()

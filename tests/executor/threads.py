@@ -13,12 +13,13 @@ from quire.config import EngineConfig
 from quire.distributed.group import Group
 from quire.distributed.layout import WorldLayout
 from quire.distributed.world import World
+from quire.executor.adapter_news import NewsOfAll
 from quire.executor.base import WorkerMethod
 from quire.executor.uniproc import UniProcExecutor
 from quire.layers.parallel import TensorParallel
-from quire.lora.adapters import AdapterWeights
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
 
@@ -97,6 +98,7 @@ class ThreadsExecutor:
             return UniProcExecutor(threaded, lambda _: Worker(config, world))
 
         self.ranks = [start(rank) for rank in range(self.size)]
+        self.news = NewsOfAll()
 
     def on_failure(self, notify: Callable[[Exception], None]) -> None: ...
 
@@ -117,13 +119,24 @@ class ThreadsExecutor:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> ResultOfAll:
         return ResultOfAll([rank.sample_tokens(grammar) for rank in self.ranks])
 
-    def set_adapter(self, lora_id: int, weights: AdapterWeights) -> None:
+    def load_adapter(self, request: LoRARequest) -> None:
         for rank in self.ranks:
-            rank.set_adapter(lora_id, weights)
+            rank.load_adapter(request)
 
-    def remove_adapter(self, lora_id: int) -> None:
+    def place_adapter(self, lora_id: int, slot: int) -> None:
         for rank in self.ranks:
-            rank.remove_adapter(lora_id)
+            rank.place_adapter(lora_id, slot)
+
+    def use_adapter(self, lora_id: int, slot: int) -> None:
+        for rank in self.ranks:
+            rank.use_adapter(lora_id, slot)
+
+    def drop_adapter(self, lora_id: int) -> None:
+        for rank in self.ranks:
+            rank.drop_adapter(lora_id)
+
+    def adapter_news(self) -> list[AdapterNews]:
+        return self.news.add([rank.adapter_news() for rank in self.ranks])
 
     def feature_support(self) -> FeatureSupport | None:
         return self.ranks[0].feature_support()

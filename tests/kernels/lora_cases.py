@@ -35,9 +35,14 @@ def make(layer: str, slots: str, device: str, dtype: torch.dtype) -> tuple[torch
     return *(tensor.to(device, dtype) for tensor in (a, b, x, out)), of_rows.to(device)
 
 
+def ranks_of(b: torch.Tensor) -> torch.Tensor:
+    """Of all slots the highest."""
+    return torch.full((len(b),), b.shape[2], dtype=torch.int32, device=b.device)
+
+
 def check(layer: str, slots: str, device: str, dtype: torch.dtype) -> None:
     a, b, x, out, of_rows = make(layer, slots, device, dtype)
-    w = LowRank(a, b, tuple(torch.tensor(LAYERS[layer][1]).cumsum(0).tolist()))
+    w = LowRank(a, b, tuple(torch.tensor(LAYERS[layer][1]).cumsum(0).tolist()), ranks_of(b))
     wanted, before = out.clone(), out.clone()
     add_low_rank_torch(wanted, x, of_rows, w)
     add_low_rank(out, x, of_rows, w)
@@ -54,7 +59,7 @@ def check(layer: str, slots: str, device: str, dtype: torch.dtype) -> None:
 def check_an_infinite_weight_stays_with_its_rows(device: str, dtype: torch.dtype) -> None:
     a, b, x, out, of_rows = make("merged", "mixed", device, dtype)
     a[2, 0, 0] = b[1, 0, 0] = float("inf")
-    add_low_rank(out, x, of_rows, LowRank(a, b, (96, 192)))
+    add_low_rank(out, x, of_rows, LowRank(a, b, (96, 192), ranks_of(b)))
     finite = out.isfinite().all(1).tolist()
     assert finite == [slot in (-1, 0) for slot in SLOTS["mixed"]]
     assert out[5, 1:].isfinite().all() and out[2, 96:].isfinite().all()

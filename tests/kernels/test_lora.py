@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels import native
-from quire.kernels.lora import LowRank, add_low_rank_torch
+from quire.kernels.lora import LowRank, add_low_rank, add_low_rank_torch
 from tests.kernels import lora_cases
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -16,6 +16,23 @@ needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C 
 @pytest.mark.parametrize("layer", lora_cases.LAYERS)
 def test_low_rank_terms(layer, slots, dtype):
     lora_cases.check(layer, slots, "cpu", dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smaller_ranks_than_the_highest(dtype):
+    """Slots are padded with zeros; laid out as layers have them."""
+    a, b, x, out, of_rows = lora_cases.make("query, key, value", "mixed", "cpu", dtype)
+    ranks = torch.tensor([5, 3, 1], dtype=torch.int32)
+    for slot, rank in enumerate(ranks.tolist()):
+        b[slot, :, rank:] = 0
+        a[slot].view(3, 5, -1)[:, rank:] = 0
+    wanted = out.clone()
+    w = LowRank(a, b.transpose(1, 2).contiguous().transpose(1, 2), (128, 160, 192), ranks)
+    add_low_rank_torch(wanted, x, of_rows, w)
+    add_low_rank(out, x, of_rows, w)
+    exact = dtype is torch.float32
+    torch.testing.assert_close(out, wanted, atol=2e-5 if exact else 2e-2, rtol=1e-4 if exact else 2e-2)
 
 
 @needs_compiler
@@ -31,7 +48,7 @@ def test_the_reference_is_a_merged_weight():
     a, b, x, _, of_rows = lora_cases.make("query, key, value", "mixed", "cpu", torch.float32)
     weight = torch.randn(192, 130)
     out = x @ weight.T
-    add_low_rank_torch(out, x, of_rows, LowRank(a, b, (128, 160, 192)))
+    add_low_rank_torch(out, x, of_rows, LowRank(a, b, (128, 160, 192), lora_cases.ranks_of(b)))
     for row, slot in enumerate(of_rows[: len(x)].tolist()):
         merged = weight.clone()
         for i, part in enumerate((slice(0, 128), slice(128, 160), slice(160, 192))):

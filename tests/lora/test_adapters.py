@@ -5,6 +5,7 @@ import pytest
 from quire import SamplingParams
 from quire.config.lora import LoRAConfig
 from quire.kernels import native
+from quire.messages.lora import LoRARequest
 from quire.worker import recorded
 from tests.lora.random_adapters import (
     COUNT,
@@ -13,8 +14,6 @@ from tests.lora.random_adapters import (
     PROMPTS,
     Case,
     complete,
-    engine_with,
-    executor,
     finish,
     runner,
     start,
@@ -60,7 +59,7 @@ SETTINGS = {
 def test_each_request_gets_the_text_of_its_merged_model(case, settings, request):
     case = request.getfixturevalue(case)
     with case.engine(**SETTINGS[settings]) as engine:
-        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
+        assert texts(case.complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
         if settings == "preempted":
             assert engine.stats.num_preemptions > 0
     assert len({tuple(text) for text in case.texts}) == len(PROMPTS)
@@ -69,8 +68,8 @@ def test_each_request_gets_the_text_of_its_merged_model(case, settings, request)
 @pytest.mark.parametrize("case", ["llama", "experts"])
 def test_two_ranks(case, request):
     case = request.getfixturevalue(case)
-    with case.engine(distributed_executor_backend=THREADS) as engine:
-        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
+    with case.engine(distributed_executor_backend=THREADS, fully_sharded_loras=True) as engine:
+        assert texts(case.complete(engine, PROMPTS, LORA_IDS, GREEDY)) == case.texts
 
 
 def test_the_adapter_matters(llama):
@@ -79,21 +78,30 @@ def test_the_adapter_matters(llama):
     assert same == [lora_id == 0 for lora_id in LORA_IDS]
 
 
-def test_blocks_are_shared_only_with_the_same_adapter(llama):
+def test_blocks_are_shared_only_with_the_same_adapter(llama, tmp_path):
+    """By its content: what a number stands for may change, and one adapter may have several."""
     prompt = PROMPTS[4]
-    with llama.engine() as engine:
+    with llama.engine(max_loras=2) as engine:
         cached = []
-        for lora_id in (1, 1, 2, 0, 2, 0):
-            (output,) = complete(engine, [prompt], [lora_id], GREEDY)
-            assert texts([output])[0] == greedy(llama.models[lora_id], prompt, COUNT)[0]
+        for number in (1, 1, 2, 0, 2, 0, 3, 1):
+            (output,) = llama.complete(engine, [prompt], [number], GREEDY)
+            assert texts([output])[0] == greedy(llama.models[number], prompt, COUNT)[0]
+            assert output.lora_request == llama.lora(number)
             cached.append(output.num_cached_tokens)
-    assert cached == [0, 96, 0, 0, 96, 96]
+        assert cached == [0, 96, 0, 0, 96, 96, 0, 96]
+        copied = llama.adapters[0].save(tmp_path / "copy")
+        (output,) = complete(engine, [prompt], [LoRARequest("copy", 7, str(copied))], GREEDY)
+        assert output.num_cached_tokens == 96
+        llama.adapters[1].save(copied)
+        engine.remove_lora(7)
+        (output,) = complete(engine, [prompt], [LoRARequest("copy", 7, str(copied))], GREEDY)
+        assert texts([output])[0] == greedy(llama.models[2], prompt, COUNT)[0] and output.num_cached_tokens == 96
 
 
 def test_completions_of_one_prompt_share_its_adapter(llama):
     params = SamplingParams(top_k=1, max_tokens=8, ignore_eos=True, n=3)
     with llama.engine() as engine:
-        (output,) = complete(engine, [PROMPTS[4]], [2], params)
+        (output,) = llama.complete(engine, [PROMPTS[4]], [2], params)
     wanted = greedy(llama.models[2], PROMPTS[4], 8)[0]
     assert [list(one.token_ids) for one in output.outputs] == [wanted] * 3
 
@@ -109,22 +117,23 @@ def test_only_steps_with_adapters_ask_for_graphs_with_them(llama):
             asked.add(("mixed", adapters))
 
     with llama.engine() as engine:
+        llama.complete(engine, PROMPTS[:1], [1], GREEDY)  # from here on it has its slot
         runner(engine).graphs = NoGraphs()
-        complete(engine, PROMPTS[:2], [0, 0], GREEDY)
+        llama.complete(engine, PROMPTS[:2], [0, 0], GREEDY)
         assert asked == {("mixed", False), ("decode", False)}
         asked.clear()
-        complete(engine, PROMPTS[:2], [0, 1], GREEDY)
+        llama.complete(engine, PROMPTS[:2], [0, 1], GREEDY)
         assert asked == {("mixed", True), ("decode", True)}
 
 
-def test_a_slot_is_used_again(llama):
-    prompt = PROMPTS[1]
-    with engine_with(llama.path, llama.adapters[:2]) as engine:
-        complete(engine, [prompt], [1], GREEDY)
-        executor(engine).remove_adapter(1)
-        executor(engine).set_adapter(7, llama.adapters[2].ours)
-        found = complete(engine, [prompt] * 3, [7, 2, 0], GREEDY)
-    assert texts(found) == [greedy(llama.models[i], prompt, COUNT)[0] for i in (3, 2, 0)]
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": False}, {"max_num_batched_tokens": 33}])
+def test_more_adapters_than_slots(llama, settings):
+    """Requests wait for a slot, in order, and get their own adapter's text."""
+    with llama.engine(max_loras=1, max_cpu_loras=2, **settings) as engine:
+        for _ in range(2):
+            assert texts(llama.complete(engine, PROMPTS, LORA_IDS, GREEDY)) == llama.texts
+        stats = engine.stats.adapters
+        assert stats.num_evicted >= 4 and stats.num_loads > 3 and stats.waiting == ()
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -139,20 +148,22 @@ def test_replayed_steps_give_the_same(llama, settings, chunk, monkeypatch):
         for i, lora_id in enumerate(LORA_IDS)
     ]
 
-    def answers(adapters):
-        with engine_with(llama.path, adapters, **settings) as engine:
-            found = complete(engine, PROMPTS, LORA_IDS if adapters else [0] * len(PROMPTS), params)
+    def answers(numbers, **more):
+        with llama.engine(**settings, **more) as engine:
+            for number in set(numbers) - {0}:
+                engine.add_lora(llama.lora(number))
+            found = llama.complete(engine, PROMPTS, numbers, params)
             steps = runner(engine).recorded
             made = set(steps._recorded)
         return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in found], steps.replays, made
 
-    replayed, count, made = answers(llama.adapters)
+    replayed, count, made = answers(LORA_IDS)
     assert count > COUNT and made == {False, True}
-    base, _, made = answers([])
+    base, _, made = answers([0] * len(PROMPTS), enable_lora=False)
     assert made == {False}
     assert [replayed[i] == base[i] for i in range(len(PROMPTS))] == [lora_id == 0 for lora_id in LORA_IDS]
     monkeypatch.setattr(recorded, "MAX_TOKENS", 0)
-    assert answers(llama.adapters) == (replayed, 0, set())
+    assert answers(LORA_IDS) == (replayed, 0, set())
 
 
 SCORED = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
@@ -166,64 +177,52 @@ def test_packed_weights_are_close_to_the_merged_model(small, small_experts, expe
     a time and are not replayed; others are."""
     case = small_experts if experts else small
     with case.engine(max_num_batched_tokens=128, **settings) as engine:
-        found = complete(engine, PROMPTS, LORA_IDS, SCORED)
+        case.complete(engine, PROMPTS[:3], [1, 2, 3], SCORED)  # from here on all have their slots
+        steps = runner(engine).recorded
+        before = steps.replays if steps is not None else 0
+        found = case.complete(engine, PROMPTS, LORA_IDS, SCORED)
         assert case.worst_error(found, PROMPTS, LORA_IDS) < 0.01
         assert case.worst_error(found, PROMPTS, LORA_IDS[::-1]) > 0.05
         if settings.get("dtype") == "bfloat16":
-            steps = runner(engine).recorded
-            assert bool(steps.replays) != experts
-            complete(engine, PROMPTS[:2], [0, 0], SCORED)
+            assert (steps.replays > before) != experts
+            case.complete(engine, PROMPTS[:2], [0, 0], SCORED)
             assert steps.replays
 
 
-def test_an_unknown_adapter_fails_its_step_and_the_engine_goes_on(llama):
-    with llama.engine() as engine:
-        start(engine, "wrong", PROMPTS[0], 9, GREEDY)
-        failed = finish(engine)["wrong"]
-        assert failed.outputs[0].finish_reason == "error"
-        assert texts(complete(engine, PROMPTS, LORA_IDS, GREEDY)) == llama.texts
+def test_adapters_ahead_of_requests(llama):
+    with llama.engine(max_loras=2) as engine:
+        assert engine.list_loras() == set()
+        assert engine.add_lora(llama.lora(1)) and engine.add_lora(llama.lora(3)) and engine.add_lora(llama.lora(1))
+        assert engine.list_loras() == {1, 3}
+        assert engine.pin_lora(3)
+        with pytest.raises(ValueError, match="one slot must stay free"):
+            engine.pin_lora(1)
+        with pytest.raises(ValueError, match="adapter 9 is not loaded"):
+            engine.pin_lora(9)
+        assert texts(llama.complete(engine, PROMPTS, LORA_IDS, GREEDY)) == llama.texts
+        assert engine.remove_lora(1) and not engine.remove_lora(1)
+        start(engine, "used", PROMPTS[0], llama.lora(2), GREEDY)
+        with pytest.raises(ValueError, match="adapter 'adapter2' is in use by 1 requests"):
+            engine.remove_lora(2)
+        assert finish(engine)["used"].outputs[0].finish_reason == "length"
 
 
-def test_what_is_wrong_with_an_adapter_is_said(llama):
-    ours = llama.adapters[0].ours
-    key = ("layers.0.self_attn.qkv_proj", "q")
-    a, b = ours[key]
-    with engine_with(llama.path, llama.adapters[:1], max_loras=2) as engine:
-        workers = executor(engine)
-        for lora_id, weights, message in (
-            (0, ours, "at least 1"),
-            (1, ours, "already loaded"),
-            (2, {("layers.9.mlp.down_proj", None): (a, b)}, "layers.9.mlp.down_proj .* takes no adapter"),
-            (2, {key: (a[:, 1:], b)}, r"A is \[6, 63\] .* must be \[rank, 64\] and \[64, rank\]"),
-            (2, {key: (a.repeat(2, 1), b.repeat(1, 2))}, "its rank is 12; at most 8"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                workers.set_adapter(lora_id, weights)
-        workers.set_adapter(2, ours)
-        with pytest.raises(ValueError, match=r"2 adapters are loaded \(max_loras\): \[1, 2\]"):
-            workers.set_adapter(3, ours)
-        with pytest.raises(ValueError, match="adapter 5 is not loaded; loaded"):
-            workers.remove_adapter(5)
+def test_an_engine_without_room_says_so(llama):
+    with llama.engine(enable_lora=False) as engine:
+        with pytest.raises(ValueError, match="started without room for adapters"):
+            start(engine, "x", PROMPTS[0], llama.lora(1), GREEDY)
+        with pytest.raises(ValueError, match="started without room for adapters"):
+            engine.add_lora(llama.lora(1))
 
 
-def test_a_request_fails_if_its_adapter_is_removed(llama):
-    with llama.engine() as engine:
-        for i, lora_id in enumerate(LORA_IDS):
-            start(engine, str(i), PROMPTS[i], lora_id, GREEDY)
-        engine.step()
-        executor(engine).remove_adapter(1)
-        done = finish(engine)
-        assert [done[str(i)].outputs[0].finish_reason for i in (0, 4)] == ["error"] * 2
-        with pytest.raises(ValueError, match="lora_id 1 was an adapter that has been removed"):
-            executor(engine).set_adapter(1, llama.adapters[0].ours)
-        executor(engine).set_adapter(9, llama.adapters[0].ours)
-        ids = [9 if lora_id == 1 else lora_id for lora_id in LORA_IDS]
-        assert texts(complete(engine, PROMPTS, ids, GREEDY)) == llama.texts
-
-
-def test_an_engine_without_capacity_says_so(llama):
-    with engine_with(llama.path, []) as engine, pytest.raises(ValueError, match="without capacity for adapters"):
-        executor(engine).set_adapter(1, llama.adapters[0].ours)
+def test_options_that_do_not_fit(llama):
+    with pytest.raises(ValueError, match="lora_dtype is float16; allowed: auto, or the model's, float32"):
+        llama.engine(lora_dtype="float16").__enter__()
+    with (
+        llama.engine(lora_target_modules=("q_proj",), lora_dtype="float32", default_mm_loras={}) as engine,
+        pytest.raises(ValueError, match=r"takes no adapter in this model: .*--lora-target-modules leaves it out"),
+    ):
+        engine.add_lora(llama.lora(1))
 
 
 def test_models_without_layers_of_ours_are_refused(llama):
@@ -236,5 +235,7 @@ def test_models_without_layers_of_ours_are_refused(llama):
 
 @pytest.mark.parametrize(("name", "value"), [("max_loras", 0), ("max_lora_rank", 1000), ("max_lora_rank", "8")])
 def test_capacity_out_of_range(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be between 1 and "):
+    with pytest.raises(ValueError, match=f"{name}"):
         LoRAConfig(**{name: value})
+    with pytest.raises(ValueError, match="max_cpu_loras is 2, max_loras 3"):
+        LoRAConfig(max_loras=3, max_cpu_loras=2)

@@ -198,7 +198,7 @@ def test_a_prompt_may_fill_the_model_s_length(reference):
         assert cut.prompt_token_ids == prompt
         keyed, _ = llm.embed(together, tokenization_kwargs={"truncate_prompt_tokens": -1}, use_tqdm=False)
         assert keyed.prompt_token_ids == prompt
-        with pytest.raises(ValueError, match="lora_request is not available yet"):
+        with pytest.raises(ValueError, match="it must be a LoRARequest"):
             llm.embed(prompt, lora_request=object())
         assert_close([cut], [reference.vectors("LAST")[5]])
         # A full row beside one that samples: nothing is appended where there is no room.

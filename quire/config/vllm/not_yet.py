@@ -64,17 +64,8 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "scheduler_cls": ("text",),
         "additional_config": ("json",),
     },
-    "LoRA": {
-        "enable_lora": ("switch",),
-        "lora_modules": ("texts",),
-        "max_loras": ("int", 1),
-        "max_lora_rank": ("int", 16),
-        "lora_dtype": ("text", "auto"),
+    "further options of LoRA": {
         "enable_tower_connector_lora": ("switch",),
-        "max_cpu_loras": ("int",),
-        "fully_sharded_loras": ("switch",),
-        "lora_target_modules": ("texts",),
-        "default_mm_loras": ("json",),
         "specialize_active_lora": ("switch",),
         "enable_mixed_moe_lora_format": ("switch",),
         "enable_moe_shared_loras": ("switch",),

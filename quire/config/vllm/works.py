@@ -148,4 +148,14 @@ WORKS: dict[str, str] = {
     "disable_cascade_attn": "engine/test_shared_prefix.py::test_the_same_outputs_as_row_by_row",
     "moe_backend": "compat/test_engine_flags.py::test_kernels_of_experts",
     "kernel_config": "compat/test_objects.py::test_options_in_objects",
+    # Adapters
+    "enable_lora": "lora/test_adapters.py::test_an_engine_without_room_says_so",
+    "max_loras": "lora/test_adapters.py::test_more_adapters_than_slots",
+    "max_cpu_loras": "lora/test_adapters.py::test_more_adapters_than_slots",
+    "max_lora_rank": "lora/test_peft.py::test_what_is_wrong_with_an_adapter_is_said",
+    "lora_dtype": "lora/test_adapters.py::test_options_that_do_not_fit",
+    "lora_target_modules": "lora/test_adapters.py::test_options_that_do_not_fit",
+    "lora_modules": "lora/test_server.py::test_adapters_are_models",
+    "fully_sharded_loras": "lora/test_adapters.py::test_two_ranks",
+    "default_mm_loras": "lora/test_adapters.py::test_options_that_do_not_fit",
 }

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.engine.async_engine import EngineDeadError
+from quire.entrypoints.http.adapters import AdapterEndpoints
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
 from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
@@ -60,7 +61,11 @@ class AdminEndpoints:
                 ("/abort_requests", self.abort_requests, ("POST",)),
                 ("/server_info", self.server_info, ("GET",)),
             ]
-        return [Route(path, handler, methods=list(methods)) for path, handler, methods in routes]
+        made = [Route(path, handler, methods=list(methods)) for path, handler, methods in routes]
+        context = self.context
+        if context.config.enable_admin or context.config.allow_runtime_lora_updating:
+            made += AdapterEndpoints(context.adapters, context.bodies, context.peers, context.model_names).routes()
+        return made
 
     async def health(self, request: Request) -> Response:
         try:

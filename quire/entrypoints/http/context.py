@@ -20,6 +20,7 @@ from quire.config.shown import shown
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.chat_renderer import ChatRenderer
+from quire.entrypoints.http.adapters import ServedAdapters
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
@@ -28,6 +29,7 @@ from quire.entrypoints.http.request_log import RequestLog
 from quire.entrypoints.parsers.detect import ParserNames, parser_names
 from quire.entrypoints.tool_prompt import takes_tools
 from quire.entrypoints.tracing import Tracer
+from quire.messages.lora import LoRARequest
 from quire.metrics.kinds import Metric
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -79,6 +81,7 @@ class ServerContext:
         self.engine_config = engine_config
         self.created = int(time.time())
         self.model_names = config.served_model_name or (engine.model_name,)
+        self.adapters = ServedAdapters(config, engine, self.model_names[0], engine_config.lora.enable_lora)
         self.bodies = BodyReader(config, engine.max_model_len)
         self.http_metrics = HttpMetrics()
         endpoint = config.otlp_traces_endpoint
@@ -144,10 +147,15 @@ class ServerContext:
         """The model name for the response. A request without one gets the default."""
         if name is None or name == "" or self.config.skip_model_name_validation:
             return self.model_names[0]
-        if name not in self.model_names:
-            message = f"the model {shown(name)} does not exist; this server has {', '.join(self.model_names)}"
+        if name not in self.model_names and self.adapters.get(name) is None:
+            names = (*self.model_names, *(lora.lora_name for lora in self.adapters.all[:20]))
+            message = f"the model {shown(name)} does not exist; this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name
+
+    def adapter(self, model: str) -> LoRARequest | None:
+        """That of a model that `check_model` has returned."""
+        return None if model in self.model_names else self.adapters.get(model)
 
     def admit(self, num_sequences: int = 1) -> None:
         """Refuse requests beyond the queue limit. The engine's count of waiting requests dates from its last step, so

@@ -12,6 +12,7 @@ from quire.entrypoints.http.process_messages import (
     Abort,
     Aborted,
     AskPeers,
+    Done,
     Drain,
     End,
     GetMetrics,
@@ -25,6 +26,7 @@ from quire.entrypoints.http.process_messages import (
     RateLimitReply,
     RateLimitRequest,
     Reply,
+    SetAdapter,
     ToApi,
     TokensUsed,
 )
@@ -68,6 +70,9 @@ class Peers:
         """The ids that peers found and aborted."""
         return []
 
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        """Peers serve it from now on, or no longer."""
+
 
 class RemotePeers(Peers):
     """One of several API processes. The supervisor forwards questions; the load board is shared memory, where each
@@ -94,6 +99,9 @@ class RemotePeers(Peers):
         result = await self._ask(Abort(request_ids))
         replies = result.replies if result is not None else []
         return [id for reply in replies if isinstance(reply, Aborted) for id in reply.request_ids]
+
+    async def set_adapter(self, name: str, path: str | None) -> None:
+        await self._ask(SetAdapter(name, path))
 
     async def acquire(self, client: bytes, count: int) -> RateLimitExceeded | None:
         """The supervisor keeps the rate limits. If it does not reply, the request is admitted."""
@@ -126,6 +134,12 @@ class RemotePeers(Peers):
         context = server.context
         if isinstance(question, Abort):
             return Aborted(await context.abort(question.request_ids))
+        if isinstance(question, SetAdapter):
+            if question.path is None:
+                context.adapters.forget(question.name)
+            else:
+                context.adapters.register(question.name, question.path)
+            return Done()
         return Metrics.of(context.own_metrics())
 
     async def _ask(self, question: Question) -> PeerReplies | None:

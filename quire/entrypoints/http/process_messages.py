@@ -28,6 +28,13 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+class SetAdapter(msgspec.Struct, tag=True):
+    """Serve an adapter by this name; None: no longer."""
+
+    name: str
+    path: str | None
+
+
 class Metrics(msgspec.Struct, tag=True):
     counters: list[Counter]
     gauges: list[Gauge]
@@ -49,8 +56,12 @@ class Aborted(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
-Question = GetMetrics | Abort
-Reply = Metrics | Aborted
+class Done(msgspec.Struct, tag=True):
+    pass
+
+
+Question = GetMetrics | Abort | SetAdapter
+Reply = Metrics | Aborted | Done
 
 
 # From an API process

@@ -34,6 +34,8 @@ WORKS: dict[str, tuple[str, ...]] = {
 }
 WITH_FLAG: dict[str, tuple[tuple[str, ...], str]] = {
     "/server_info": (GET, "--enable-admin"),
+    "/v1/load_lora_adapter": (POST, "--enable-admin, or --allow-runtime-lora-updating"),
+    "/v1/unload_lora_adapter": (POST, "--enable-admin, or --allow-runtime-lora-updating"),
     "/abort_requests": (POST, "--enable-admin"),
     "/reset_prefix_cache": (POST, "--enable-admin"),
     "/start_profile": (POST, "--profiler-config"),
@@ -74,7 +76,6 @@ NOT_YET: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/audio/transcriptions": (POST, "transcription models"),
     "/v1/audio/translations": (POST, "transcription models"),
     "/v1/embeddings": (POST, "embedding models"),
-    "/v1/load_lora_adapter": (POST, "LoRA adapters"),
     "/v1/messages": (POST, "the Messages API"),
     "/v1/messages/count_tokens": (POST, "the Messages API"),
     "/v1/messages/render": (POST, "the Messages API"),
@@ -85,7 +86,6 @@ NOT_YET: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/responses/{response_id}/cancel": (POST, "the Responses API"),
     "/v1/score": (POST, "scoring models"),
     "/v1/systemone": (POST, "the SystemOne API"),
-    "/v1/unload_lora_adapter": (POST, "LoRA adapters"),
     "/v2/embed": (POST, "embedding models"),
     "/v2/rerank": (POST, "reranking models"),
     "/wake_up": (POST, "sleep mode"),

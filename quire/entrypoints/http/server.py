@@ -131,6 +131,7 @@ class Server(uvicorn.Server):
         self.signal = 0  # the second one, if that ended the server
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.context.adapters.load_all()
         await super().startup(sockets)
         if self.started and self.ready is not None:
             self.ready()

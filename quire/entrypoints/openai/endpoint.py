@@ -108,6 +108,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             large = self._check_logprobs(request, prompts, params) > LARGE_RESPONSE
             for prompt in prompts:
                 prompt.cache_salt = context.cache_salt(scope, request.cache_salt)
+                prompt.lora = context.adapter(model)
             context.admit_tokens(job, prompts)
             logprobs = LogprobFormat(context.engine.tokenizer, self.as_token_ids(request))
             response = self.response(job.id, model, request, logprobs)

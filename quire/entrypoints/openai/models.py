@@ -29,19 +29,21 @@ class ModelEndpoints:
         ]
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card(name) for name in self.context.model_names]})
+        names = (*self.context.model_names, *(lora.lora_name for lora in self.context.adapters.all))
+        return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         return json_response(self._card(self.context.check_model(request.path_params["name"])))
 
     def _card(self, name: str) -> dict[str, Any]:
+        lora = None if name in self.context.model_names else self.context.adapters.get(name)
         return {
             "id": name,
             "object": "model",
             "created": self.context.created,
             "owned_by": "quire",
-            "root": self.engine.model_name,
-            "parent": None,
+            "root": self.engine.model_name if lora is None else lora.lora_path,
+            "parent": None if lora is None else lora.base_model_name,
             "max_model_len": self.engine.max_model_len,
             "permission": [self._permission(name)],
         }

@@ -72,7 +72,7 @@ _SIGNATURES = {
     "quire_attention": "ppppppp lllllllll ff ppp l pl ii",
     "quire_route": "ppp lll ii",
     "quire_moe": "pppppppppppp lllll ii",
-    "quire_add_low_rank": "pppppp lllllll i",
+    "quire_add_low_rank": "ppppppp lllllll i",
     "quire_ngram_drafts": "pppppp lllll",
     "quire_texts_add": "pp ll",
     "quire_texts_remove": "p l",

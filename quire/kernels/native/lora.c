@@ -2,7 +2,7 @@
 
 #include "elements.h"
 
-enum { CHUNK = 64 }; /* outputs that a thread takes at once */
+enum { CHUNK = 256 }; /* outputs that a thread takes at once */
 
 #define SAME(x) (x)
 #define DOT(NAME, T, TO)                                                                                               \
@@ -14,29 +14,41 @@ enum { CHUNK = 64 }; /* outputs that a thread takes at once */
 DOT(dot_f32, float, SAME)
 DOT(dot_bf16, bf16, widen)
 
-static inline float dot_inner(const float *x, const void *y, int64_t at, int64_t n, int type) {
-    if (!type) return dot_f32(x, (const float *)y + at, n);
-    const bf16 *b = (const bf16 *)y + at;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; i++) sum += x[i] * widen(b[i]);
-    return sum;
-}
+/* out [n] += h [rank] times rows of b, each `stride` from the one before: outputs side by side, not one after the
+ * other, because a rank is shorter than a vector. */
+#define EXPAND(NAME, T, TO, BACK)                                                                                      \
+    static inline void NAME(T *out, const float *h, const T *b, int64_t rank, int64_t stride, int64_t n) {             \
+        float sum[CHUNK] = {0};                                                                                        \
+        for (int64_t r = 0; r < rank; r++) {                                                                           \
+            const T *row = b + r * stride;                                                                             \
+            float scale = h[r];                                                                                        \
+            _Pragma("omp simd") for (int64_t j = 0; j < n; j++) sum[j] += scale * TO(row[j]);                          \
+        }                                                                                                              \
+        _Pragma("omp simd") for (int64_t j = 0; j < n; j++) out[j] = BACK(TO(out[j]) + sum[j]);                        \
+    }
+EXPAND(expand_f32, float, SAME, SAME)
+EXPAND(expand_bf16, bf16, widen, narrow)
 
-/* x [n, in], slots [n] (-1: none), a [slots, width, in], b [slots, outputs, rank], inner [n, width] to work in, out
- * [n, outputs]. The width is that of up to three parts of the outputs, each of one rank; the second and third part
- * begin at those outputs. Each number is one thread's, so bits do not depend on the number of threads. */
-int quire_add_low_rank(const void *x, const int32_t *slots, const void *a, const void *b, float *inner, void *out,
-                       int64_t n, int64_t in, int64_t outputs, int64_t width, int64_t rank, int64_t second,
-                       int64_t third, int type) {
+/* x [n, in], slots [n] (-1: none), ranks [slots], a [slots, width, in], b [slots, rank, outputs], inner [n, width] to
+ * work in, out [n, outputs]. The width is that of up to three parts of the outputs, each of one rank, of which the
+ * first ranks[slot] are not zero; the second and third part begin at those outputs. Each number is one thread's, so
+ * bits do not depend on the number of threads. */
+int quire_add_low_rank(const void *x, const int32_t *slots, const int32_t *ranks, const void *a, const void *b,
+                       float *inner, void *out, int64_t n, int64_t in, int64_t outputs, int64_t width, int64_t rank,
+                       int64_t second, int64_t third, int type) {
     if (n < 0 || in < 1 || outputs < 1 || rank < 1 || width % rank || width < rank || width > 3 * rank) return BAD_SIZE;
-    int64_t chunks = (outputs + CHUNK - 1) / CHUNK;
+    int64_t starts[] = {0, second, third, outputs}, parts = width / rank, chunks = 0;
+    for (int64_t part = 0; part < parts; part++) {
+        if (part + 1 == parts) starts[part + 1] = outputs;
+        if (starts[part] > starts[part + 1] || starts[part + 1] > outputs) return BAD_SIZE;
+        chunks += (starts[part + 1] - starts[part] + CHUNK - 1) / CHUNK;
+    }
 #pragma omp parallel if (n * (width * in + outputs * rank) > WORTH_THREADS)
     {
 #pragma omp for collapse(2)
         for (int64_t i = 0; i < n; i++)
             for (int64_t r = 0; r < width; r++) {
-                if (slots[i] < 0) continue;
+                if (slots[i] < 0 || r % rank >= ranks[slots[i]]) continue;
                 int64_t from = i * in, at = (slots[i] * width + r) * in;
                 inner[i * width + r] = type ? dot_bf16((const bf16 *)x + from, (const bf16 *)a + at, in)
                                             : dot_f32((const float *)x + from, (const float *)a + at, in);
@@ -45,12 +57,19 @@ int quire_add_low_rank(const void *x, const int32_t *slots, const void *a, const
         for (int64_t i = 0; i < n; i++)
             for (int64_t c = 0; c < chunks; c++) {
                 if (slots[i] < 0) continue;
-                int64_t end = (c + 1) * CHUNK < outputs ? (c + 1) * CHUNK : outputs;
-                for (int64_t j = c * CHUNK; j < end; j++) {
-                    const float *h = inner + i * width + ((j >= second) + (j >= third)) * rank;
-                    float term = dot_inner(h, b, (slots[i] * outputs + j) * rank, rank, type);
-                    store(out, i * outputs + j, load(out, i * outputs + j, type) + term, type);
+                int64_t part = 0, first = c;
+                for (;; part++) {
+                    int64_t own = (starts[part + 1] - starts[part] + CHUNK - 1) / CHUNK;
+                    if (first < own) break;
+                    first -= own;
                 }
+                int64_t begin = starts[part] + first * CHUNK;
+                int64_t count = starts[part + 1] - begin < CHUNK ? starts[part + 1] - begin : CHUNK;
+                const float *h = inner + i * width + part * rank;
+                int64_t from = slots[i] * rank * outputs + begin, to = i * outputs + begin;
+                if (type)
+                    expand_bf16((bf16 *)out + to, h, (const bf16 *)b + from, ranks[slots[i]], outputs, count);
+                else expand_f32((float *)out + to, h, (const float *)b + from, ranks[slots[i]], outputs, count);
             }
     }
     return DONE;

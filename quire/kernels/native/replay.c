@@ -19,8 +19,8 @@ int quire_attention(const void *, void *, const void *, const int64_t *, const i
 int quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
 int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
-int quire_add_low_rank(const void *, const int32_t *, const void *, const void *, float *, void *, int64_t, int64_t,
-                       int64_t, int64_t, int64_t, int64_t, int64_t, int);
+int quire_add_low_rank(const void *, const int32_t *, const int32_t *, const void *, const void *, float *, void *,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 
 /* As replay.py writes them. */
 enum {
@@ -66,8 +66,8 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
         case ADD: status = quire_add(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i); break;
         case ACTIVATE: status = quire_activate(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i, a[5].i, a[6].i); break;
         case ADD_LOW_RANK:
-            status = quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, OF_TOKENS(a[6]), a[7].i, a[8].i,
-                                        a[9].i, a[10].i, a[11].i, a[12].i, a[13].i);
+            status = quire_add_low_rank(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]),
+                                        a[8].i, a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i);
             break;
         case ALL_REDUCE: status = quire_all_reduce(a[0].p, a[1].p, OF_TOKENS(a[2]), a[3].i, a[4].i); break;
         case ROPE_AND_WRITE:

@@ -25,7 +25,7 @@ KINDS = {
     "layer_norm": 5,
     "add": 4,
     "activate": 2,
-    "add_low_rank": 6,
+    "add_low_rank": 7,
     "all_reduce": 2,
 }
 ROWS_OF_ATTENTION = 9  # its argument that counts requests

@@ -1,0 +1,193 @@
+"""Which adapters have slots, without an engine: workers that only note what they are told."""
+
+import random
+
+import pytest
+
+from quire.lora.residency import Residency
+from quire.messages.lora import AdapterNews, LoRARequest
+
+
+def lora(number, path=None):
+    return LoRARequest(f"a{number}", number, path or f"/a{number}")
+
+
+class Workers:
+    """Each task is done when `work` is called."""
+
+    def __init__(self):
+        self.tasks, self.slots, self.host = [], {}, set()
+
+    def load_adapter(self, request):
+        self.tasks.append(("load", request.lora_int_id, request.lora_path))
+
+    def place_adapter(self, lora_id, slot):
+        assert lora_id in self.host
+        self.slots.pop(slot, None)
+        self.tasks.append(("place", lora_id, slot))
+
+    def use_adapter(self, lora_id, slot):
+        assert slot not in self.slots
+        self.slots[slot] = lora_id
+
+    def drop_adapter(self, lora_id):
+        self.host.discard(lora_id)
+        self.slots = {slot: one for slot, one in self.slots.items() if one != lora_id}
+
+    def work(self, count=None):
+        self.done, self.tasks = self.tasks[:count], self.tasks[count:] if count is not None else []
+
+    def adapter_news(self):
+        done, self.done = getattr(self, "done", []), []
+        news = []
+        for kind, lora_id, where in done:
+            if kind == "place":
+                news.append(AdapterNews(lora_id, slot=where))
+            elif where == "/wrong":
+                news.append(AdapterNews(lora_id, error="it is wrong"))
+            else:
+                self.host.add(lora_id)
+                news.append(AdapterNews(lora_id, content=b"%d" % lora_id))
+        return news
+
+
+def settled(residency, workers):
+    """Requests that have become ready, once all tasks are done."""
+    ready = []
+    while residency.pending:
+        workers.work()
+        ready += [request_id for request_id, _ in residency.poll().ready]
+    return ready
+
+
+def test_a_request_waits_for_its_adapter_and_the_next_does_not():
+    workers = Workers()
+    residency = Residency(workers, 2, 4)
+    assert residency.hold("x", lora(1)) is None
+    assert settled(residency, workers) == ["x"]
+    assert residency.hold("y", lora(1)) == b"1" and residency.hold("z", lora(2)) is None
+    assert settled(residency, workers) == ["z"]
+
+
+def test_the_least_recently_used_makes_room():
+    workers = Workers()
+    residency = Residency(workers, 2, 4)
+    for number in (1, 2):
+        residency.hold(f"x{number}", lora(number))
+        settled(residency, workers)
+        residency.release(f"x{number}")
+    assert residency.hold("again", lora(1)) == b"1"
+    residency.release("again")
+    residency.hold("x3", lora(3))
+    assert settled(residency, workers) == ["x3"]
+    assert set(workers.slots.values()) == {1, 3} and residency.loaded() == [1, 2, 3]
+
+
+def test_steady_traffic_for_one_adapter_does_not_keep_out_another():
+    workers = Workers()
+    residency = Residency(workers, 1, 4)
+    residency.hold("a0", lora(1))
+    settled(residency, workers)
+    assert residency.hold("b", lora(2)) is None
+    settled(residency, workers)
+    assert residency.hold("a1", lora(1)) is None  # it has to make room
+    residency.release("a0")
+    assert settled(residency, workers) == ["b"]
+    residency.release("b")
+    assert settled(residency, workers) == ["a1"]
+
+
+def test_no_one_makes_room_for_a_request_that_has_gone():
+    workers = Workers()
+    residency = Residency(workers, 1, 4)
+    residency.hold("a0", lora(1))
+    settled(residency, workers)
+    residency.hold("b", lora(2))
+    settled(residency, workers)
+    assert residency.hold("a1", lora(1)) is None
+    residency.release("b")
+    assert settled(residency, workers) == ["a1"]
+
+
+def test_host_memory_is_bounded():
+    workers = Workers()
+    residency = Residency(workers, 1, 2)
+    for number in range(1, 6):
+        residency.hold(str(number), lora(number))
+        settled(residency, workers)
+        residency.release(str(number))
+        residency.poll()
+    assert residency.loaded() == [4, 5] and workers.host == {4, 5}
+
+
+def test_one_that_cannot_be_loaded_fails_its_requests_alone():
+    workers = Workers()
+    residency = Residency(workers, 1, 2)
+    residency.hold("x", lora(1, "/wrong"))
+    residency.hold("y", lora(2))
+    workers.work()
+    assert residency.poll().failed == [("x", "it is wrong")]
+    assert settled(residency, workers) == ["y"]
+    with pytest.raises(ValueError, match="it is wrong"):
+        residency.is_loaded(1)
+    residency.hold("z", lora(1))
+    residency.release("y")
+    assert settled(residency, workers) == ["z"]
+
+
+def test_a_number_stands_for_one_adapter():
+    residency = Residency(Workers(), 1, 2)
+    residency.hold("x", lora(1))
+    with pytest.raises(ValueError, match="lora_int_id 1 is adapter 'a1' at '/a1'; give 'b' another number"):
+        residency.hold("y", LoRARequest("b", 1, "/b"))
+
+
+def test_pinned_adapters_keep_their_slots():
+    workers = Workers()
+    residency = Residency(workers, 2, 4)
+    residency.add(lora(1))
+    residency.pin(1)
+    settled(residency, workers)
+    for number in (2, 3, 4):
+        residency.hold(str(number), lora(number))
+        assert settled(residency, workers) == [str(number)]
+        assert 1 in workers.slots.values()
+        residency.release(str(number))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic(seed):
+    """A request runs only while its adapter is in a slot; every request gets its turn."""
+    chance = random.Random(seed)
+    workers = Workers()
+    slots = chance.randint(1, 3)
+    residency = Residency(workers, slots, slots + chance.randint(0, 3))
+    waiting, running = {}, {}
+    for i in range(300):
+        action = chance.random()
+        if action < 0.4:
+            number = chance.randint(1, 8)
+            now = residency.hold(str(i), lora(number))
+            (waiting if now is None else running)[str(i)] = number
+        elif action < 0.7 and (running or waiting):
+            held = running if running and (not waiting or chance.random() < 0.8) else waiting
+            request_id = chance.choice(list(held))
+            held.pop(request_id)
+            residency.release(request_id)
+        else:
+            workers.work(chance.randint(1, 3))
+        for request_id, content in residency.poll().ready:
+            running[request_id] = waiting.pop(request_id)
+            assert content == b"%d" % running[request_id]
+        assert set(running.values()) <= set(workers.slots.values())
+    for _ in range(1000):
+        if not waiting and not running:
+            break
+        for request_id in list(running):
+            running.pop(request_id)
+            residency.release(request_id)
+        workers.work()
+        for request_id, _ in residency.poll().ready:
+            running[request_id] = waiting.pop(request_id)
+    assert not waiting and not running
+    assert len(residency.loaded()) <= slots + 4

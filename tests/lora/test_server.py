@@ -1,0 +1,129 @@
+"""Adapters as models of a server: real processes, the official client."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire import LLM, SamplingParams
+from quire.messages.lora import LoRARequest
+from tests.entrypoints.server_process import server_process
+
+PROMPT = "The capital of France is"
+SHAPES = {"self_attn.q_proj": (576, 576), "self_attn.v_proj": (192, 576), "mlp.down_proj": (576, 1536)}
+
+
+def random_adapter(folder, seed):
+    """Of SmolLM2-135M."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(0, 30, 3):
+        for module, (out, in_) in SHAPES.items():
+            place = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{place}.lora_A.weight"] = torch.randn(4, in_, generator=generator) * 0.08
+            tensors[f"{place}.lora_B.weight"] = torch.randn(out, 4, generator=generator) * 0.08
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return [random_adapter(folder / f"adapter-{i}", i) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def expected(adapters):
+    """The text without an adapter, then with each."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    loras = [None, *(LoRARequest(f"a{i}", 1 + i, str(path)) for i, path in enumerate(adapters))]
+    with LLM(dtype="float32", max_model_len=512, enable_lora=True, max_loras=3) as llm:
+        outputs = llm.generate([PROMPT] * 4, params, False, loras)
+    texts = [output.outputs[0].text for output in outputs]
+    assert len(set(texts)) == 4
+    return texts
+
+
+@pytest.fixture(scope="module", params=["1", "2"])
+def server(request, adapters, tmp_path_factory):
+    flags = ["--dtype", "float32", "--served-model-name", "base", "--enable-admin", "--api-server-count", request.param]
+    flags += ["--enable-lora", "--max-loras", "2", "--lora-modules", f"first={adapters[0]}"]
+    flags += ["--lora-folder", str(adapters[0].parent), "--lora-allowed-paths", str(adapters[0].parent)]
+    with server_process(tmp_path_factory.mktemp("server"), *flags) as one:
+        yield one
+
+
+def complete(server, model):
+    made = server.client().completions.create(
+        model=model, prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert made.model == model
+    return made.choices[0].text
+
+
+def test_adapters_are_models(server, adapters, expected):
+    with ThreadPoolExecutor(8) as pool:
+        names = ["base", "first", "adapter-1", "adapter-2"] * 3  # the last two are found in the folder
+        assert list(pool.map(lambda name: complete(server, name), names)) == expected * 3
+    cards = {card["id"]: card for card in server.get("/v1/models").json()["data"]}
+    assert cards["base"]["parent"] is None
+    assert cards["first"]["parent"] == "base" and cards["first"]["root"] == str(adapters[0])
+    assert server.get("/v1/models/first").json()["id"] == "first"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist; this server has base, first"):
+        complete(server, "other")
+    with pytest.raises(openai.NotFoundError):
+        complete(server, "../adapters")
+    assert "quire:lora_requests_info{" in server.get("/metrics").text
+
+
+def test_loading_and_unloading(server, adapters, expected):
+    path = str(adapters[1])
+    loaded = server.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path})
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'second' added successfully.")
+    assert [complete(server, "second") for _ in range(4)] == [expected[2]] * 4  # by each API process
+    again = server.post("/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path})
+    assert again.status_code == 400 and "is loaded already" in again.json()["error"]["message"]
+    anew = {"lora_name": "second", "lora_path": str(adapters[2]), "load_inplace": True}
+    assert server.post("/v1/load_lora_adapter", anew).status_code == 200
+    assert [complete(server, "second") for _ in range(4)] == [expected[3]] * 4
+    stream = server.client().completions.create(
+        model="second", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    busy = server.post("/v1/unload_lora_adapter", {"lora_name": "second"})
+    assert busy.status_code == 400 and "is in use by 1 requests" in busy.json()["error"]["message"]
+    assert sum(1 for _ in stream) > 10
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        complete(server, "second")
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"lora_name": "x", "lora_path": "/etc"}, "outside of --lora-allowed-paths"),
+        ({"lora_name": "base", "lora_path": "{}"}, "is the name of the base model"),
+        ({"lora_name": "x", "lora_path": "{}/nowhere"}, "there is no folder"),
+        ({"lora_name": "x"}, "lora_path"),
+        ({"lora_name": "a\nb", "lora_path": "{}"}, "lora_name is"),
+        ({"lora_name": 3, "lora_path": "{}"}, "lora_name"),
+    ],
+)
+def test_what_cannot_be_loaded(server, adapters, body, message):
+    if "lora_path" in body:
+        body = body | {"lora_path": body["lora_path"].format(adapters[0].parent)}
+    refused = server.post("/v1/load_lora_adapter", body)
+    assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+
+
+def test_the_routes_need_a_flag(tmp_path):
+    with server_process(tmp_path, "--enable-lora") as server:
+        refused = server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x"})
+        assert refused.status_code == 404 and "--allow-runtime-lora-updating" in refused.json()["error"]["message"]
