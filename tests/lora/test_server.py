@@ -50,9 +50,9 @@ def expected(adapters):
     return texts
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
-def server(request, adapters, tmp_path_factory):
-    flags = ["--dtype", "float32", "--served-model-name", "base", "--enable-admin", "--api-server-count", request.param]
+@pytest.fixture(scope="module")
+def server(adapters, tmp_path_factory):
+    flags = ["--dtype", "float32", "--served-model-name", "base", "--enable-admin", "--api-server-count", "2"]
     flags += ["--enable-lora", "--max-loras", "2", "--lora-modules", f"first={adapters[0]}"]
     flags += ["--lora-folder", str(adapters[0].parent), "--lora-allowed-paths", str(adapters[0].parent)]
     with server_process(tmp_path_factory.mktemp("server"), *flags) as one:
