@@ -187,6 +187,8 @@ class EngineProcess:
                 return Result(number)
             if name == "state":
                 return Result(number, values=self.core.state())
+            if name == "view":
+                return Result(number, values=self.core.view(int(call.args[0])))
         except Exception as error:
             logger.exception("%s failed", name)
             return Result(number, sendable(f"{type(error).__name__}: {error}"))
