@@ -60,9 +60,9 @@ class EngineView:
         on 1 + its group, where that is known."""
         pool, kv, run = self._scheduler.kv.pool, self._scheduler.kv, self._scheduler.running
         tails = [block.id for request in run.all() for blocks in request.blocks for block in blocks[-1:]]
-        self._last_block = max(self._last_block, *tails, 1)
         if self._next_block > self._last_block:
-            self._next_block, self._last_block, self._last_used = 1, max(self._last_used, *tails, 1), 0
+            self._next_block, self._last_block, self._last_used = 1, max(self._last_used, 1), 0
+        self._last_block = max(self._last_block, *tails, 1)
         first = self._next_block
         part = pool.blocks[first : min(first + MAX_BLOCKS, self._last_block + 1)]
         self._next_block = first + len(part)

@@ -123,4 +123,3 @@ def encoded(states: bytes | bytearray) -> str | list[int]:
 def event(data: Any, name: str | None = None) -> bytes:
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
-

@@ -36,8 +36,8 @@ export function layout(total, width, height) {
 export function drawBlocks(canvas, map, byGroup) {
   const { context, width, height } = fit(canvas);
   const { cell, columns, per } = layout(map.length, width, height);
-  const gap = cell >= 5 ? 1 : cell >= 3 ? 0.5 : 0;
-  const colors = { free: variable("--line"), cached: variable("--cached"), used: variable("--used"), shared: variable("--shared") };
+  const gap = cell >= 4 ? 1 : 0;
+  const colors = { free: variable("--free"), cached: variable("--cached"), used: variable("--used"), shared: variable("--shared") };
   const groups = [0, 1, 2, 3, 4, 5].map((i) => variable(`--group-${i}`));
   const cells = new Map(); // color -> cells: few changes of the fill
   const count = Math.ceil(map.length / per);

@@ -178,7 +178,7 @@ class View extends HTMLElement {
 
   draw() {
     if (!this.visible || !this.sample) return;
-    const since = this.paused || this.recording ? 0 : Math.min(1, (performance.now() - this.tookAt) / 1e3);
+    const since = this.paused || this.recording ? 0 : Math.min(SPAN, (performance.now() - this.tookAt) / 1e3);
     const now = this.clock + since - 0.15; // a little late, so that bars come in at the edge and not beside it
     this.tokensTop.textContent = count(drawTokens(this.tokens, this.steps, now, SPAN));
     this.timesTop.textContent = seconds(drawTimes(this.times, this.steps, now, SPAN));
