@@ -51,7 +51,7 @@ async function renderFormulas(root) {
     span.classList.add("done");
     try {
       const text = temml.renderToString(span.dataset.tex, { displayMode: span.dataset.display === "true", throwOnError: true, maxSize: [30, 30], maxExpand: 500 });
-      span.replaceChildren(DOMPurify.sanitize(text, FORMULA));
+      span.replaceChildren(DOMPurify.sanitize(text.replace(/ style="[^"]*"/g, ""), FORMULA)); // the policy forbids them
       span.classList.toggle("display", span.dataset.display === "true");
     } catch {
       span.classList.add("mono"); // what the model wrote, if that is no formula
