@@ -79,7 +79,7 @@ export async function* chunks(path, body, signal) {
       continue;
     }
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiFailure(chunk.error.message ?? "The server failed.", chunk.error.code);
+    if (chunk.error) throw new ApiFailure(chunk.error.message ?? "The server failed.");
     yield chunk;
   }
   if (!ended) throw new ApiFailure("The answer ended too early. The server may have stopped.");

@@ -91,8 +91,9 @@ export function toBody(values) {
 }
 
 class Parameters extends HTMLElement {
-  // values: texts by name; changed(values)
-  show(values, info, changed) {
+  // values: texts by name; ids begin with `own`; changed(values)
+  show(values, info, own, changed) {
+    this.own = own;
     this.values = { ...values };
     const rows = GROUPS.map(([title, parameters]) => {
       const set = parameters.filter((each) => this.values[each.name] !== undefined && this.values[each.name] !== "").length;
@@ -102,7 +103,7 @@ class Parameters extends HTMLElement {
   }
 
   field(parameter, info, changed) {
-    const id = `p-${parameter.name}`;
+    const id = `${this.own}p-${parameter.name}`;
     const set = (value) => {
       if (value === "" || value === undefined) delete this.values[parameter.name];
       else this.values[parameter.name] = value;

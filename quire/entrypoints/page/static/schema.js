@@ -6,10 +6,34 @@ export function parseJson(text) {
   try {
     return { value: JSON.parse(text), error: null };
   } catch (error) {
-    const at = /position (\d+)/.exec(error.message)?.[1];
-    const line = at === undefined ? "" : `Line ${text.slice(0, Number(at)).split("\n").length}: `;
-    return { value: undefined, error: line + error.message.replace(/ in JSON at position \d+.*/, "").replace(/ \(line \d+ column \d+\)/, "") };
+    const what = error.message.replace(/,? \.{3}.*| in JSON at position.*| \(line \d+.*/s, "");
+    return { value: undefined, error: `Line ${text.slice(0, mistakeAt(text)).split("\n").length}: ${what}` };
   }
+}
+
+const SCALAR = /"(?:[^"\\\u0000-\u001f]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null/y;
+
+// Where a text ceases to be JSON: browsers do not always say.
+function mistakeAt(text) {
+  let at = 0;
+  const skip = () => { while (" \t\r\n".includes(text[at] ?? "x")) at++; };
+  const scalar = (only = "") => { SCALAR.lastIndex = at; const found = text.startsWith(only, at) && SCALAR.exec(text); if (found) at += found[0].length; return Boolean(found); };
+  const take = (character) => { skip(); const found = text[at] === character; if (found) at++; skip(); return found; };
+  const members = (end, one) => {
+    at++;
+    if (take(end)) return true;
+    do if (!one()) return false; while (take(","));
+    return take(end);
+  };
+  const value = (depth) => {
+    skip();
+    if (depth > 200) return false;
+    if (text[at] === "{") return members("}", () => { skip(); return scalar('"') && take(":") && value(depth + 1); });
+    if (text[at] === "[") return members("]", () => value(depth + 1));
+    return scalar();
+  };
+  value(0);
+  return at;
 }
 
 // The first mistake of a schema, in words, or null.

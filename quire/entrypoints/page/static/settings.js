@@ -30,15 +30,16 @@ export function readTools(text) {
 class Settings extends HTMLElement {
   show(chat, info, { changed, raw = false }) {
     const update = () => changed();
+    const own = raw ? "raw-" : "";
     const parameters = h("q-parameters");
-    parameters.show(chat.params, info, (values) => { chat.params = values; update(); });
+    parameters.show(chat.params, info, own, (values) => { chat.params = values; update(); });
     const reset = h("button", { class: "plain", type: "button", onclick: () => { chat.params = {}; this.show(chat, info, { changed, raw }); update(); } }, "Reset all");
     const parts = [];
     if (!raw) {
       const system = h("textarea", { id: "s-system", rows: "3", value: chat.system, placeholder: "You are …", oninput: () => { chat.system = system.value; update(); } });
       parts.push(h("section", {}, h("label", { for: "s-system", class: "title" }, "System prompt"), system));
     }
-    parts.push(this.json("s-schema", "JSON schema", "Answers must follow it.", chat.schema, SCHEMA, readSchema, "Valid schema", (text) => { chat.schema = text; update(); }));
+    parts.push(this.json(`${own}s-schema`, "JSON schema", "Answers must follow it.", chat.schema, SCHEMA, readSchema, "Valid schema", (text) => { chat.schema = text; update(); }));
     if (!raw) parts.push(this.json("s-tools", "Tools", "You type what they return.", chat.tools, TOOL, readTools, "Valid tools", (text) => { chat.tools = text; update(); }));
     parts.push(h("section", {}, h("div", { class: "row spread" }, h("h2", { class: "title" }, "Parameters"), reset), parameters));
     this.replaceChildren(...parts);
