@@ -109,7 +109,9 @@ def main() -> None:
                 flush=True,
             )
     spread = f"{100 * (min(ratios) - 1):+.2f} to {100 * (max(ratios) - 1):+.2f} %"
-    print(f"{args.watchers} watchers, {args.streams} streams: {100 * (statistics.median(ratios) - 1):+.2f} % ({spread})")
+    print(
+        f"{args.watchers} watchers, {args.streams} streams: {100 * (statistics.median(ratios) - 1):+.2f} % ({spread})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 // The shell: what the server says of itself, the tabs, the theme, the key.
 
-import { get, key, setKey, whenUnauthorized } from "./api.js";
+import { call, get, key, setKey, whenUnauthorized } from "./api.js";
 import { h, icon } from "./dom.js";
 import "./chat.js";
 import "./complete.js";
@@ -98,6 +98,7 @@ class App extends HTMLElement {
     document.title = `Quire · ${label}`;
     this.dataset.tab = name;
     this.panelButton.hidden = name === "engine";
+    this.keyButton.hidden = Boolean(this.info.replay);
     this.listButton.hidden = name !== "chat";
     for (const [other, pane] of Object.entries(this.panes)) if (other !== name) { pane.hidden = true; pane.leave?.(); }
     if (!this.panes[name]) {
@@ -111,15 +112,17 @@ class App extends HTMLElement {
     this.close();
   }
 
-  async failed(error) {
+  // After a call that failed: is it the server? One that is about to end still answers for a moment.
+  async failed(error, checks = 3) {
     if (error.status && error.status !== 503) return;
     try {
-      await get("view/info");
+      await call("health");
       this.banner.hidden = !this.info.open_to_network;
+      if (checks) setTimeout(() => this.failed(error, checks - 1), 1000);
     } catch (again) {
       if (again.status === 401) return;
       this.say("The engine does not answer.", "Your chats are kept in this browser. Start the server again and go on.");
-      setTimeout(() => this.failed(error), 2000);
+      setTimeout(() => this.failed(error, 0), 2000);
     }
   }
 

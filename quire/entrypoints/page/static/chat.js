@@ -10,6 +10,7 @@ import { addNode, Chats, children, messages, path } from "./store.js";
 import { chatTokens, joined } from "./tokens.js";
 
 const PATH = "v1/chat/completions";
+const MEASURABLE = 50; // milliseconds from the first to the last token, below which there is no rate to speak of
 const IDEAS = ["Explain how a paged KV cache works, in three sentences.", "Write a Python function that merges two sorted lists.", "Derive the quadratic formula, with LaTeX.", "A limerick about a patient scheduler."];
 
 class Chat extends HTMLElement {
@@ -200,7 +201,7 @@ class Chat extends HTMLElement {
             node.stats.first = (now - began) / 1e3;
           }
           node.stats.tokens = Math.max(node.stats.tokens ?? 0, pieces);
-          if (now > first) node.stats.rate = (node.stats.tokens - 1) / ((now - first) / 1e3);
+          if (now > first + MEASURABLE) node.stats.rate = (node.stats.tokens - 1) / ((now - first) / 1e3);
         }
         if (thought) node.reasoning += thought;
         if (delta.content) node.content += delta.content;
@@ -212,7 +213,7 @@ class Chat extends HTMLElement {
         }
         if (!frame) frame = requestAnimationFrame(draw);
       }
-      if (first && node.stats.last > first) node.stats.rate = Math.max(0, node.stats.tokens - 1) / ((node.stats.last - first) / 1e3);
+      if (first && node.stats.last > first + MEASURABLE) node.stats.rate = Math.max(0, node.stats.tokens - 1) / ((node.stats.last - first) / 1e3);
       delete node.stats.last;
       announce(`Answer complete, ${node.stats.tokens ?? 0} tokens.`);
     } catch (error) {

@@ -111,7 +111,7 @@ class Complete extends HTMLElement {
         } : null;
         choice.element.show(choice.tokens.length ? choice.tokens : shown, { boundaries: true, continueFrom });
         if (!choice.tokens.length) choice.element.shownTokens = null;
-        const rate = last > first ? (tokens - 1) / ((last - first) / 1e3) : 0;
+        const rate = last > first + 50 ? (tokens - 1) / ((last - first) / 1e3) : 0;
         choice.facts.textContent = [tokens && `${count(tokens)} tokens`, rate && `${rate.toFixed(0)} tok/s`, first && `first after ${seconds((first - began) / 1e3)}`, choice.finish && `ended by ${choice.finish}`].filter(Boolean).join(" · ");
       }
     };

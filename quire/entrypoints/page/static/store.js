@@ -32,7 +32,7 @@ export class Chats {
   }
 
   save() {
-    const slim = (name, value) => (name === "tokens" ? undefined : value); // of logprobs: megabytes
+    const slim = (name, value) => (name === "tokens" && Array.isArray(value) ? undefined : value); // of logprobs: megabytes
     try {
       localStorage.setItem(CHATS, JSON.stringify(this.chats, slim));
       localStorage.setItem(ACTIVE, this.active.id);

@@ -29,7 +29,7 @@ class View extends HTMLElement {
     this.save = h("button", { class: "button", type: "button", onclick: () => this.saveRecording() }, "Save the last minute");
     const file = h("input", { type: "file", accept: ".gz,.json", class: "hidden-text", id: "recording", tabindex: "-1", "aria-label": "Recording", onchange: () => file.files[0] && this.play(file.files[0]) });
     this.openFile = h("button", { class: "button", type: "button", onclick: () => file.click() }, "Play a recording");
-    this.position = h("input", { type: "range", min: "0", max: "0", value: "0", "aria-label": "Position in the recording", oninput: () => this.seek(Number(this.position.value)) });
+    this.position = h("input", { type: "range", min: "0", max: "0", value: "0", "aria-label": "Position in the recording", oninput: () => { this.seek(Number(this.position.value)); this.advance(); } });
     this.player = h("div", { class: "player", hidden: true }, this.position);
     const key = (name, text) => h("span", {}, h("i", { class: `dot ${name}` }), text);
     this.replaceChildren(
