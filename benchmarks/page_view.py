@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import httpx
 
-WORDS = "paper ink page block token engine river stone light north cloud seven".split()
+WORDS = ["paper", "ink", "page", "block", "token", "engine", "river", "stone", "light", "north", "cloud", "seven"]
 
 
 @contextmanager
