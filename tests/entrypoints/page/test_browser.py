@@ -44,7 +44,7 @@ def test_first_chat(page: Any, parrot: str) -> None:
     ask(page, "Hello there")
     assert last_answer(page) == "You said: Hello there"
     facts = page.locator("q-message.assistant .facts").inner_text()
-    assert re.search(r"\d+ tokens · [\d.]+ tok/s · first after [\d.]+ m?s", facts)
+    assert re.search(r"\d+ tokens · .*first after [\d.]+ m?s", facts)
     page.reload()  # the chat is kept
     page.wait_for_selector("q-message.assistant")
     assert last_answer(page) == "You said: Hello there"
@@ -216,6 +216,7 @@ def test_a_long_answer_stays_smooth(page: Any, wheel: Path) -> None:
         frames = sorted(page.evaluate("window.frames_"))
         median, late = frames[len(frames) // 2], frames[int(0.99 * len(frames))]
         print(f"frames: {len(frames)}, median {median:.0f} ms, 99 % {late:.0f} ms, longest {frames[-1]:.0f} ms")
+        assert re.search(r"\d+ tok/s", page.locator("q-message.assistant .facts").inner_text())
         words = last_answer(page).count("ord")
         assert words >= 3900
 
