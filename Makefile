@@ -85,6 +85,18 @@ $(RAY)/.ray: pyproject.toml $(LOCK)
 test-ray: $(RAY)/.ray  ## workers in Ray actors, on a cluster of two nodes of this machine; installs Ray
 	@$(RAY)/bin/python -m pytest tests/executor/test_ray.py
 
+# Chromium comes from Debian: Playwright only drives it.
+PAGE := .venv-page
+$(PAGE)/.page: pyproject.toml $(LOCK)
+	@$(MAKE) --no-print-directory VENV=$(PAGE) install
+	@$(PAGE)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) playwright axe-playwright-python "setuptools>=77"
+	@command -v chromium >/dev/null || { sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$sudo apt-get update -qq && $$sudo apt-get install -qq -y --no-install-recommends chromium >/dev/null; }
+	@touch $@
+
+test-page: $(PAGE)/.page  ## the page in Chromium, from a built wheel without network; installs Chromium
+	@$(PAGE)/bin/python -m pytest tests/entrypoints/page tests/core/test_view.py
+
 test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user
 	@mkdir -p build
 	@aarch64-linux-gnu-gcc -O3 -fno-math-errno -fno-trapping-math -fopenmp -Iquire/kernels/native tests/arm/check.c \
@@ -125,4 +137,4 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.figures
 
 .PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-ray \
-	test-arm test-clients lint format fuzz chaos lock bench figures
+	test-page test-arm test-clients lint format fuzz chaos lock bench figures

@@ -55,10 +55,14 @@ class ServerConfig:
         "/health,/ready,/readyz,/ping,/metrics,/version",
         "paths that need no key and have no rate limit, comma-separated",
     )
+    disable_page: bool = option(False, "do not serve the page at /")
+    open: bool = option(False, "open the page in a browser once the server listens")
     disable_fastapi_docs: bool = option(False, "do not serve the API's schema and documentation")
     renderer_num_workers: int = option(2, "threads that render and tokenize long prompts", minimum=1, maximum=64)
     tokens_only: bool = option(False, "serve token ids only, at /inference/v1/generate; no tokenizer is loaded")
-    enable_admin: bool = option(False, "serve /reset_prefix_cache, /abort_requests and /server_info")
+    enable_admin: bool = option(
+        False, "serve /reset_prefix_cache, /abort_requests, /server_info and the page's live view"
+    )
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
     chat_template_content_format: str = option(
         "auto",

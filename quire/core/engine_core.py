@@ -16,6 +16,7 @@ from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
 from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
+from quire.core.view import EngineView
 from quire.distributed.kv_connector import make_connectors
 from quire.executor.base import Executor, PendingOutput, WorkerMethod
 from quire.lora.residency import Residency
@@ -111,6 +112,7 @@ class EngineCore:
         self._failures: list[Failure] = []  # requests that failed outside of a step, until their results are returned
         self._unsampled: SchedulerOutput | None = None  # the newest plan, while its masks need tokens in flight
         self._last_result = 0.0  # when it came
+        self._view: EngineView | None = None  # while somebody watches
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -148,6 +150,12 @@ class EngineCore:
             "blocks": pool.num_blocks,
             "blocks_free": pool.num_free,
         }
+
+    def view(self, since: int) -> dict[str, Any]:
+        """Requests, blocks, and the steps after step `since`. Steps are noted from the first call on, until nobody
+        calls for seconds."""
+        self._view = self._view or EngineView(self.scheduler)
+        return self._view.sample(since)
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -195,6 +203,8 @@ class EngineCore:
         self._in_flight.popleft()  # only now: an interrupted wait can be resumed
         self._last_result = time.perf_counter()
         self.scheduler.note_time(plan, self._last_result - began)
+        if self._view is not None:
+            self._view = self._view.after_step(plan, self._last_result - began)
         return self._after_result(self.scheduler.update_from_output(plan, output))
 
     @property

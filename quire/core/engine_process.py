@@ -190,6 +190,8 @@ class EngineProcess:
                 return Result(number, values=self.core.call_adapters(str(method), args))
             if name == "state":
                 return Result(number, values=self.core.state())
+            if name == "view":
+                return Result(number, values=self.core.view(int(call.args[0])))
         except ValueError as error:
             return Result(number, sendable(str(error)))
         except Exception as error:

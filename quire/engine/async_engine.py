@@ -1,7 +1,7 @@
 """The engine's interface to the server, implemented by `AsyncLLM` and by a stub that measures the front end alone."""
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.engine.input_processor import ParsedPrompt, Prompt
@@ -51,6 +51,10 @@ class AsyncEngine(Protocol):
 
     async def get_state(self) -> dict[str, dict[str, int]]:
         """Current counts of requests, blocks and others, in the front end ("front_end") and the core ("core")."""
+        ...
+
+    async def get_view(self, since: int) -> dict[str, Any]:
+        """What the core does right now, and its steps after step `since`: see `core/view.py`."""
         ...
 
     async def check_health(self) -> None:

@@ -235,6 +235,10 @@ class AsyncLLM(VllmInterface):
         own = {"requests": len(self.output_processor), "streams": len(self._streams), "calls": len(self._calls)}
         return {"front_end": own, "core": await self._call("state")}
 
+    async def get_view(self, since: int) -> dict[str, Any]:
+        view: dict[str, Any] = await self._call("view", [since])
+        return view
+
     async def _call(
         self,
         name: str,

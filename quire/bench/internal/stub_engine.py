@@ -5,6 +5,7 @@ For measuring the front end alone, and for testing the server.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import numpy as np
 
@@ -136,6 +137,12 @@ class StubEngine:
     async def get_state(self) -> dict[str, dict[str, int]]:
         own = {"requests": len(self.output_processor), "streams": len(self.streams)}
         return {"front_end": own, "core": {"requests": len(self.running)}}
+
+    async def get_view(self, since: int) -> dict[str, Any]:
+        await self.check_health()
+        running = [(i, len(r.prompt_token_ids), 0, count, 0, 0) for i, (r, count) in enumerate(self.running.values())]
+        blocks = {"total": 1, "free": 1, "cached": 0, "first": 0, "states": b"\x00"}
+        return {"running": running, "waiting": [], "steps": [], "blocks": blocks, "groups": [], "stats": self.stats}
 
     async def check_health(self) -> None:
         if self.dead is not None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "complete": Command("quire.entrypoints.cli.complete", "continue prompts with a running server"),
     "run-batch": Command("quire.entrypoints.cli.run_batch", "run a file of requests in OpenAI's batch format"),
     "models": Command("quire.entrypoints.cli.models", "which models are served, and how a given one would be"),
+    "view": Command("quire.entrypoints.cli.view", "play a recording of a server's live view in the browser"),
     "plan": Command("quire.entrypoints.cli.plan", "memory, flags and speed of a model on given GPUs, predicted"),
     "collect-env": Command("quire.entrypoints.cli.collect_env", "facts about this machine for a bug report"),
     "bench throughput": Command("quire.bench.throughput", "output tokens per second of many requests at once"),

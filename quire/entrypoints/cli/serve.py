@@ -115,7 +115,7 @@ def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[
         app = build_app(engine, config, engine.config, api_keys)
         url, context = base_url(sock, config), app.state.context
         names, parsers = context.model_names, str(context.parsers)
-        server = Server(app, config, ready=lambda: announce(url, names[0], parsers, not config.tokens_only))
+        server = Server(app, config, ready=lambda: announce(url, names[0], parsers, config))
         server.run(sockets=[sock])
     finally:
         in_order = server is not None and not server.force_exit

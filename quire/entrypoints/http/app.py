@@ -36,9 +36,11 @@ def build_app(
     served = dialects()
     routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
     routes += unserved({route.path for route in routes})
+    open_paths = {path for dialect in served for path in dialect.open_paths} & {route.path for route in routes}
+    bodies, keys = ErrorBodies(served, config.error_format), api_keys or config.api_key
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, routes, ErrorBodies(served, config.error_format), api_keys or config.api_key),
+        middleware=_middleware(context, routes, bodies, keys, config.unguarded_paths | open_paths),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
@@ -51,6 +53,7 @@ def _middleware(
     routes: Sequence[Route],
     error_bodies: ErrorBodies,
     api_keys: Sequence[str],
+    open_paths: frozenset[str],
 ) -> list[Middleware]:
     """Outermost first."""
     config = context.config
@@ -69,11 +72,11 @@ def _middleware(
         )
     middleware.append(Middleware(ErrorResponses, error_bodies, config.log_error_stack))
     if api_keys:
-        middleware.append(Middleware(ApiKeys, api_keys, config.unguarded_paths))
+        middleware.append(Middleware(ApiKeys, api_keys, open_paths))
     windows = FixedWindowLimiter.of(config)
     if windows is not None:
         limiter = context.peers if isinstance(context.peers, RemotePeers) else windows
-        middleware.append(Middleware(RateLimit, limiter, config.unguarded_paths))
+        middleware.append(Middleware(RateLimit, limiter, open_paths))
     return middleware + [Middleware(import_middleware(path)) for path in config.middleware]
 
 

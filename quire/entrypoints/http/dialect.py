@@ -21,12 +21,13 @@ class Dialect:
     routes: Callable[[ServerContext], Sequence[Route]]
     error_body: Callable[[ApiError], bytes]
     prefixes: tuple[str, ...]  # such as /v1/messages; / is every path that is no other dialect's
+    open_paths: tuple[str, ...] = ()  # of its routes, those that need no key: nothing there is anybody's
     check: Callable[[ServerConfig], None] | None = None  # ValueError for wrong flags, before the model is loaded
     example: Callable[[str, str], str] | None = None  # a command to try, from the server's URL and the model's name
     error_formats: Mapping[str, Callable[[ApiError], bytes]] = field(default_factory=dict)  # by --error-format
 
 
-BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI",)  # imported only by servers
+BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI", "quire.entrypoints.page.routes:PAGE")  # imported only by servers
 
 _registered: dict[str, Dialect] = {}
 

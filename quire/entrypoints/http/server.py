@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import threading
+import webbrowser
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
@@ -225,9 +226,16 @@ class Certificate:
             logger.info("the TLS certificate was loaded again")
 
 
-def announce(url: str, name: str, parsers: str, with_example: bool = True) -> None:
+def announce(url: str, name: str, parsers: str, config: ServerConfig | None = None) -> None:
+    config = config or ServerConfig()
     logger.info("serving %s at %s", name, url)
     logger.info(parsers)
-    for dialect in [] if url.startswith("unix:") or not with_example else dialects():
+    if config.tokens_only or url.startswith("unix:"):
+        return
+    for dialect in dialects():
         if dialect.example is not None:
             logger.info("try: %s", dialect.example(url, name))
+    if not config.disable_page:
+        logger.info("or open %s/ in a browser", url)
+        if config.open:  # in a thread: a browser in the terminal would hold up the server
+            threading.Thread(target=webbrowser.open, args=(url + "/",), daemon=True).start()

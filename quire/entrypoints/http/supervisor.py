@@ -98,7 +98,7 @@ class Supervisor:
                 for line in ready.summary.lines(self.checkpoint_name):
                     logger.info(line)
                 logger.info("%d API processes, ready in %.1f s", len(self._apis), time.perf_counter() - began)
-                announce(url, self._started[0].model_name, self._started[0].parsers, not self.config.tokens_only)
+                announce(url, self._started[0].model_name, self._started[0].parsers, self.config)
                 await self._until(lambda: self._ending)
                 await self._end_apis()
         finally:

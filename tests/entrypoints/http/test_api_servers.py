@@ -1,6 +1,7 @@
 """One server with one or several API processes: real processes, the official client, raw sockets."""
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -155,4 +156,25 @@ def test_the_processes_are_one_server(server: ServerProcess) -> None:
         response = server.get("/metrics")  # without the other's part the counters would drop
         assert response.status_code == 503 and "does not respond" in response.text
     assert server.get("/metrics").status_code == 200
+    eventually(lambda: idle(server))
+
+
+def test_every_process_shows_the_whole_engine(server: ServerProcess) -> None:
+    """The view is of the core: a watcher sees the requests of all API processes, and no text of theirs."""
+    with httpx.Client(timeout=SECONDS) as client:
+        client.post(f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 1})
+        body = {"prompt": "a private question", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        seen = ""
+        with client.stream("POST", f"{server.url}/v1/completions", json=body) as generated:
+            lines = generated.iter_lines()
+            next(lines)
+            for _ in range(2):  # whichever process answers
+                with httpx.stream("GET", f"{server.url}/view/stream", timeout=SECONDS) as response:
+                    samples = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+                    sample = next(each for each in samples if each["steps"] or not each["running"])
+                assert [row[1] for row in sample["running"]] == [3]
+                assert sample["blocks"]["total"] == BLOCKS and sample["stats"]["num_running"] == 1
+                assert any(decode == 1 for _, _, _, _, decode, _, _ in sample["steps"])
+                seen += json.dumps(sample)
+        assert "private" not in seen and "question" not in seen
     eventually(lambda: idle(server))

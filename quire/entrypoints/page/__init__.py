@@ -1,0 +1,1 @@
+"""The page at /: a playground, and a live view into the engine."""
