@@ -123,6 +123,12 @@ class ServerConfig:
     max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
 
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept, the oldest go first; 0: none", minimum=0
+    )
+    max_stored_response_bytes: int = option(256 << 20, "most bytes of them", minimum=0)
+    stored_response_ttl: float = option(86400.0, "seconds for which they are kept", minimum=0)
+
     rate_limit_interval: float = option(60.0, "seconds over which rate limits count", minimum=0.001)
     rate_limit_requests: int | None = option(None, "requests per interval for a key, or an address", minimum=1)
     rate_limit_token: int | None = option(

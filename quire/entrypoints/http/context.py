@@ -23,8 +23,9 @@ from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
-from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.http.peers import Peers, RemotePeers
 from quire.entrypoints.http.request_log import RequestLog
+from quire.entrypoints.http.shared_store import SharedStore, Store
 from quire.entrypoints.parsers.detect import ParserNames, parser_names
 from quire.entrypoints.tool_prompt import takes_tools
 from quire.entrypoints.tracing import Tracer
@@ -75,6 +76,7 @@ class ServerContext:
     ) -> None:
         self.engine = engine
         self.peers = peers or Peers()
+        self.store: Store = self.peers if isinstance(self.peers, RemotePeers) else SharedStore.of(config)
         self.config = config
         self.engine_config = engine_config
         self.created = int(time.time())

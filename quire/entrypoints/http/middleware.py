@@ -141,7 +141,8 @@ class ErrorResponses:
 
 
 class ApiKeys:
-    """`Authorization: Bearer KEY` for everything but `open_paths`. Every key is compared, each in constant time."""
+    """`Authorization: Bearer KEY` or `x-api-key: KEY` for everything but `open_paths`. Every key is compared, each in
+    constant time."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
         self.app = app
@@ -150,15 +151,23 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and path_of(scope) not in self.open_paths:
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            given = _digest(key.strip().encode("latin-1"))  # the header's own bytes
-            matches = [hmac.compare_digest(given, digest) for digest in self.digests]
-            if scheme.lower() != "bearer" or not any(matches):
-                missing = "no API key was sent; use the header Authorization: Bearer KEY"
-                message = "the API key is not known" if key else missing
+            headers = Headers(scope=scope)
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            sent = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+            known = [self.known(key.strip().encode("latin-1")) for key in sent]  # the headers' own bytes
+            digest = known[0] or known[1]
+            if digest is None:
+                missing = "no API key was sent; use the header Authorization: Bearer KEY, or x-api-key: KEY"
+                message = "the API key is not known" if any(sent) else missing
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            scope["quire.key"] = given
+            scope["quire.key"] = digest
         await self.app(scope, receive, send)
+
+    def known(self, key: bytes) -> bytes | None:
+        """The key's digest, if it is one of ours."""
+        given = _digest(key)
+        matches = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return given if any(matches) else None
 
 
 def _digest(key: bytes) -> bytes:

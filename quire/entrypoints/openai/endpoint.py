@@ -121,7 +121,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     @abstractmethod
     def response(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> Answer: ...
 
-    async def finished(self, run: Run[R]) -> None:
+    async def finished(self, run: Run[R], scope: Scope) -> None:
         """Called when the answer is complete, before the client sees its end."""
 
     async def read(self, scope: Scope, receive: Receive) -> tuple[R, int]:
@@ -130,16 +130,19 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, size = await self.read(scope, receive)
+        await self.respond(request, size, scope, receive, send)
+
+    async def respond(self, request: R, size: int, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.running(request, size, scope) as run:
             if request.stream:
                 await self._stream(run, scope, receive, send)
-            else:
-                collected = self._collect(run.outputs, run.num_prompts)
-                finals = await self._while_connected(collected, receive, run.job)
-                body = await self.context.in_thread_if(run.large, lambda: run.answer.body(finals))
-                await self.finished(run)
-                headers = load_report(scope, self.context.engine.stats)
-                await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+                return
+            collected = self._collect(run.outputs, run.num_prompts)
+            finals = await self._while_connected(collected, receive, run.job)
+            body = await self.context.in_thread_if(run.large, lambda: run.answer.body(finals))
+            await self.finished(run, scope)
+            headers = load_report(scope, self.context.engine.stats)
+            await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
     @asynccontextmanager
     async def running(self, request: R, size: int, scope: Scope) -> AsyncIterator[Run[R]]:
@@ -301,7 +304,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         try:
             await self._while_connected(kept_alive(interval) if interval else events(), receive, run.job)
             last = answer.end()
-            await self.finished(run)
+            await self.finished(run, scope)
         except ClientDisconnected:
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
