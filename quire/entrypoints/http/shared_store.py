@@ -120,8 +120,9 @@ class SharedStore:
                 document = self._find(key)
                 if document is None:
                     return Result(False)
+                was_final = document.final_at is not None
                 self._remove(key)
-                return Result(True, document.data, document.final_at is not None)
+                return Result(True, document.data, was_final)
             case Follow(start=start):
                 return await self._follow(key, start)
 

@@ -49,12 +49,12 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return [request.messages]
 
     def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        return self._prompts(request, size, None)
+        return self.marked_prompts(request, size, None)
 
     def rendered(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        return self._prompts(request, size, new_marks() if request.return_assistant_tokens_mask else None)
+        return self.marked_prompts(request, size, new_marks() if request.return_assistant_tokens_mask else None)
 
-    def _prompts(self, request: ChatRequest, size: int, marks: Marks | None) -> list[ParsedPrompt]:
+    def marked_prompts(self, request: ChatRequest, size: int, marks: Marks | None) -> list[ParsedPrompt]:
         self.tools.check(request)
         forwarded = (request.kv_transfer_params or {}).get("prompt_token_ids")
         if forwarded is not None:

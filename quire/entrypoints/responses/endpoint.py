@@ -1,7 +1,7 @@
 """POST /v1/responses, whole, as a stream, or in the background."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
@@ -24,6 +24,7 @@ from quire.entrypoints.openai.translated import TranslatedEndpoint
 from quire.entrypoints.responses.answer import RUNNING, ResponsesAnswer
 from quire.entrypoints.responses.protocol import CountRequest, ResponsesRequest
 from quire.entrypoints.responses.request import ResponsesChat, chat_request
+from quire.tokenizer.chat_template import Marks
 
 NAMES = {
     "messages": "input",
@@ -87,7 +88,7 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
     def request_id(self, request: ChatRequest, scope: Scope) -> str | None:
         return None  # the store's keys are ours
 
-    def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+    def marked_prompts(self, request: ChatRequest, size: int, marks: Marks | None) -> list[ParsedPrompt]:
         """With truncation "auto", without as many of the oldest messages as do not fit."""
         assert isinstance(request, ResponsesChat)
         all_messages = request.messages
@@ -95,7 +96,7 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
         starts = [first, *(i for i in range(first + 1, len(all_messages)) if all_messages[i]["role"] != "tool")]
         low, high = 0, len(starts) - 1  # of the shortest prompt, which has the last message only
         try:
-            return super().prompts(request, sources, size)
+            return super().marked_prompts(request, size, marks)
         except ApiError as error:
             if not request.drops_oldest or error.code != "context_length_exceeded":
                 raise
@@ -106,12 +107,12 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
                 else:
                     low = middle + 1
             request.messages = [*all_messages[:first], *all_messages[starts[low] :]]
-            return super().prompts(request, sources, size)
+            return super().marked_prompts(request, size, marks)
 
     def _fits(self, request: ResponsesChat, all_messages: list[Any], first: int, start: int, size: int) -> bool:
         request.messages = [*all_messages[:first], *all_messages[start:]]
         try:
-            super().prompts(request, [request.messages], size)
+            super().marked_prompts(request, size, None)
         except ApiError as error:
             if error.code == "context_length_exceeded":
                 return False
