@@ -27,6 +27,9 @@ class ServerConfig:
     uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
+    grpc_port: int | None = option(
+        None, "port of a gRPC server beside HTTP (extra: grpc); 0: a free one; default: none", minimum=0, maximum=65535
+    )
     headless: bool = option(False, "no server, workers only: on machines of --nnodes but the first")
     api_server_count: int = option(1, "API server processes for one engine", minimum=1, maximum=64)
     served_model_name: tuple[str, ...] = option(

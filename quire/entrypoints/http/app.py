@@ -18,8 +18,8 @@ from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import ErrorBodies, dialects
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, RootPath, Tracking, import_middleware
-from quire.entrypoints.http.peers import Peers, RemotePeers
-from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimit
+from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.http.rate_limit import RateLimit
 from quire.entrypoints.http.route_table import unserved
 
 
@@ -32,13 +32,13 @@ def build_app(
 ) -> Starlette:
     """`api_keys` are all accepted keys, whatever their source (`load_api_keys`). `peers` are the server's other API
     processes."""
-    context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
+    context = ServerContext(engine, config, engine_config, peers, api_keys or config.api_key)
     served = dialects()
     routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
     routes += unserved({route.path for route in routes})
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, routes, ErrorBodies(served, config.error_format), api_keys or config.api_key),
+        middleware=_middleware(context, routes, ErrorBodies(served, config.error_format)),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
@@ -46,12 +46,7 @@ def build_app(
     return app
 
 
-def _middleware(
-    context: ServerContext,
-    routes: Sequence[Route],
-    error_bodies: ErrorBodies,
-    api_keys: Sequence[str],
-) -> list[Middleware]:
+def _middleware(context: ServerContext, routes: Sequence[Route], error_bodies: ErrorBodies) -> list[Middleware]:
     """Outermost first."""
     config = context.config
     middleware = [Middleware(RootPath, config.root_path, routes)] if config.root_path else []
@@ -68,12 +63,10 @@ def _middleware(
             )
         )
     middleware.append(Middleware(ErrorResponses, error_bodies, config.log_error_stack))
-    if api_keys:
-        middleware.append(Middleware(ApiKeys, api_keys, config.unguarded_paths))
-    windows = FixedWindowLimiter.of(config)
-    if windows is not None:
-        limiter = context.peers if isinstance(context.peers, RemotePeers) else windows
-        middleware.append(Middleware(RateLimit, limiter, config.unguarded_paths))
+    if context.keys is not None:
+        middleware.append(Middleware(ApiKeys, context.keys, config.unguarded_paths))
+    if context.limiter is not None:
+        middleware.append(Middleware(RateLimit, context.limiter, config.unguarded_paths))
     return middleware + [Middleware(import_middleware(path)) for path in config.middleware]
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvicorn.config
@@ -22,6 +23,9 @@ from quire.entrypoints.http.connection import connection_factory
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import dialects
 from quire.entrypoints.http.middleware import access_logger
+
+if TYPE_CHECKING:
+    from quire.entrypoints.grpc.server import GrpcServer
 
 logger = logging.getLogger("quire")
 
@@ -126,12 +130,18 @@ class Server(uvicorn.Server):
         self.drain_seconds = config.shutdown_timeout
         self.ready = ready
         self.supervised = supervised
+        self.grpc: GrpcServer | None = None
         self.exit_code = 0
         self.failure: str | None = None
         self.signal = 0  # the second one, if that ended the server
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.started and self.context.config.grpc_port is not None:
+            from quire.entrypoints.grpc.server import GrpcServer  # an extra
+
+            self.grpc = GrpcServer(self.context)
+            await self.grpc.start()
         if self.started and self.ready is not None:
             self.ready()
 
@@ -165,6 +175,8 @@ class Server(uvicorn.Server):
         # A client that does not read its error response must not delay the exit.
         end = functools.partial(self.context.abort_all, engine_died=self.failure is not None)
         timers = [loop.call_later(seconds, end), loop.call_later(seconds + GRACE, self._force)]
+        if self.grpc is not None:
+            await self.grpc.stop(seconds)
         await super().shutdown(sockets)
         for timer in timers:
             timer.cancel()

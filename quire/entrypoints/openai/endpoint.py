@@ -239,7 +239,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def _while_connected(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
         return await generation.while_connected(work, receive, job, self.context.config.request_timeout)
 
-    async def _first(self, outputs: AsyncGenerator[Batch, None]) -> Batch:
+    async def first(self, outputs: AsyncGenerator[Batch, None]) -> Batch:
         """The engine validates before its first output, so only this await can raise ValueError."""
         try:
             return await anext(outputs, None) or []  # a tuple as the default trips up CPython 3.11
@@ -249,7 +249,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def _collect(self, outputs: AsyncGenerator[Batch, None], count: int) -> list[RequestOutput]:
         finals: dict[int, RequestOutput] = {}
         async with aclosing(outputs):
-            batch = await self._first(outputs)
+            batch = await self.first(outputs)
             generation.check_outputs(batch)
             finals.update(batch)
             async for batch in outputs:
@@ -272,7 +272,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         async def events() -> None:
             nonlocal quiet
             async with aclosing(run.outputs) as outputs:
-                batch = await self._first(outputs)
+                batch = await self.first(outputs)
                 generation.check_outputs(batch)
                 await start()
                 data = answer.events(batch) if not large else await self.context.in_thread(answer.events, batch)

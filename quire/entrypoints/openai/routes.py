@@ -35,7 +35,7 @@ def routes(context: ServerContext) -> list[Route]:
 
     async def openapi(request: Request) -> Response:
         served = [route for route in request.app.routes if route.include_in_schema]
-        names, with_keys = context.model_names, context.has_keys
+        names, with_keys = context.model_names, context.keys is not None
         return json_response(openapi_document(served, context.config, names, with_keys, dialects()))
 
     completions, chat = CompletionEndpoint(context, params), ChatEndpoint(context, params)

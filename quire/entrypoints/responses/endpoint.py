@@ -187,7 +187,7 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
             try:
                 async with asyncio.timeout(self.context.config.request_timeout):
                     async with aclosing(run.outputs) as outputs:
-                        batch = await self._first(outputs)
+                        batch = await self.first(outputs)
                         while batch:
                             generation.check_outputs(batch)
                             began = answer.status != RUNNING
