@@ -175,9 +175,13 @@ class Server(uvicorn.Server):
         # A client that does not read its error response must not delay the exit.
         end = functools.partial(self.context.abort_all, engine_died=self.failure is not None)
         timers = [loop.call_later(seconds, end), loop.call_later(seconds + GRACE, self._force)]
-        if self.grpc is not None:
-            await self.grpc.stop(seconds)
+        stopping = asyncio.create_task(self.grpc.stop(seconds)) if self.grpc is not None else None
         await super().shutdown(sockets)
+        while stopping is not None and not stopping.done() and not self.force_exit:
+            await asyncio.wait({stopping}, timeout=0.1)
+        if stopping is not None and self.grpc is not None:
+            await self.grpc.stop(0)
+            await stopping
         for timer in timers:
             timer.cancel()
         if self.context.tracer is not None and not self.force_exit:

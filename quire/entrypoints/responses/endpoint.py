@@ -187,8 +187,8 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
             try:
                 async with asyncio.timeout(self.context.config.request_timeout):
                     async with aclosing(run.outputs) as outputs:
-                        batch = await self.first(outputs)
-                        while batch:
+                        batch = await self.first(outputs) if not run.job.aborted_by_admin else []
+                        while batch and not run.job.aborted_by_admin:
                             generation.check_outputs(batch)
                             began = answer.status != RUNNING
                             await self._append(answer, answer.events(batch), scope)

@@ -125,6 +125,17 @@ def test_a_deadline_ends_the_request(slow: StubServer) -> None:
     slow.wait_until(lambda: not slow.engine.running and not slow.server.context.jobs)
 
 
+def test_the_end_of_the_server_ends_calls() -> None:
+    config = ServerConfig(grpc_port=0, shutdown_timeout=0.2)
+    with stub_server(stub_engine(0.02), config) as server, stub(server) as engine:
+        call = engine.Generate(ask(stream=True, max_tokens=5000), timeout=60)
+        next(call)
+        server.server.should_exit = True
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
 def test_the_servers_own_deadline() -> None:
     with stub_server(stub_engine(0.02), ServerConfig(grpc_port=0, request_timeout=0.3)) as server:
         assert "0.3 seconds" in refused(server, ask(max_tokens=5000), "DEADLINE_EXCEEDED")
