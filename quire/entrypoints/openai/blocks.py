@@ -106,7 +106,10 @@ class BlockAnswer(ABC):
         for completion in output.outputs:
             self.usage.completion_tokens += len(completion.token_ids)
             if logprobs := self.token_logprobs(completion):
-                self._logprobs += logprobs[reader.first_visible(completion.token_ids) :]
+                # A token that ends the response is no text; a stop string may be part of several.
+                ended = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+                last = len(logprobs) - ended
+                self._logprobs += logprobs[reader.first_visible(completion.token_ids) : last]
             self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + reader.reasoning_tokens(completion)
             yield from self._feed(reader.read(completion))
             if completion.finish_reason is not None:
