@@ -26,6 +26,7 @@ from scripts.vllm_placeholders import PLACEHOLDER, found, install
 from scripts.vllm_test_server import LORA_TO_COME, StandIn
 
 FILES = (
+    "anthropic/test_messages.py",
     "launchers/api_server/test_multi_api_servers.py",
     "launchers/test_shutdown.py",
     "openai/chat_completion/test_batched_chat_completions.py",
@@ -45,6 +46,10 @@ FILES = (
     "openai/completion/test_prompt_validation.py",
     "openai/completion/test_token_in_token_out.py",
     "openai/models/test_models.py",
+    "openai/responses/test_basic.py",
+    "openai/responses/test_simple.py",
+    "openai/responses/test_stateful.py",
+    "openai/responses/test_structured_output.py",
     "openai/test_async_tokenization.py",
     "openai/test_chunked_prompt.py",
     "openai/test_return_token_ids.py",
@@ -143,6 +148,8 @@ def run(checkout: Path, tests: Sequence[str], report: Report, chosen: str) -> Re
     options = ["-c", os.devnull, f"--rootdir={checkout}", "--noconftest", "-p", "no:cacheprovider", "-q"]
     options += ["-p", "tests.entrypoints.conftest", "--tb=short"]
     options += ["-k", chosen] if chosen else []
+    if any("/responses/" in name for name in tests):
+        options += ["-p", "tests.entrypoints.openai.responses.conftest"]
     pytest.main([*options, *files], plugins=[report])
     return report
 

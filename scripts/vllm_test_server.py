@@ -184,6 +184,12 @@ class RemoteServer:
 
         return openai.OpenAI(**self._client(kwargs))
 
+    def get_async_client_anthropic(self, **kwargs: Any) -> Any:
+        import anthropic  # of the test extra
+
+        kwargs = {"api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": SECONDS} | kwargs
+        return anthropic.AsyncAnthropic(base_url=self.url_root, **kwargs)
+
     def get_async_client(self, **kwargs: Any) -> Any:
         import openai
 

@@ -27,6 +27,9 @@ class ServerConfig:
     uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of them")
     port: int = option(8000, "port to listen on; 0: a free one", minimum=0, maximum=65535)
+    grpc_port: int | None = option(
+        None, "port of a gRPC server beside HTTP (extra: grpc); 0: a free one; default: none", minimum=0, maximum=65535
+    )
     headless: bool = option(False, "no server, workers only: on machines of --nnodes but the first")
     api_server_count: int = option(1, "API server processes for one engine", minimum=1, maximum=64)
     served_model_name: tuple[str, ...] = option(
@@ -136,6 +139,12 @@ class ServerConfig:
     )
     max_sequences: int = option(1024, "most sequences of one request: prompts times n", minimum=1)
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
+
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept, the oldest go first; 0: none", minimum=0
+    )
+    max_stored_response_bytes: int = option(256 << 20, "most bytes of them", minimum=0)
+    stored_response_ttl: float = option(86400.0, "seconds for which they are kept", minimum=0)
 
     rate_limit_interval: float = option(60.0, "seconds over which rate limits count", minimum=0.001)
     rate_limit_requests: int | None = option(None, "requests per interval for a key, or an address", minimum=1)

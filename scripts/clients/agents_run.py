@@ -1,9 +1,19 @@
-"""OpenAI's agents package with a tool, on a server without flags: python agents_run.py URL."""
+"""OpenAI's agents package with a tool, on a server without flags, by chat and by Responses: agents_run.py URL."""
 
+import functools
 import sys
 from typing import Any, Literal
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    Model,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 from steps import run_steps
@@ -12,7 +22,12 @@ URL = sys.argv[1] + "/v1"
 MODEL = OpenAI(base_url=URL, api_key="unused").models.list().data[0].id
 QUESTION = "What is the weather in Paris?"
 called: list[str] = []
-model = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=URL, api_key="unused", max_retries=0))
+client = AsyncOpenAI(base_url=URL, api_key="unused", max_retries=0)
+MODELS: dict[str, Model] = {
+    "by chat": OpenAIChatCompletionsModel(MODEL, client),
+    "by Responses": OpenAIResponsesModel(MODEL, client),
+}
+used = ["by chat"]
 set_tracing_disabled(True)
 
 
@@ -31,8 +46,12 @@ class Weather(BaseModel):
 
 def agent(**options: Any) -> Agent:
     called.clear()
-    settings = ModelSettings(max_tokens=64, temperature=0, tool_choice=options.pop("tool_choice", None))
-    return Agent("Assistant", instructions="You are brief.", model=model, model_settings=settings, **options)
+    # A response that is cut off is an error by Responses: one sentence, which ends, is enough.
+    choice, parallel = options.pop("tool_choice", None), options.pop("parallel_tool_calls", None)
+    settings = ModelSettings(
+        max_tokens=128, temperature=0, tool_choice=choice, parallel_tool_calls=parallel, extra_body={"stop": "."}
+    )
+    return Agent("Assistant", instructions="You are brief.", model=MODELS[used[0]], model_settings=settings, **options)
 
 
 async def without_tools() -> None:
@@ -79,8 +98,30 @@ async def handoff() -> None:
     """a handoff to another agent"""
     other = agent()
     other.name = "Expert"
-    result = await Runner.run(agent(handoffs=[other], tool_choice="required"), QUESTION, max_turns=5)
+    result = await Runner.run(
+        agent(handoffs=[other], tool_choice="required", parallel_tool_calls=False), QUESTION, max_turns=5
+    )
     assert result.last_agent.name == "Expert"
 
 
-run_steps((without_tools, auto, required, named, streamed, output_type, handoff))
+async def previous_response() -> None:
+    """a conversation by previous_response_id"""
+    first = await Runner.run(agent(), "My name is Mark.")
+    second = await Runner.run(agent(), "My name?", previous_response_id=first.last_response_id)
+    assert second.last_response_id not in (None, first.last_response_id)
+
+
+def by(name: str, step: Any) -> Any:
+    """The same step with another of the models."""
+
+    @functools.wraps(step)
+    async def run() -> None:
+        used[0] = name
+        await step()
+
+    run.__doc__ = f"{step.__doc__} ({name})"
+    return run
+
+
+STEPS = (without_tools, auto, required, named, streamed, output_type, handoff)
+run_steps((*(by(name, step) for name in MODELS for step in STEPS), by("by Responses", previous_response)))

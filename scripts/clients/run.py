@@ -48,6 +48,7 @@ AGENTS = "The tool is offered until it was called once, since this model would g
 WEBUI = "Its requests as its source makes them, sent with the HTTP client that it uses; Open WebUI itself does not run"
 CLIENTS = (
     Client("openai", ("openai==3.49.0",), "openai_package.py", keyed=True),
+    Client("anthropic", ("anthropic==2.9.0",), "anthropic_package.py"),
     Client("langchain", ("langchain-openai==1.7.3",), "langchain_chat.py"),
     Client("litellm", ("litellm==1.106.2", "mcp==2.3.0"), "litellm_calls.py", note=MCP),
     Client("llama-index", ("llama-index-llms-openai-like==0.8.1",), "llama_index_like.py"),

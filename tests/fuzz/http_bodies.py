@@ -28,6 +28,53 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ],
 ]
+TEXT = {"type": "text", "text": "say ab"}
+SCHEMA_FORMAT = {"type": "json_schema", "name": "a", "schema": SCHEMAS["object"]}
+# By prefix of the path: fields whose values differ from those of completions and chat.
+DIALECTS: dict[str, dict[str, list[Any]]] = {
+    "/v1/responses": {
+        "input": [
+            "say ab",
+            [USER],
+            [
+                {"type": "message", **USER},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"type": "function_call", "call_id": "1", "name": "look", "arguments": '{"x": 1}'},
+                {"type": "function_call_output", "call_id": "1", "output": "2"},
+            ],
+            [{"role": "assistant", "content": [{"type": "output_text", "text": "a"}], "status": "incomplete"}],
+        ],
+        "tools": [[{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"x": {}}}}]],
+        "tool_choice": ["auto", "required", {"type": "function", "name": "look"}],
+        "text": [{"format": {"type": "json_object"}}, {"format": SCHEMA_FORMAT}],
+        "include": [["message.output_text.logprobs"]],
+        "previous_response_id": ["resp_none"],
+        "truncation": ["auto", "disabled"],
+        "metadata": [{"a": "b"}],
+        "reasoning": [{"effort": "low"}],
+        "max_output_tokens": [4],
+        "prompt": [None],
+        "conversation": [None],
+    },
+    "/v1/messages": {
+        "messages": [
+            [USER],
+            [{"role": "user", "content": [TEXT]}, {"role": "assistant", "content": "a"}],
+            [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {"x": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [TEXT]}, TEXT]},
+            ],
+            [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "a"}, TEXT]}],
+        ],
+        "system": ["be brief", [TEXT]],
+        "tools": [[{"name": "look", "input_schema": {"type": "object", "properties": {"x": {}}}}]],
+        "tool_choice": [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "look"}],
+        "thinking": [{"type": "enabled", "budget_tokens": 2}, {"type": "disabled"}],
+        "output_config": [{"format": {"type": "json_schema", "schema": SCHEMAS["object"]}}, {"effort": "low"}],
+        "stop_sequences": [["x"]],
+    },
+}
 MAX_DEPTH = 8  # of values made from schemas
 MAX_BYTES = 1 << 20  # larger bodies are refused while they are sent, which a client may see as a reset
 OPEN = ("/health", "/ready", "/ping", "/metrics", "/version")  # without a key
@@ -73,7 +120,8 @@ VALUES: dict[str, list[Any]] = {
     "chat_template_kwargs": [{"a": 1}],
     "documents": [[{"title": "a", "text": "b"}]],
 }
-ALWAYS = ("prompt", "messages", "tokens", "request_ids", "max_tokens")
+ALWAYS = ("prompt", "messages", "input", "max_output_tokens", "tokens", "request_ids", "max_tokens")
+GENERATING = ("completions", "/v1/responses", "/v1/messages")
 PATHS = ["/", "/v1", "/v1/", "/v1/models/%00", "/v1/models/../..", "/v1/completions/", "/v1/models/" + "x" * 3000]
 # Python's exception names and source files.
 INTERNAL = re.compile(
@@ -96,7 +144,9 @@ class HttpTarget(ServerTarget):
         self.schemas = document["components"]["schemas"]
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
-                self.routes.append((method.upper(), path.replace("{name}", MODEL)))
+                self.routes.append(
+                    (method.upper(), path.replace("{name}", MODEL).replace("{response_id}", "resp_none"))
+                )
                 if "requestBody" in operation:
                     schema = self._schema(operation["requestBody"]["content"]["application/json"]["schema"])
                     self.bodies[path] = schema["properties"]
@@ -113,9 +163,9 @@ class HttpTarget(ServerTarget):
             path = rng.choice([*PATHS, *(path for _, path in self.routes)])
             suffix = rng.choice(["", "?" + "a=b&" * 500, "?%ff", " -"])
             return f"{rng.choice(METHODS)} {path}{suffix}\n".encode() + rng.choice([b"", b"{}", b"\xff"])
-        weights = [5 if "completions" in path else 1 for path in self.bodies]
+        weights = [5 if path.endswith(GENERATING) else 1 for path in self.bodies]
         path = rng.choices(list(self.bodies), weights)[0]
-        body: Any = self._body(rng, self.bodies[path])
+        body: Any = self._body(rng, path)
         for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
             body = mutated_value(rng, body) if isinstance(body, dict) else body
         text = dumps(body)
@@ -126,10 +176,12 @@ class HttpTarget(ServerTarget):
             data = mutated_bytes(rng, data)
         return f"POST {path}{' -' if rng.random() < 0.02 else ''}\n".encode() + data
 
-    def _body(self, rng: random.Random, fields: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, rng: random.Random, path: str) -> dict[str, Any]:
+        fields = self.bodies[path]
+        values = VALUES | next((own for prefix, own in DIALECTS.items() if path.startswith(prefix)), {})
         chosen = set(rng.sample(sorted(fields), min(len(fields), rng.choice([0, 1, 2, 4]))))
         return {
-            name: rng.choice(VALUES[name]) if name in VALUES else self._sample(rng, schema)
+            name: rng.choice(values[name]) if name in values else self._sample(rng, schema)
             for name, schema in fields.items()
             if name in chosen or name in ALWAYS
         }
@@ -182,30 +234,42 @@ class HttpTarget(ServerTarget):
             raise AssertionError(f"{status}: {response!r}\n{self.server.log()[-1500:]}")
         assert b"root:x:0" not in response, "the response contains a file of the server"
         if status >= 400 and method != "HEAD":
-            _assert_error(response)
+            _assert_error(response, path)
         elif response_headers.get("content-type", "").startswith("text/event-stream"):
-            _assert_events(response)
+            _assert_events(response, path)
         if without_key and path not in OPEN and method != "OPTIONS":
             assert status >= 400, f"served without a key: {status}"
         if status >= 500:
             self.server.assert_alive()
 
 
-def _assert_error(response: bytes) -> None:
-    """OpenAI's shape."""
+def _assert_error(response: bytes, path: str) -> None:
+    """OpenAI's shape, or Anthropic's."""
+    names = {"message", "type"} if _is_anthropic(path) else {"message", "type", "param", "code"}
     try:
         error = json.loads(response)["error"]
         assert isinstance(error["message"], str) and isinstance(error["type"], str)
-        assert error.keys() == {"message", "type", "param", "code"}
+        assert error.keys() == names
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise AssertionError(f"not an error of OpenAI's shape: {response[:300]!r}") from None
+        raise AssertionError(f"not an error of this API's shape: {response[:300]!r}") from None
     assert len(response) < 10_000, f"an error of {len(response)} bytes"
     assert not INTERNAL.search(error["message"]), f"an error that exposes internals: {error['message']}"
 
 
-def _assert_events(response: bytes) -> None:
+def _is_anthropic(path: str) -> bool:
+    return (path.partition("?")[0] + "/").startswith("/v1/messages/")
+
+
+def _assert_events(response: bytes, path: str) -> None:
+    if path.startswith(("/v1/responses", "/v1/messages")):
+        last = response.rstrip().rpartition(b"\n\n")[2]
+        ends = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
+        ends += (b"event: message_stop", b"event: error")
+        assert last.startswith(ends), f"a stream without an end: {response[-300:]!r}"
+        assert b"internal error" not in last, last
+        return
     assert response.endswith(b"data: [DONE]\n\n"), f"a stream without an end: {response[-300:]!r}"
     for event in response.split(b"\n\n"):
         if event.startswith(b'data: {"error"'):
-            _assert_error(event.removeprefix(b"data: "))
+            _assert_error(event.removeprefix(b"data: "), path)
             assert json.loads(event.removeprefix(b"data: "))["error"]["code"] is not None, event

@@ -174,9 +174,8 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "weight_transfer_config": ("json",),
         "model_weights": ("text", ""),
     },
-    "a gRPC server": {
+    "gRPC instead of HTTP": {
         "grpc": ("switch",),
-        "grpc_port": ("int",),
     },
     "Cohere's API": {
         "cohere_is_reasoning_model": ("switch", True),

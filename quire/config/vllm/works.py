@@ -26,6 +26,7 @@ WORKS: dict[str, str] = {
     "api_server_count": "entrypoints/http/test_api_servers.py::test_the_processes_are_one_server",
     "host": "entrypoints/http/test_lifecycle.py::test_a_port_in_use_is_reported_at_once",
     "port": "entrypoints/http/test_lifecycle.py::test_a_port_in_use_is_reported_at_once",
+    "grpc_port": "entrypoints/grpc/test_grpc.py::test_text_equals_that_over_http",
     "uds": "compat/test_server_flags.py::test_a_unix_domain_socket",
     "root_path": "entrypoints/http/test_middleware.py::test_behind_a_proxy",
     "api_key": "entrypoints/http/test_middleware.py::test_keys",

@@ -71,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     for file in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
         if file is not None and not os.path.isfile(file):
             raise ValueError(f"{file} is not a file (--ssl-keyfile, --ssl-certfile, --ssl-ca-certs)")
+    if config.grpc_port is not None:
+        from quire.entrypoints.grpc.server import check_grpc
+
+        check_grpc(config)
     sock = bind(config)
     try:
         return _serve(config, engine_config, api_keys, sock)

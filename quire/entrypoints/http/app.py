@@ -18,8 +18,8 @@ from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import ErrorBodies, dialects
 from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.middleware import ApiKeys, ErrorResponses, RootPath, Tracking, import_middleware
-from quire.entrypoints.http.peers import Peers, RemotePeers
-from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimit
+from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.http.rate_limit import RateLimit
 from quire.entrypoints.http.route_table import unserved
 
 
@@ -32,15 +32,15 @@ def build_app(
 ) -> Starlette:
     """`api_keys` are all accepted keys, whatever their source (`load_api_keys`). `peers` are the server's other API
     processes."""
-    context = ServerContext(engine, config, engine_config, peers, num_keys=len(api_keys or config.api_key))
+    context = ServerContext(engine, config, engine_config, peers, api_keys or config.api_key)
     served = dialects()
     routes = [*AdminEndpoints(context).routes(), *(route for dialect in served for route in dialect.routes(context))]
     routes += unserved({route.path for route in routes})
     open_paths = {path for dialect in served for path in dialect.open_paths} & {route.path for route in routes}
-    bodies, keys = ErrorBodies(served, config.error_format), api_keys or config.api_key
+    bodies = ErrorBodies(served, config.error_format)
     app = Starlette(
         routes=routes,
-        middleware=_middleware(context, routes, bodies, keys, config.unguarded_paths | open_paths),
+        middleware=_middleware(context, routes, bodies, config.unguarded_paths | open_paths),
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
@@ -49,11 +49,7 @@ def build_app(
 
 
 def _middleware(
-    context: ServerContext,
-    routes: Sequence[Route],
-    error_bodies: ErrorBodies,
-    api_keys: Sequence[str],
-    open_paths: frozenset[str],
+    context: ServerContext, routes: Sequence[Route], error_bodies: ErrorBodies, open_paths: frozenset[str]
 ) -> list[Middleware]:
     """Outermost first."""
     config = context.config
@@ -71,12 +67,10 @@ def _middleware(
             )
         )
     middleware.append(Middleware(ErrorResponses, error_bodies, config.log_error_stack))
-    if api_keys:
-        middleware.append(Middleware(ApiKeys, api_keys, open_paths))
-    windows = FixedWindowLimiter.of(config)
-    if windows is not None:
-        limiter = context.peers if isinstance(context.peers, RemotePeers) else windows
-        middleware.append(Middleware(RateLimit, limiter, open_paths))
+    if context.keys is not None:
+        middleware.append(Middleware(ApiKeys, context.keys, open_paths))
+    if context.limiter is not None:
+        middleware.append(Middleware(RateLimit, context.limiter, open_paths))
     return middleware + [Middleware(import_middleware(path)) for path in config.middleware]
 
 

@@ -23,9 +23,12 @@ from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.http.adapters import ServedAdapters
 from quire.entrypoints.http.body import BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
+from quire.entrypoints.http.keys import KnownKeys
 from quire.entrypoints.http.metrics import HttpMetrics
-from quire.entrypoints.http.peers import Peers
+from quire.entrypoints.http.peers import Peers, RemotePeers
+from quire.entrypoints.http.rate_limit import FixedWindowLimiter, RateLimiter
 from quire.entrypoints.http.request_log import RequestLog
+from quire.entrypoints.http.shared_store import SharedStore, Store
 from quire.entrypoints.parsers.detect import ParserNames, parser_names
 from quire.entrypoints.tool_prompt import takes_tools
 from quire.entrypoints.tracing import Tracer
@@ -73,10 +76,11 @@ class ServerContext:
         config: ServerConfig,
         engine_config: EngineConfig,
         peers: Peers | None = None,
-        num_keys: int = 0,
+        api_keys: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self.peers = peers or Peers()
+        self.store: Store = self.peers if isinstance(self.peers, RemotePeers) else SharedStore.of(config)
         self.config = config
         self.engine_config = engine_config
         self.created = int(time.time())
@@ -89,8 +93,11 @@ class ServerContext:
         self.jobs: dict[str, Job] = {}
         self._num_sequences = 0  # over all jobs
         self.draining = False
-        self.has_keys = num_keys > 0
-        self.isolate_by_key = (config.prefix_cache_isolation or ("key" if num_keys > 1 else "none")) == "key"
+        self.keys = KnownKeys(api_keys) if api_keys else None
+        windows = FixedWindowLimiter.of(config)
+        remote = self.peers if isinstance(self.peers, RemotePeers) else None
+        self.limiter: RateLimiter | None = None if windows is None else remote or windows
+        self.isolate_by_key = (config.prefix_cache_isolation or ("key" if len(api_keys) > 1 else "none")) == "key"
         self.request_log = RequestLog.of(config)
         self._threads = ThreadPoolExecutor(config.renderer_num_workers, thread_name_prefix="quire-prompt")
         self.fingerprint = _fingerprint(config, engine_config, engine.model_name)

@@ -3,7 +3,9 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 from starlette.routing import Route
 
 from quire.config.server import ServerConfig
@@ -25,9 +27,17 @@ class Dialect:
     check: Callable[[ServerConfig], None] | None = None  # ValueError for wrong flags, before the model is loaded
     example: Callable[[str, str], str] | None = None  # a command to try, from the server's URL and the model's name
     error_formats: Mapping[str, Callable[[ApiError], bytes]] = field(default_factory=dict)  # by --error-format
+    # For /openapi.json: what POST requests have as their body, by path, and the JSON schema of errors if not OpenAI's
+    bodies: Mapping[str, type[msgspec.Struct]] = field(default_factory=dict)
+    error_schema: Mapping[str, Any] | None = None
 
 
-BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI", "quire.entrypoints.page.routes:PAGE")  # imported only by servers
+BUILT_IN = (  # imported only by servers
+    "quire.entrypoints.openai.routes:OPENAI",
+    "quire.entrypoints.responses.routes:RESPONSES",
+    "quire.entrypoints.anthropic.routes:ANTHROPIC",
+    "quire.entrypoints.page.routes:PAGE",
+)
 
 _registered: dict[str, Dialect] = {}
 
@@ -48,20 +58,24 @@ def dialects() -> list[Dialect]:
     return list((found | _registered).values())
 
 
+def dialect_of(dialects: Sequence[Dialect], path: str) -> Dialect:
+    """Of several prefixes the longest counts."""
+    below = path + "/"
+
+    def longest(dialect: Dialect) -> int:
+        prefixes = (prefix.rstrip("/") + "/" for prefix in dialect.prefixes)
+        return max((len(prefix) for prefix in prefixes if below.startswith(prefix)), default=-1)
+
+    return max(dialects, key=longest)
+
+
 class ErrorBodies:
     """Encodes errors in the schema of the dialect whose path it is; in the first one's if it is no dialect's."""
 
     def __init__(self, dialects: Sequence[Dialect], format: str = "openai") -> None:
-        bodies = [each.error_formats.get(format, each.error_body) for each in dialects]
-        by_prefix = [
-            (prefix.rstrip("/") + "/", body)
-            for each, body in zip(dialects, bodies, strict=True)
-            for prefix in each.prefixes
-        ]
-        self._default = bodies[0]
-        self._by_prefix = sorted(by_prefix, key=lambda pair: len(pair[0]), reverse=True)
+        self._dialects = dialects
+        self._format = format
 
     def encode(self, path: str, error: ApiError) -> bytes:
-        below = path + "/"
-        body = next((body for prefix, body in self._by_prefix if below.startswith(prefix)), self._default)
-        return body(error)
+        dialect = dialect_of(self._dialects, path)
+        return dialect.error_formats.get(self._format, dialect.error_body)(error)

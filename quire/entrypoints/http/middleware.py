@@ -2,15 +2,13 @@
 
 import asyncio
 import functools
-import hashlib
-import hmac
 import importlib
 import inspect
 import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,20 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entrypoints.http.body import ClientDisconnected
 from quire.entrypoints.http.dialect import ErrorBodies
-from quire.entrypoints.http.errors import ApiError, as_api_error
+from quire.entrypoints.http.errors import as_api_error
+from quire.entrypoints.http.keys import KnownKeys
 from quire.entrypoints.http.metrics import HttpMetrics
+from quire.entrypoints.http.paths import path_of
 
 logger = logging.getLogger("quire")
 access_logger = logging.getLogger("quire.access")
 
 CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
-
-
-def path_of(scope: Scope) -> str:
-    """The path as routes spell it, without --root-path."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 class RootPath:
@@ -141,28 +135,18 @@ class ErrorResponses:
 
 
 class ApiKeys:
-    """`Authorization: Bearer KEY` for everything but `open_paths`. Every key is compared, each in constant time."""
+    """`Authorization: Bearer KEY` or `x-api-key: KEY` for everything but `open_paths`."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: KnownKeys, open_paths: frozenset[str]) -> None:
         self.app = app
         self.open_paths = open_paths
-        self.digests = [_digest(key.encode()) for key in keys]
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and path_of(scope) not in self.open_paths:
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            given = _digest(key.strip().encode("latin-1"))  # the header's own bytes
-            matches = [hmac.compare_digest(given, digest) for digest in self.digests]
-            if scheme.lower() != "bearer" or not any(matches):
-                missing = "no API key was sent; use the header Authorization: Bearer KEY"
-                message = "the API key is not known" if key else missing
-                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            scope["quire.key"] = given
+            headers = Headers(scope=scope)
+            scope["quire.key"] = self.keys.check(headers.get("authorization", ""), headers.get("x-api-key", ""))
         await self.app(scope, receive, send)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def import_middleware(path: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.async_llm import AsyncLLM
+from quire.entrypoints.http.errors import overloaded
 from quire.entrypoints.http.process_messages import (
     Abort,
     Aborted,
@@ -27,9 +28,12 @@ from quire.entrypoints.http.process_messages import (
     RateLimitRequest,
     Reply,
     SetAdapter,
+    StoreCall,
+    StoreResult,
     ToApi,
     TokensUsed,
 )
+from quire.entrypoints.http.shared_store import WAIT_SECONDS, Call, Result
 from quire.metrics.kinds import Metric
 
 if TYPE_CHECKING:
@@ -112,12 +116,19 @@ class RemotePeers(Peers):
         if self._channel is not None:
             self._channel.send(TokensUsed(client, tokens))
 
+    async def call(self, call: Call) -> Result:
+        """The supervisor keeps the store."""
+        reply = await self._request(lambda number: StoreCall(number, call), WAIT_SECONDS + REPLY_SECONDS)
+        if not isinstance(reply, StoreResult):
+            raise overloaded("the server's store does not respond", 1)
+        return reply.result
+
     async def serve(self, server: "Server", engine: AsyncLLM) -> None:
         """Handle the supervisor's messages until it exits."""
         assert self._channel is not None
         while (message := await self._channel.receive()) is not None:
             match message:
-                case PeerReplies(number) | RateLimitReply(number):
+                case PeerReplies(number) | RateLimitReply(number) | StoreResult(number):
                     waiting = self._pending.get(number)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.entrypoints.http.shared_store import Call, Result
 from quire.metrics.kinds import Counter, Gauge, Histogram, Metric
 
 LENGTH = struct.Struct("<I")
@@ -105,6 +106,11 @@ class TokensUsed(msgspec.Struct, tag=True):
     tokens: int
 
 
+class StoreCall(msgspec.Struct, tag=True):
+    number: int
+    call: Call
+
+
 # To an API process
 
 
@@ -124,6 +130,11 @@ class RateLimitReply(msgspec.Struct, tag=True):
     refusal: RateLimitExceeded | None
 
 
+class StoreResult(msgspec.Struct, tag=True):
+    number: int
+    result: Result
+
+
 class Drain(msgspec.Struct, tag=True):
     """Admit no more requests, finish the running ones, then exit."""
 
@@ -134,8 +145,8 @@ class End(msgspec.Struct, tag=True):
     engine_cause: str | None
 
 
-FromApi = Started | Failed | AskPeers | PeerReply | RateLimitRequest | TokensUsed
-ToApi = PeerQuestion | PeerReplies | RateLimitReply | Drain | End
+FromApi = Started | Failed | AskPeers | PeerReply | RateLimitRequest | TokensUsed | StoreCall
+ToApi = PeerQuestion | PeerReplies | RateLimitReply | StoreResult | Drain | End
 
 
 class MessageChannel:

@@ -2,15 +2,15 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.errors import ApiError, retry
-from quire.entrypoints.http.middleware import path_of
+from quire.entrypoints.http.paths import path_of
 from quire.entrypoints.http.process_messages import RateLimitExceeded
 
 MAX_CLIENTS = 65536  # tracked; the least recently seen is evicted
@@ -96,16 +96,21 @@ class RateLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and path_of(scope) not in self.open_paths:
-            address = scope["client"][0] if scope.get("client") else ""
-            client: bytes = scope.get("quire.key") or address.encode()
-
-            async def acquire(count: int) -> None:
-                refusal = await self.limiter.acquire(client, count)
-                if refusal is not None:
-                    headers = retry(refusal.seconds_left)
-                    raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
-
-            await acquire(1)
-            scope["quire.acquire"] = acquire
-            scope["quire.charge"] = lambda tokens: self.limiter.charge(client, tokens)
+            await limit_client(self.limiter, scope)
         await self.app(scope, receive, send)
+
+
+async def limit_client(limiter: RateLimiter, scope: MutableMapping[str, Any]) -> None:
+    """Count a request of the scope's client. More sequences are counted, and tokens charged, by what is put there."""
+    address = scope["client"][0] if scope.get("client") else ""
+    client: bytes = scope.get("quire.key") or address.encode()
+
+    async def acquire(count: int) -> None:
+        refusal = await limiter.acquire(client, count)
+        if refusal is not None:
+            headers = retry(refusal.seconds_left)
+            raise ApiError(429, refusal.message, type=refusal.kind, code="rate_limit_exceeded", headers=headers)
+
+    await acquire(1)
+    scope["quire.acquire"] = acquire
+    scope["quire.charge"] = lambda tokens: limiter.charge(client, tokens)

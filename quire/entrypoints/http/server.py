@@ -12,6 +12,7 @@ import webbrowser
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvicorn.config
@@ -23,6 +24,9 @@ from quire.entrypoints.http.connection import connection_factory
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import dialects
 from quire.entrypoints.http.middleware import access_logger
+
+if TYPE_CHECKING:
+    from quire.entrypoints.grpc.server import GrpcServer
 
 logger = logging.getLogger("quire")
 
@@ -127,6 +131,7 @@ class Server(uvicorn.Server):
         self.drain_seconds = config.shutdown_timeout
         self.ready = ready
         self.supervised = supervised
+        self.grpc: GrpcServer | None = None
         self.exit_code = 0
         self.failure: str | None = None
         self.signal = 0  # the second one, if that ended the server
@@ -134,6 +139,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.context.adapters.load_all()
         await super().startup(sockets)
+        if self.started and self.context.config.grpc_port is not None:
+            from quire.entrypoints.grpc.server import GrpcServer  # an extra
+
+            self.grpc = GrpcServer(self.context)
+            await self.grpc.start()
         if self.started and self.ready is not None:
             self.ready()
 
@@ -167,7 +177,13 @@ class Server(uvicorn.Server):
         # A client that does not read its error response must not delay the exit.
         end = functools.partial(self.context.abort_all, engine_died=self.failure is not None)
         timers = [loop.call_later(seconds, end), loop.call_later(seconds + GRACE, self._force)]
+        stopping = asyncio.create_task(self.grpc.stop(seconds)) if self.grpc is not None else None
         await super().shutdown(sockets)
+        while stopping is not None and not stopping.done() and not self.force_exit:
+            await asyncio.wait({stopping}, timeout=0.1)
+        if stopping is not None and self.grpc is not None:
+            await self.grpc.stop(0)
+            await stopping
         for timer in timers:
             timer.cancel()
         if self.context.tracer is not None and not self.force_exit:

@@ -31,10 +31,13 @@ from quire.entrypoints.http.process_messages import (
     RateLimitRequest,
     Reply,
     Started,
+    StoreCall,
+    StoreResult,
     TokensUsed,
 )
 from quire.entrypoints.http.rate_limit import FixedWindowLimiter
 from quire.entrypoints.http.server import GRACE, SIGNALS, announce, base_url, handled_signals
+from quire.entrypoints.http.shared_store import Call, Follow, SharedStore
 from quire.messages.protocol import Dead, Goodbye
 
 logger = logging.getLogger("quire")
@@ -53,7 +56,8 @@ class Api:
 
 
 class Supervisor:
-    """Serves no requests itself. Holds the state that exists once per server: rate limits, and the reason it ended."""
+    """Serves no requests itself. Holds the state that exists once per server: rate limits, stored responses, and
+    the reason it ended."""
 
     def __init__(
         self, config: ServerConfig, engine_config: EngineConfig, api_keys: tuple[str, ...], listener: socket.socket
@@ -67,6 +71,7 @@ class Supervisor:
         self._alive: set[BaseProcess] = set()
         self._started: list[Started] = []
         self._limits = FixedWindowLimiter.of(config)
+        self._store = SharedStore.of(config)
         self._pending_replies: dict[int, asyncio.Future[Reply]] = {}
         self._num_questions = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -232,12 +237,23 @@ class Supervisor:
                 case TokensUsed(client, tokens):
                     if self._limits is not None:
                         self._limits.charge(client, tokens)
+                case StoreCall(number, call):
+                    await self._call_store(channel, number, call)
                 case AskPeers(number, question):
                     self._keep_task(asyncio.create_task(self._ask_peers(api, channel, number, question)))
                 case PeerReply(number, reply):
                     waiting = self._pending_replies.get(number)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(reply)
+
+    async def _call_store(self, channel: MessageChannel, number: int, call: Call) -> None:
+        async def reply() -> None:
+            channel.send(StoreResult(number, await self._store.call(call)))
+
+        if isinstance(call, Follow):  # waits
+            self._keep_task(asyncio.create_task(reply()))
+        else:
+            await reply()
 
     async def _ask_peers(self, asking: Api, channel: MessageChannel, number: int, question: Question) -> None:
         pending: dict[int, asyncio.Future[Reply]] = {}

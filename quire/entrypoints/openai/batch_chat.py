@@ -7,11 +7,10 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.chat import ChatEndpoint
-from quire.entrypoints.openai.endpoint import GenerationEndpoint
+from quire.entrypoints.openai.endpoint import Answer, GenerationEndpoint
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import BatchChatRequest, ChatRequest
-from quire.entrypoints.openai.response import ResponseBuilder
 from quire.messages.sampling_params import SamplingParams
 
 # Their effect would depend on the conversation.
@@ -61,7 +60,7 @@ class BatchChatEndpoint(GenerationEndpoint[BatchChatRequest]):
     ) -> SamplingParams:
         return self.chat.adjusted(self._one(request), params, prompts)
 
-    def response(self, id: str, model: str, request: BatchChatRequest, logprobs: LogprobFormat) -> ResponseBuilder:
+    def response(self, id: str, model: str, request: BatchChatRequest, logprobs: LogprobFormat) -> Answer:
         return self.chat.response(id, model, self._one(request), logprobs)
 
     def _one(self, request: BatchChatRequest, index: int = 0) -> ChatRequest:

@@ -9,14 +9,13 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.http.context import LONG_TEXT, ServerContext
 from quire.entrypoints.http.errors import bad_request
 from quire.entrypoints.openai.chat_response import ChatResponse, text_of
-from quire.entrypoints.openai.endpoint import GenerationEndpoint
+from quire.entrypoints.openai.endpoint import Answer, GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningSetup
 from quire.entrypoints.openai.params import ParamsBuilder, truncated_right
 from quire.entrypoints.openai.parsed_chat_response import ParsedChatResponse
 from quire.entrypoints.openai.protocol import ChatRequest, TokenizeRequest
-from quire.entrypoints.openai.response import ResponseBuilder
 from quire.entrypoints.openai.tool_request import ToolSetup
 from quire.entrypoints.parsers.detect import JSON
 from quire.entrypoints.parsers.plugins import load_plugin
@@ -50,12 +49,12 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return [request.messages]
 
     def prompts(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        return self._prompts(request, size, None)
+        return self.marked_prompts(request, size, None)
 
     def rendered(self, request: ChatRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
-        return self._prompts(request, size, new_marks() if request.return_assistant_tokens_mask else None)
+        return self.marked_prompts(request, size, new_marks() if request.return_assistant_tokens_mask else None)
 
-    def _prompts(self, request: ChatRequest, size: int, marks: Marks | None) -> list[ParsedPrompt]:
+    def marked_prompts(self, request: ChatRequest, size: int, marks: Marks | None) -> list[ParsedPrompt]:
         self.tools.check(request)
         forwarded = (request.kv_transfer_params or {}).get("prompt_token_ids")
         if forwarded is not None:
@@ -87,7 +86,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         parsing = self.parsing(request)
         return params if parsing is None else parsing.adjust(params, prompts[0].text or "")
 
-    def response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> ResponseBuilder:
+    def response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> Answer:
+        return self.chat_response(id, model, request, logprobs)
+
+    def chat_response(self, id: str, model: str, request: ChatRequest, logprobs: LogprobFormat) -> ChatResponse:
         parsing = self.parsing(request)
         role = self.context.config.response_role if generates_message(request) else role_of(request.messages[-1])
         if parsing is None:

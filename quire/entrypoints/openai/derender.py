@@ -238,7 +238,7 @@ class DerenderChatEndpoint(DerenderEndpoint[DerenderChatRequest]):
         if given is None:
             return ChatResponse(id, model, self.endpoint.options, chat, format, self.context.config.response_role)
         format.as_token_ids = self.endpoint.as_token_ids(given)
-        return self.endpoint.response(id, model, chat, format)
+        return self.endpoint.chat_response(id, model, chat, format)
 
 
 class DerenderCompletionEndpoint(DerenderEndpoint[DerenderCompletionRequest]):

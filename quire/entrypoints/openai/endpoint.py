@@ -1,10 +1,11 @@
-"""A generation request, from its body to the last byte of the response; shared by completions and chat."""
+"""A generation request, from its body to the last byte of the response; shared by all routes that generate."""
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -30,11 +31,10 @@ from quire.entrypoints.openai.errors import ERROR_BODIES, refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
 from quire.entrypoints.openai.protocol import EngineRequest, GenerationRequest
-from quire.entrypoints.openai.response import DONE, ResponseBuilder, ResponseOptions, event
+from quire.entrypoints.openai.response import ResponseOptions, Usage
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams
 
 LARGE_RESPONSE = 10_000  # logprobs; encoding them on the event loop would stall every stream
-KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,6 +43,43 @@ EVENT_STREAM_HEADERS = [
 
 R = TypeVar("R", bound=EngineRequest)
 T = TypeVar("T")
+
+
+class Answer(Protocol):
+    """What a dialect makes of a request's outputs: server-sent events, or one body."""
+
+    usage: Usage
+
+    @property
+    def keep_alive(self) -> bytes:
+        """Sent where there is nothing to send for long."""
+        ...
+
+    def events(self, batch: Batch) -> bytes: ...
+
+    def end(self) -> bytes:
+        """The events after the last output."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events that end a stream with an error."""
+        ...
+
+    def body(self, outputs: list[RequestOutput]) -> bytes:
+        """A whole response."""
+        ...
+
+
+@dataclass
+class Run(Generic[R]):
+    """An admitted request that generates."""
+
+    request: R
+    job: Job
+    outputs: AsyncGenerator[Batch, None]
+    num_prompts: int
+    answer: Answer
+    large: bool  # encoding its response would stall the event loop
 
 
 class GenerationEndpoint(ABC, Generic[R]):
@@ -54,9 +91,9 @@ class GenerationEndpoint(ABC, Generic[R]):
         self.context = context
         self.builder = params
         config = context.config
-        self.error_body = ERROR_BODIES[config.error_format]
         self.options = ResponseOptions(
             context.fingerprint,
+            ERROR_BODIES[config.error_format],
             config.enable_force_include_usage,
             config.enable_prompt_tokens_details,
             config.enable_per_request_metrics,
@@ -82,11 +119,35 @@ class GenerationEndpoint(ABC, Generic[R]):
         return params
 
     @abstractmethod
-    def response(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> ResponseBuilder: ...
+    def response(self, id: str, model: str, request: R, logprobs: LogprobFormat) -> Answer: ...
+
+    async def finished(self, run: Run[R], scope: Scope) -> None:
+        """Called when the answer is complete, before the client sees its end."""
+
+    async def read(self, scope: Scope, receive: Receive) -> tuple[R, int]:
+        """The request, and its body's size in bytes."""
+        return await self.context.bodies.read(scope, receive, self.request_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, size = await self.read(scope, receive)
+        await self.respond(request, size, scope, receive, send)
+
+    async def respond(self, request: R, size: int, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.running(request, size, scope) as run:
+            if request.stream:
+                await self._stream(run, scope, receive, send)
+                return
+            collected = self._collect(run.outputs, run.num_prompts)
+            finals = await self._while_connected(collected, receive, run.job)
+            body = await self.context.in_thread_if(run.large, lambda: run.answer.body(finals))
+            await self.finished(run, scope)
+            headers = load_report(scope, self.context.engine.stats)
+            await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+
+    @asynccontextmanager
+    async def running(self, request: R, size: int, scope: Scope) -> AsyncIterator[Run[R]]:
+        """Admits the request and prepares its outputs; what it has used is charged in the end."""
         context = self.context
-        request, size = await context.bodies.read(scope, receive, self.request_type)
         model = context.check_model(request.model)
         context.admit()
 
@@ -111,7 +172,7 @@ class GenerationEndpoint(ABC, Generic[R]):
                 prompt.lora = context.adapter(model)
             context.admit_tokens(job, prompts)
             logprobs = LogprobFormat(context.engine.tokenizer, self.as_token_ids(request))
-            response = self.response(job.id, model, request, logprobs)
+            answer = self.response(job.id, model, request, logprobs)
             priority = request.priority or 0
             if search is not None:
                 outputs = beam.outputs(context, job, prompts, search, params, priority)
@@ -126,18 +187,11 @@ class GenerationEndpoint(ABC, Generic[R]):
             if context.tracer is not None:
                 outputs = context.tracer.traced(outputs, job.engine_ids(), params, Headers(scope=scope))
             try:
-                if request.stream:
-                    await self._stream(outputs, response, large, job, scope, receive, send)
-                else:
-                    collected = self._collect(outputs, len(prompts))
-                    finals = await self._while_connected(collected, receive, job)
-                    body = await context.in_thread_if(large, lambda: response.body(finals))
-                    headers = load_report(scope, context.engine.stats)
-                    await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+                yield Run(request, job, outputs, len(prompts), answer, large)
             finally:
                 charge = scope.get("quire.charge")
                 if charge is not None:
-                    charge(response.usage.total)
+                    charge(answer.usage.total)
 
     def takes_long(self, request: R, size: int) -> bool:
         """Whether rendering and tokenizing would stall the event loop."""
@@ -186,7 +240,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def _while_connected(self, work: Coroutine[Any, Any, T], receive: Receive, job: Job) -> T:
         return await generation.while_connected(work, receive, job, self.context.config.request_timeout)
 
-    async def _first(self, outputs: AsyncGenerator[Batch, None]) -> Batch:
+    async def first(self, outputs: AsyncGenerator[Batch, None]) -> Batch:
         """The engine validates before its first output, so only this await can raise ValueError."""
         try:
             return await anext(outputs, None) or []  # a tuple as the default trips up CPython 3.11
@@ -196,7 +250,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def _collect(self, outputs: AsyncGenerator[Batch, None], count: int) -> list[RequestOutput]:
         finals: dict[int, RequestOutput] = {}
         async with aclosing(outputs):
-            batch = await self._first(outputs)
+            batch = await self.first(outputs)
             generation.check_outputs(batch)
             finals.update(batch)
             async for batch in outputs:
@@ -206,16 +260,8 @@ class GenerationEndpoint(ABC, Generic[R]):
             raise ApiError(503, "the request was aborted", type=SERVER, code="aborted")
         return [finals[prompt_index] for prompt_index in range(count)]
 
-    async def _stream(
-        self,
-        outputs: AsyncGenerator[Batch, None],
-        response: ResponseBuilder,
-        large: bool,
-        job: Job,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _stream(self, run: Run[R], scope: Scope, receive: Receive, send: Send) -> None:
+        answer, large = run.answer, run.large
         started = quiet = False
 
         async def start() -> None:
@@ -226,29 +272,29 @@ class GenerationEndpoint(ABC, Generic[R]):
 
         async def events() -> None:
             nonlocal quiet
-            async with aclosing(outputs):
-                batch = await self._first(outputs)
+            async with aclosing(run.outputs) as outputs:
+                batch = await self.first(outputs)
                 generation.check_outputs(batch)
                 await start()
-                data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
+                data = answer.events(batch) if not large else await self.context.in_thread(answer.events, batch)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for batch in outputs:
                     generation.check_outputs(batch)
                     # Per-token path: avoid an extra coroutine.
-                    data = response.events(batch) if not large else await self.context.in_thread(response.events, batch)
+                    data = answer.events(batch) if not large else await self.context.in_thread(answer.events, batch)
                     if data:
                         quiet = False
                         await send({"type": "http.response.body", "body": data, "more_body": True})
 
         async def kept_alive(interval: float) -> None:
-            """The events, and a comment for every interval without one, so that proxies do not time out."""
+            """The events, and something for every interval without one, so that proxies do not time out."""
             nonlocal quiet
             task = asyncio.create_task(events())
             try:
                 while not (await asyncio.wait({task}, timeout=interval))[0]:
                     if quiet:
                         await start()
-                        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                        await send({"type": "http.response.body", "body": answer.keep_alive, "more_body": True})
                     quiet = True
                 await task
             finally:
@@ -257,8 +303,9 @@ class GenerationEndpoint(ABC, Generic[R]):
 
         interval = self.context.config.sse_keep_alive_interval
         try:
-            await self._while_connected(kept_alive(interval) if interval else events(), receive, job)
-            last = response.end()
+            await self._while_connected(kept_alive(interval) if interval else events(), receive, run.job)
+            last = answer.end()
+            await self.finished(run, scope)
         except ClientDisconnected:
             return
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
@@ -266,7 +313,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         except BaseException as error:  # also panics of Rust libraries
             if not started:
                 raise
-            last = event(self.error_body(as_api_error(error, scope))) + DONE
+            last = answer.failed(as_api_error(error, scope))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def check_length(self, truncated: bool, num_tokens: int, prompt_index: int | None = None) -> None:

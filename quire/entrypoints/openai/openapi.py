@@ -12,6 +12,7 @@ from quire.config.server import ServerConfig
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
+from quire.entrypoints.http.dialect import Dialect, dialect_of
 from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
@@ -112,24 +113,41 @@ SPECIAL_LIMITS: dict[type[msgspec.Struct], dict[str, Any]] = {
 }
 
 
+# Of the constraints by field, those that other dialects' fields of these names have too.
+SHARED_LIMITS = ("model", "temperature", "top_p", "top_k", "seed")
+
+
 def openapi_document(
-    routes: Sequence[Route], config: ServerConfig, model_names: Sequence[str], with_keys: bool = False
+    routes: Sequence[Route],
+    config: ServerConfig,
+    model_names: Sequence[str],
+    with_keys: bool = False,
+    dialects: Sequence[Dialect] = (),
 ) -> dict[str, Any]:
-    kinds = list(dict.fromkeys([*BODIES.values(), *RESPONSES.values()]))
+    others = {path: body for dialect in dialects for path, body in dialect.bodies.items()}
+    kinds = list(dict.fromkeys([*BODIES.values(), *others.values(), *RESPONSES.values()]))
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     by_kind = dict(zip(kinds, references, strict=True))
     for kind in set(BODIES.values()):
         limits = _limits(config, model_names) | SPECIAL_LIMITS.get(kind, {})
         _add_limits(schemas[kind.__name__]["properties"], limits)
+    shared = {name: limit for name, limit in _limits(config, model_names).items() if name in SHARED_LIMITS}
+    for kind in set(others.values()):
+        _add_limits(schemas[kind.__name__]["properties"], shared)
+    errors = {dialect.name: dialect.error_schema for dialect in dialects if dialect.error_schema is not None}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         operations = paths.setdefault(re.sub(r"{(\w+):\w+}", r"{\1}", route.path), {})
-        kinds_here = BODIES.get(route.path), RESPONSES.get(route.path)
+        kinds_here = (BODIES | others).get(route.path), RESPONSES.get(route.path)
+        dialect = dialect_of(dialects, route.path).name if dialects else ""
+        error_name = f"{dialect.capitalize()}Error" if dialect in errors else "Error"
         body, response = (by_kind[kind] if kind is not None else None for kind in kinds_here)
         for method in sorted((route.methods or set()) - {"HEAD"}):
             guarded = with_keys and route.path not in config.unguarded_paths
-            operations[method.lower()] = _operation(route, body, response, guarded)
-    components: dict[str, Any] = {"schemas": {**schemas, "Error": ERROR_SCHEMA}}
+            sent = body if method == "POST" else None
+            operations[method.lower()] = _operation(route, sent, response, guarded, error_name, route.path in others)
+    named_errors = {f"{name.capitalize()}Error": schema for name, schema in errors.items()}
+    components: dict[str, Any] = {"schemas": {**schemas, "Error": ERROR_SCHEMA, **named_errors}}
     if with_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
@@ -211,13 +229,18 @@ def _add_limits(properties: dict[str, Any], limits: dict[str, dict[str, Any]]) -
 
 
 def _operation(
-    route: Route, body: dict[str, Any] | None, response: dict[str, Any] | None, with_key: bool
+    route: Route,
+    body: dict[str, Any] | None,
+    response: dict[str, Any] | None,
+    with_key: bool,
+    error_name: str = "Error",
+    generates: bool = False,
 ) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_name}"}}}
     names = re.findall(r"{(\w+)", route.path)
-    statuses = [*COMMON_STATUSES, *(BODY_STATUSES if body else ()), *(["404"] if names else [])]
-    statuses += ["504"] if route.path in TIMED_PATHS else []
-    responses = {"200": {"description": "the response", **_content(route.path, response)}}
+    statuses = [*COMMON_STATUSES, *(BODY_STATUSES if body else ()), *(["400", "404"] if names else [])]
+    statuses += ["504"] if generates or route.path in TIMED_PATHS else []
+    responses = {"200": {"description": "the response", **_content(route.path, response, generates)}}
     responses |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
     operation: dict[str, Any] = {"responses": responses}
     if body is not None:
@@ -231,12 +254,12 @@ def _operation(
     return operation
 
 
-def _content(path: str, response: dict[str, Any] | None) -> dict[str, Any]:
+def _content(path: str, response: dict[str, Any] | None, generates: bool) -> dict[str, Any]:
     if path in STATUS_PATHS:
         return {}
     if path in TEXT_PATHS:
         return {"content": {TEXT_PATHS[path]: {"schema": {"type": "string"}}}}
     content: dict[str, Any] = {"application/json": {"schema": response or {"type": "object"}}}
-    if path in GENERATION_PATHS:
+    if generates or path in GENERATION_PATHS:
         content["text/event-stream"] = {}
     return {"content": content}

@@ -5,10 +5,11 @@ from typing import Any
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.entrypoints.openai.chat_response import ChatResponse
 from quire.entrypoints.openai.logprobs import LogprobFormat
-from quire.entrypoints.openai.output_parsing import OutputParsing, ReasoningCount
+from quire.entrypoints.openai.output_parsing import OutputParsing
+from quire.entrypoints.openai.output_reader import OutputReader
 from quire.entrypoints.openai.protocol import ChatRequest
 from quire.entrypoints.openai.response import ResponseOptions, encode
-from quire.entrypoints.parsers.base import ParsedDelta, TextParser, ToolCallDelta
+from quire.entrypoints.parsers.base import ParsedDelta, ToolCallDelta
 
 
 class ParsedChatResponse(ChatResponse):
@@ -26,30 +27,25 @@ class ParsedChatResponse(ChatResponse):
         self._text_only = False
         self.parsing = parsing
         self.with_reasoning = request.include_reasoning is not False
-        self._parsers: dict[int, TextParser] = {}
-        self._counts: dict[int, ReasoningCount] = {}
+        self._readers: dict[int, OutputReader] = {}
         self._choices_with_calls: set[int] = set()
 
     def first_events(self, choice: int, prompt_index: int, output: RequestOutput) -> list[bytes]:
         self._begin(choice, output)
         return super().first_events(choice, prompt_index, output)
 
-    def _begin(self, choice: int, output: RequestOutput) -> TextParser:
-        is_open = self.parsing.is_open(output.prompt or "")
-        parser = self._parsers[choice] = self.parsing.parser(is_open)
-        count = self.parsing.count(is_open)
-        if count is not None:
-            self._counts[choice] = count
-        return parser
+    def _begin(self, choice: int, output: RequestOutput) -> OutputReader:
+        reader = self._readers[choice] = OutputReader(self.parsing, output.prompt or "")
+        return reader
 
     # Streams
 
     def _full_event(self, index: int, completion: CompletionOutput) -> bytes:
         self._count(index, completion)
-        parser, finish_reason = self._parsers[index], completion.finish_reason
-        deltas = self._deltas(index, parser.feed(completion.text, completion.token_ids))
+        reader, finish_reason = self._readers[index], completion.finish_reason
+        deltas = self._deltas(index, reader.read(completion))
         if finish_reason is not None:
-            deltas += self._deltas(index, parser.finish())
+            deltas += self._deltas(index, reader.finish())
         if not deltas and (self.with_logprobs or self.with_token_ids or finish_reason is not None):
             deltas = [{}]  # send token ids and logprobs now, even if the text is held back
         events = []
@@ -64,7 +60,7 @@ class ParsedChatResponse(ChatResponse):
         return b"".join(events)
 
     def last_event(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
-        held = self._deltas(index, self._parsers[index].finish())
+        held = self._deltas(index, self._readers[index].finish())
         events = [self.event(index, _delta(delta)) for delta in held]
         events.append(super().last_event(index, self._finish_reason(index, finish_reason), stop_reason))
         return b"".join(events)
@@ -86,9 +82,9 @@ class ParsedChatResponse(ChatResponse):
     def choice(
         self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
-        parser = self._begin(index, output)
+        reader = self._begin(index, output)
         self._count(index, completion)
-        fed, held = parser.feed(completion.text, completion.token_ids), parser.finish()
+        fed, held = reader.read(completion), reader.finish()
         calls = _whole_calls([*fed.tool_calls, *held.tool_calls])
         if calls:
             self._choices_with_calls.add(index)
@@ -113,9 +109,9 @@ class ParsedChatResponse(ChatResponse):
         return "tool_calls" if reason == "stop" and index in self._choices_with_calls and not named else reason
 
     def _count(self, index: int, completion: CompletionOutput) -> None:
-        if index in self._counts:
-            new = self._counts[index].add(completion.token_ids)
-            self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + new
+        reader = self._readers[index]
+        if reader.counts:
+            self.usage.reasoning_tokens = (self.usage.reasoning_tokens or 0) + reader.reasoning_tokens(completion)
 
 
 def _delta(shape: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ Ignored = msgspec.Raw  # not decoded
 NOTHING = msgspec.Raw(b"null")
 
 
-def _nothing() -> msgspec.Raw:
+def nothing() -> msgspec.Raw:
     return NOTHING
 
 
@@ -98,14 +98,14 @@ class GenerationRequest(EngineRequest, kw_only=True):
     user: str | None = None
     session_id: str | None = None
     return_token_offsets: bool | None = None  # of /render
-    mm_payload: Ignored = msgspec.field(default_factory=_nothing)  # of /render, with images
-    metadata: Ignored = msgspec.field(default_factory=_nothing)
+    mm_payload: Ignored = msgspec.field(default_factory=nothing)  # of /render, with images
+    metadata: Ignored = msgspec.field(default_factory=nothing)
     store: bool | None = None
     service_tier: str | None = None
-    kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
-    ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
-    media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
-    mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
+    kv_transfer_params: Ignored = msgspec.field(default_factory=nothing)
+    ec_transfer_params: Ignored = msgspec.field(default_factory=nothing)
+    media_io_kwargs: Ignored = msgspec.field(default_factory=nothing)
+    mm_processor_kwargs: Ignored = msgspec.field(default_factory=nothing)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -146,14 +146,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     function_call: Any = None
 
     # No effect
-    prediction: Ignored = msgspec.field(default_factory=_nothing)
-    moderation: Ignored = msgspec.field(default_factory=_nothing)
+    prediction: Ignored = msgspec.field(default_factory=nothing)
+    moderation: Ignored = msgspec.field(default_factory=nothing)
     prompt_cache_key: str | None = None
-    prompt_cache_options: Ignored = msgspec.field(default_factory=_nothing)
+    prompt_cache_options: Ignored = msgspec.field(default_factory=nothing)
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
-    web_search_options: Ignored = msgspec.field(default_factory=_nothing)
+    web_search_options: Ignored = msgspec.field(default_factory=nothing)
 
 
 class BatchChatRequest(ChatRequest, kw_only=True):
@@ -176,10 +176,10 @@ class TokensRequest(EngineRequest, kw_only=True):
     content_parts: Any = None
 
     # No effect
-    assistant_tokens_mask: Ignored = msgspec.field(default_factory=_nothing)
-    token_offsets: Ignored = msgspec.field(default_factory=_nothing)
-    kv_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
-    ec_transfer_params: Ignored = msgspec.field(default_factory=_nothing)
+    assistant_tokens_mask: Ignored = msgspec.field(default_factory=nothing)
+    token_offsets: Ignored = msgspec.field(default_factory=nothing)
+    kv_transfer_params: Ignored = msgspec.field(default_factory=nothing)
+    ec_transfer_params: Ignored = msgspec.field(default_factory=nothing)
 
 
 class GeneratedLogprob(msgspec.Struct, kw_only=True):
@@ -213,7 +213,7 @@ class GeneratedTokens(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     output_mode: str = "tokens"
     prompt_token_ids: list[TokenId] | None = None
-    prompt_logprobs: Ignored = msgspec.field(default_factory=_nothing)  # passed through
+    prompt_logprobs: Ignored = msgspec.field(default_factory=nothing)  # passed through
     usage: GeneratedUsage | None = None
 
 
@@ -270,8 +270,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
     # No effect
-    media_io_kwargs: Ignored = msgspec.field(default_factory=_nothing)
-    mm_processor_kwargs: Ignored = msgspec.field(default_factory=_nothing)
+    media_io_kwargs: Ignored = msgspec.field(default_factory=nothing)
+    mm_processor_kwargs: Ignored = msgspec.field(default_factory=nothing)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

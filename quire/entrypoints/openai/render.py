@@ -30,7 +30,7 @@ class RenderEndpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint, context = self.endpoint, self.endpoint.context
-        request, size = await context.bodies.read(scope, receive, endpoint.request_type)
+        request, size = await endpoint.read(scope, receive)
         model = context.check_model(request.model)
         context.admit()
         request_id = endpoint.request_id(request, scope)

@@ -5,13 +5,16 @@ The per-token path encodes only the token's text: the rest of an event is bytes 
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.entrypoints.http.errors import ApiError
 from quire.entrypoints.http.generation import Batch
+from quire.entrypoints.openai.errors import error_body
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.protocol import GenerationRequest
 from quire.metrics.request import RequestMetrics
@@ -19,6 +22,7 @@ from quire.metrics.spec_decode import SpecDecodeMetrics
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 
 
 def event(body: bytes) -> bytes:
@@ -31,6 +35,7 @@ class ResponseOptions:
     """What the server's flags change in every response."""
 
     fingerprint: str | None
+    error_body: Callable[[ApiError], bytes] = error_body
     force_usage: bool = False  # in every event of a stream
     prompt_tokens_details: bool = False
     request_metrics: bool = False
@@ -171,6 +176,13 @@ class ResponseBuilder(ABC):
                 fields += b',"metrics":' + encode(metrics)
             parts.append(self._head + fields + b"}\n\n")
         return b"".join((*parts, DONE))
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(self.options.error_body(error)) + DONE
+
+    @property
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
 
     def event(
         self,

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.context import ServerContext
-from quire.entrypoints.http.dialect import Dialect
+from quire.entrypoints.http.dialect import Dialect, dialects
 from quire.entrypoints.http.documentation import documentation
 from quire.entrypoints.http.errors import json_response
 from quire.entrypoints.openai.batch_chat import BatchChatEndpoint
@@ -35,7 +35,8 @@ def routes(context: ServerContext) -> list[Route]:
 
     async def openapi(request: Request) -> Response:
         served = [route for route in request.app.routes if route.include_in_schema]
-        return json_response(openapi_document(served, context.config, context.model_names, context.has_keys))
+        names, with_keys = context.model_names, context.keys is not None
+        return json_response(openapi_document(served, context.config, names, with_keys, dialects()))
 
     completions, chat = CompletionEndpoint(context, params), ChatEndpoint(context, params)
     endpoints: dict[str, ASGIApp] = {

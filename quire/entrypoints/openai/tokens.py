@@ -8,7 +8,7 @@ from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.entrypoints.http.errors import bad_request, not_available
-from quire.entrypoints.openai.endpoint import GenerationEndpoint
+from quire.entrypoints.openai.endpoint import Answer, GenerationEndpoint
 from quire.entrypoints.openai.errors import refused_value
 from quire.entrypoints.openai.logprobs import LogprobFormat, prompt_logprobs
 from quire.entrypoints.openai.params import check_named_tokens
@@ -61,7 +61,7 @@ class TokensEndpoint(GenerationEndpoint[TokensRequest]):
         self.check_length(request.sampling_params.get("truncate_prompt_tokens") is not None, len(sources[0]))
         return [ParsedPrompt(None, sources[0])]
 
-    def response(self, id: str, model: str, request: TokensRequest, logprobs: LogprobFormat) -> ResponseBuilder:
+    def response(self, id: str, model: str, request: TokensRequest, logprobs: LogprobFormat) -> Answer:
         return TokensResponse(id.removeprefix(self.id_prefix), model, self.options, request, logprobs)
 
 

@@ -33,7 +33,7 @@ class PageEndpoints:
     async def info(self, request: Request) -> Response:
         """What the page shows of this server, and what of it this client may use."""
         context = self.context
-        refused = why_not(request, context.config, context.has_keys)
+        refused = why_not(request, context.config, context.keys is not None)
         shape: dict[str, Any] = {
             "version": __version__,
             "models": context.model_names,
@@ -46,12 +46,12 @@ class PageEndpoints:
             "reasoning": context.parsers.reasoning or None,
             "view": refused is None,
             "view_refused": refused,
-            "open_to_network": is_public(context.config) and not context.has_keys,
+            "open_to_network": is_public(context.config) and context.keys is None,
         }
         return json_response(shape)
 
     async def stream(self, request: Request) -> Response:
-        refused = why_not(request, self.context.config, self.context.has_keys)
+        refused = why_not(request, self.context.config, self.context.keys is not None)
         if refused is not None:
             raise ApiError(403, refused, code="view_not_available")
         self.feed.check_room()
