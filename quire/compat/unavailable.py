@@ -10,7 +10,7 @@ from quire.messages.sampling_params import SamplingParams, check_truncation
 Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
 
 TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
-SLEEP, WEIGHTS, LORA, POOLING = "sleep mode", "new weights in a running engine", "LoRA", "pooling models"
+SLEEP, WEIGHTS, LORA = "sleep mode", "new weights in a running engine", "LoRA"
 METHODS = {
     "sleep": SLEEP,
     "wake_up": SLEEP,
@@ -27,8 +27,6 @@ METHODS = {
     "remove_lora": LORA,
     "list_loras": LORA,
     "pin_lora": LORA,
-    "classify": POOLING,
-    "score": POOLING,
     "pause_generation": "pausing an engine",
     "resume_generation": "pausing an engine",
     "scale_elastic_ep": "expert parallelism",

@@ -19,14 +19,20 @@ from quire.models.loading.weight_map import Target
 from quire.quantization.block_quantized import StoredBlocks
 
 MAX_NAMES_IN_ERROR = 5
+# Of checkpoints for pooling: read by pooling/heads.py.
+POOLING_HEADS = ("score.{p}", "score.{i}.{p}", "classifier.{p}", "v_head.{p}", "v_head.summary.{p}", "linear.{p}")
 # Tensors queued for the reader threads: enough that one large tensor leaves no thread idle, few enough that the
 # progress bar is accurate and shards are opened one after the other.
 MAX_READS_AHEAD = 32
 
 
-def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = ()) -> None:
+def load_weights(
+    model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = (), backbone: bool = False
+) -> None:
     """Read every tensor into its parameter. A missing, unexpected or misshapen one is a ValueError that names it."""
     weight_map = model.weight_map().ignoring(*ignored)
+    if backbone:
+        weight_map = weight_map.also_without("model.").ignoring(*POOLING_HEADS)
     slots = all_load_slots(model)
     unexpected: list[str] = []
     tied = model.head_names() if model.has_tied_head else ()
