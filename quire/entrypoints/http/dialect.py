@@ -23,10 +23,12 @@ class Dialect:
     prefixes: tuple[str, ...]  # such as /v1/messages; / is every path that is no other dialect's
     check: Callable[[ServerConfig], None] | None = None  # ValueError for wrong flags, before the model is loaded
     example: Callable[[str, str], str] | None = None  # a command to try, from the server's URL and the model's name
+    pools: bool = False  # the example is for models that pool, not for those that generate
     error_formats: Mapping[str, Callable[[ApiError], bytes]] = field(default_factory=dict)  # by --error-format
 
 
-BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI",)  # imported only by servers
+# Imported only by servers.
+BUILT_IN = ("quire.entrypoints.openai.routes:OPENAI", "quire.entrypoints.pooling.routes:POOLING")
 
 _registered: dict[str, Dialect] = {}
 

@@ -224,9 +224,10 @@ class Certificate:
             logger.info("the TLS certificate was loaded again")
 
 
-def announce(url: str, name: str, parsers: str, with_example: bool = True) -> None:
+def announce(url: str, name: str, kind: str, with_example: bool = True, pools: bool = False) -> None:
+    """`kind`: what the server makes of the model, in words."""
     logger.info("serving %s at %s", name, url)
-    logger.info(parsers)
+    logger.info(kind)
     for dialect in [] if url.startswith("unix:") or not with_example else dialects():
-        if dialect.example is not None:
+        if dialect.example is not None and dialect.pools == pools:
             logger.info("try: %s", dialect.example(url, name))
