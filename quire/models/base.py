@@ -11,7 +11,7 @@ from quire.layers.cache_layer import CacheLayer
 
 # Beside layers' numbers, a name for hidden states: what the model's last norm gives, which its head multiplies.
 FINAL = "final"
-# From this bit on, a token id of a prompt holds the token's segment, for models with token types (BERT's pairs: 0 and 1).
+# From this bit on, a token id of a prompt holds the token's segment, for models with token types (of a pair: 0, 1).
 TOKEN_TYPE_SHIFT = 28
 
 
