@@ -30,6 +30,8 @@ LENGTH_NAMES = (
     "n_ctx",
 )
 DEFAULT_LENGTH = 2048
+# Whose positions are counted from behind the padding token's number.
+COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
 MAX_FACTOR = 1e6
 
 
@@ -111,6 +113,9 @@ def longest_sequence(hf_config: dict[str, Any]) -> int:
     config = text_part(hf_config)
     name = next((name for name in LENGTH_NAMES if config.get(name)), None)
     positions = DEFAULT_LENGTH if name is None else whole_number(name, config[name])
+    if config.get("model_type") in COUNTED_FROM_PADDING:
+        padding = config.get("pad_token_id")
+        return max(1, positions - 1 - whole_number("pad_token_id", 1 if padding is None else padding, minimum=0))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = finite_number("factor of the rope parameters", rope.get("factor") or 1.0, above=0.0, maximum=MAX_FACTOR)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -11,6 +11,8 @@ from quire.layers.cache_layer import CacheLayer
 
 # Beside layers' numbers, a name for hidden states: what the model's last norm gives, which its head multiplies.
 FINAL = "final"
+# From this bit on, a token id of a prompt holds the token's segment, for models with token types (of a pair: 0, 1).
+TOKEN_TYPE_SHIFT = 28
 
 
 class LanguageModel(Protocol):
@@ -85,4 +87,19 @@ class SupportsFeatures(Protocol):
 
     def encode(self, kind: str, data: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Features of one kind, each as its prompt has it -> [its length, hidden] each."""
+        ...
+
+
+@runtime_checkable
+class SupportsPooling(Protocol):
+    """A model made for vectors or classes: what pooling reads of its class and of the loaded model."""
+
+    is_pooling_model: ClassVar[bool]  # served with runner="pooling" unless the user says otherwise
+    supports_generation: ClassVar[bool]
+    default_pooling: ClassVar[str]  # where neither request nor checkpoint says: "CLS", "MEAN", "LAST"
+    head_pooling: str | None  # the token that the head reads: "CLS", "MEAN", "LAST"; "ALL": each; None: it has no head
+    num_labels: int  # 0: it has no head
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Pooled by `head_pooling`, without any norm or activation: [n, hidden] -> logits [n, num_labels]."""
         ...

@@ -14,6 +14,7 @@ from quire.kernels.rope_and_write import QKNormParams
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.alibi import alibi_slopes
 from quire.layers.attention import Attention
+from quire.layers.encoder_attention import EncoderAttention
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
@@ -86,12 +87,18 @@ class SelfAttention(nn.Module):
         slopes = None
         if c.alibi:
             slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(options.device)
+        scale = c.attention_scale if c.attention_scale is not None else c.head_dim**-0.5
+        if not c.causal:
+            self.attn: Attention | EncoderAttention = EncoderAttention(
+                heads, kv_heads, c.head_dim, scale, c.windows[layer]
+            )
+            return
         self.attn = Attention(
             layer,
             heads,
             kv_heads,
             c.head_dim,
-            c.attention_scale if c.attention_scale is not None else c.head_dim**-0.5,
+            scale,
             c.windows[layer],
             softcap=c.attention_softcap,
             slopes=slopes,
@@ -157,7 +164,8 @@ class MLP(nn.Module):
         down_method = build.method(layer, module or names.mlp, (names.down,))
         self.activation, self.gated = c.activation, c.gated
         sizes = [inner, inner] if c.gated else [inner]
-        self.up_proj = MergedColumnParallelLinear(c.hidden_size, sizes, c.mlp_bias, *placed, up_method)
+        up_bias = c.mlp_bias if c.up_bias is None else c.up_bias
+        self.up_proj = MergedColumnParallelLinear(c.hidden_size, sizes, up_bias, *placed, up_method)
         self.down_proj = RowParallelLinear(inner, c.hidden_size, c.mlp_bias, *placed, down_method)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ class ModelRunner:
             most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1], *(self.graph_sizes or ()))
             self.hidden = HiddenStates(self.proposer.hidden_outputs, max_num_seqs, most, self.device)
             self.proposer.hidden = self.hidden
-        if self.backends.supports_replay:
+        if self.backends.supports_replay and self.device.type == "cpu":
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             wanted = () if self.hidden is None else self.hidden.layers
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
@@ -402,7 +402,8 @@ class ModelRunner:
         rows = min(num_tokens, len(self.rows.num_tokens))
         batch = StepBatch.padding(rows, num_tokens, self.backends, self.device)
         hidden = self._compute_hidden(batch, None, adapters=adapters)
-        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)]) if self.stages.is_last else hidden
+        computes_logits = self.stages.is_last and getattr(self.model, "supports_generation", True)
+        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)]) if computes_logits else hidden
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
