@@ -8,11 +8,10 @@ import torch
 
 from quire.attention.base import ForwardContext
 from quire.layers.cache_layer import CacheLayer
+from quire.messages.pooling_params import TOKEN_TYPE_SHIFT as TOKEN_TYPE_SHIFT
 
 # Beside layers' numbers, a name for hidden states: what the model's last norm gives, which its head multiplies.
 FINAL = "final"
-# From this bit on, a token id of a prompt holds the token's segment, for models with token types (of a pair: 0, 1).
-TOKEN_TYPE_SHIFT = 28
 
 
 class LanguageModel(Protocol):

@@ -108,8 +108,7 @@ def load_heads(config: EngineConfig, checkpoint: Checkpoint, model: Any, device:
     elif setup.head == "model":
         if own is None or getattr(own, "num_labels", 0) == 0:
             raise ValueError(f"{type(model).__name__} has no head for classes; it can embed (--convert embed)")
-        dtype = next(iter(getattr(model, "parameters", lambda: iter(()))()), torch.empty(0)).dtype
-        layers = [lambda pooled: own.classify(pooled.to(dtype)).float()]
+        layers = [own.classify]
     else:
         return heads
     heads.layers[CLASSIFY] = heads.layers[TOKEN_CLASSIFY] = layers

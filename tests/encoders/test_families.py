@@ -47,7 +47,7 @@ def test_vectors(tmp_path, family):
 @pytest.mark.parametrize(("family", "task"), HEADS)
 def test_heads(tmp_path, family, task):
     reference = make_reference(family, tmp_path, task)
-    with engine(reference.path) as llm:
+    with engine(reference.path, convert="embed") as llm:
         model = model_of(llm)
         assert model.num_labels == 3
         if task == "ForTokenClassification":

@@ -66,3 +66,29 @@ def add_modules(folder: Path, pooling: str = "mean_tokens", dense: int | None = 
         modules.append({"idx": 3, "name": "3", "path": "3_Norm", "type": "sentence_transformers.models.Normalize"})
     (folder / "modules.json").write_text(json.dumps(modules))
     return layer
+
+
+def add_tokenizer(folder: Path, chat_template: str | None = None) -> Any:
+    """Words w4 to w210, with BERT's tokens around texts and between pairs."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"[UNK]": 0, "[PAD]": 1, "[CLS]": 2, "[SEP]": 3}
+    backend = Tokenizer(WordLevel(special | {f"w{i}": i for i in range(4, 211)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **names)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def text(length: int, seed: int = 0) -> str:
+    """Words of that tokenizer."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return " ".join(f"w{i}" for i in torch.randint(4, 211, (length,), generator=generator).tolist())

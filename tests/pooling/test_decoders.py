@@ -38,7 +38,12 @@ def assert_equal(found, expected) -> None:
                                   "Qwen3ForSequenceClassification", "GPT2ForSequenceClassification"])  # fmt: skip
 def test_classes(tmp_path, name):
     model = models.save(
-        name, tmp_path, num_key_value_heads=4, n_inner=96, id2label=models.LABELS, label2id={v: k for k, v in models.LABELS.items()}
+        name,
+        tmp_path,
+        num_key_value_heads=4,
+        n_inner=96,
+        id2label=models.LABELS,
+        label2id={v: k for k, v in models.LABELS.items()},
     )
     with engine(tmp_path) as llm:
         found = llm.classify(PROMPTS, use_tqdm=False)

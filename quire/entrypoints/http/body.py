@@ -22,6 +22,7 @@ SMALL_BODY = 1 << 16  # bytes, which are counted and decoded on the event loop w
 DEFAULT_VALUES = 1 << 18
 MAX_WARNINGS = 1000  # clients choose the names: bound the memory for them
 MAX_HINTS = 4  # in one request
+CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON_TYPE = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 MAX_KEYS = 16  # named in one error

@@ -20,10 +20,9 @@ from quire.config.shown import shown
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.chat_renderer import ChatRenderer
-from quire.entrypoints.http.body import BodyReader
+from quire.entrypoints.http.body import CLIENT_REQUEST_ID, BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.metrics import HttpMetrics
-from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.http.peers import Peers
 from quire.entrypoints.http.request_log import RequestLog
 from quire.entrypoints.parsers.detect import ParserNames, parser_names

@@ -12,7 +12,7 @@ from quire.config.server import ServerConfig
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
-from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
+from quire.entrypoints.http.body import CLIENT_REQUEST_ID
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
     BatchChatRequest,

@@ -207,7 +207,7 @@ class InputEndpoint(PoolingEndpoint[T]):
                 self._check_chars(len(text))
             prefix = self.inputs.named_prompt(request.prompt_name)
             found = self.inputs.texts(sources, request.add_special_tokens is not False, cut, prefix)
-        elif isinstance(first, list) and isinstance(first[0], dict):
+        elif isinstance(first, list) and first and isinstance(first[0], dict):
             found = [self._rendered(request, messages, size, cut) for messages in sources]
         else:
             found = self.inputs.ids(sources, cut)
