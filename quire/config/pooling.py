@@ -106,7 +106,7 @@ class PoolingConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.pooler_config, Mapping) or hasattr(self.pooler_config, "__dict__"):
-            self.pooler_config = read_pooler(self.pooler_config)
+            self.pooler_config = read_pooler(self.pooler_config) or None
         elif self.pooler_config is not None:
             raise ValueError(f"pooler_config is {shown(self.pooler_config)}; it must be an object (--pooler-config)")
         validate(self)

@@ -25,6 +25,14 @@ from quire.entrypoints.openai.protocol import (
     TokensRequest,
 )
 from quire.entrypoints.openai.structured import FORMATS
+from quire.entrypoints.pooling.protocol import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from quire.messages.sampling_params import MAX_TEMPERATURE
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -41,6 +49,12 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v2/embed": CohereEmbedRequest,
+    "/pooling": PoolingRequest,
+    "/classify": ClassifyRequest,
+    **dict.fromkeys(("/score", "/v1/score"), ScoreRequest),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankRequest),
 }
 ERRORS = {
     "400": "a field is wrong",

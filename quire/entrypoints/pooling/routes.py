@@ -43,11 +43,11 @@ def routes(context: ServerContext) -> list[Route]:
         rerank,
         rerank,
     )
+    setup = context.engine_config.pooling.setup
     found = [
-        Route(path, endpoint, methods=["POST"], include_in_schema=False)
+        Route(path, endpoint, methods=["POST"], include_in_schema=setup is not None)
         for path, endpoint in zip(PATHS, served, strict=True)
     ]
-    setup = context.engine_config.pooling.setup
     if setup is not None:
         by_task: dict[str, ASGIApp] = {CLASSIFY: classify, EMBED: embeddings}
         whole = by_task.get(setup.task, pool)

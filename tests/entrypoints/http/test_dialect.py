@@ -103,7 +103,8 @@ def test_routes_with_parameters_are_counted_by_their_pattern(server: StubServer)
 
 
 def test_plugins_are_loaded_once(plugin: Plugin) -> None:
-    assert [each.name for each in dialect.dialects()] == ["openai", "own"] == [d.name for d in dialect.dialects()]
+    for _ in range(2):
+        assert [each.name for each in dialect.dialects()] == ["openai", "pooling", "own"]
     assert plugin.num_calls == 1
 
 

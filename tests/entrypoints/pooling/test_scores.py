@@ -1,5 +1,7 @@
 """/score, /rerank and /classify of a cross-encoder, and many requests at once."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -60,3 +62,37 @@ def test_limits_on_tokens(cross_encoder):
 def test_what_the_model_cannot_do(cross_encoder):
     message = refusal(cross_encoder.server.post("/v1/embeddings", {"input": "w4"}))
     assert message == "this model cannot embed; it can: classify (/classify), token_classify (/pooling)"
+
+
+def test_short_and_long_texts_wait_for_each_other_in_turn(embedder):
+    """By counts: while 256 short texts are asked for again and again, long ones are answered, and the reverse."""
+    done: list[str] = []
+    stop = threading.Event()
+    long, short = text(120, 3), [text(2, i) for i in range(256)]
+
+    def ask(name: str, body: object, times: int | None) -> None:
+        client = embedder.server.client()
+        while len([one for one in done if one == name]) < times if times is not None else not stop.is_set():
+            client.embeddings.create(model="", input=body)
+            done.append(name)
+
+    def run(background: tuple[str, object], foreground: tuple[str, object]) -> list[str]:
+        done.clear()
+        stop.clear()
+        others = [threading.Thread(target=ask, args=(*background, None)) for _ in range(4)]
+        for thread in others:
+            thread.start()
+        ask(*foreground, 12)
+        stop.set()
+        for thread in others:
+            thread.join(60)
+        return list(done)
+
+    for background, foreground in ((("short", short), ("long", long)), (("long", [long] * 16), ("short", short[0]))):
+        order = run(background, foreground)
+        places = [place for place, name in enumerate(order) if name == foreground[0]]
+        assert len(places) == 12
+        # Four clients in the background: in a fair server few of their answers lie between two of the other's.
+        gaps = np.diff(places)
+        assert gaps.max() <= 16, order
+        assert order.count(background[0]) >= 1
