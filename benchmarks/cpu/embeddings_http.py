@@ -19,33 +19,7 @@ from collections.abc import Iterator
 import httpx
 import numpy as np
 
-WORDS = [
-    "the",
-    "a",
-    "of",
-    "to",
-    "and",
-    "in",
-    "that",
-    "it",
-    "was",
-    "his",
-    "he",
-    "she",
-    "with",
-    "as",
-    "on",
-    "for",
-    "not",
-    "at",
-    "by",
-    "is",
-    "from",
-    "they",
-    "be",
-    "this",
-    "had",
-]
+WORDS = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "his", "he", "she", "with", "as", "on", "for")
 
 
 def texts(count: int, length: int, seed: int = 0) -> list[str]:

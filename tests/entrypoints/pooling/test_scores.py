@@ -65,10 +65,10 @@ def test_what_the_model_cannot_do(cross_encoder):
 
 
 def test_short_and_long_texts_wait_for_each_other_in_turn(embedder):
-    """By counts: while 256 short texts are asked for again and again, long ones are answered, and the reverse."""
+    """By counts: while 64 short texts are asked for again and again, long ones are answered, and the reverse."""
     done: list[str] = []
     stop = threading.Event()
-    long, short = text(120, 3), [text(2, i) for i in range(256)]
+    long, short = text(120, 3), [text(2, i) for i in range(64)]
 
     def ask(name: str, body: object, times: int | None) -> None:
         client = embedder.server.client()
@@ -82,16 +82,16 @@ def test_short_and_long_texts_wait_for_each_other_in_turn(embedder):
         others = [threading.Thread(target=ask, args=(*background, None)) for _ in range(4)]
         for thread in others:
             thread.start()
-        ask(*foreground, 12)
+        ask(*foreground, 6)
         stop.set()
         for thread in others:
             thread.join(60)
         return list(done)
 
-    for background, foreground in ((("short", short), ("long", long)), (("long", [long] * 16), ("short", short[0]))):
+    for background, foreground in ((("short", short), ("long", long)), (("long", [long] * 4), ("short", short[0]))):
         order = run(background, foreground)
         places = [place for place, name in enumerate(order) if name == foreground[0]]
-        assert len(places) == 12
+        assert len(places) == 6
         # Four clients in the background: in a fair server few of their answers lie between two of the other's.
         gaps = np.diff(places)
         assert gaps.max() <= 16, order
