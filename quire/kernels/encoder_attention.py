@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.dispatch import use_triton
+from quire.kernels.native import encoder as native
 from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
@@ -64,4 +66,12 @@ def encoder_attention(
     table: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if use_triton(qkv):
+        from quire.kernels.triton import encoder_attention as kernel
+
+        return kernel.encoder_attention(qkv, query_start, features, qk_norm, table, positions)
+    if native.serves_encoders(qkv) and query_start.dtype is torch.int32:
+        shape = (features.shape.num_heads, features.shape.num_kv_heads, features.shape.head_size)
+        scores = (features.scale, features.window, features.bias)
+        return native.attention(qkv, query_start, shape, *scores, qk_norm, table, positions)
     return encoder_attention_torch(qkv, query_start, features, qk_norm, table, positions)

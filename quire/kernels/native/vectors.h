@@ -77,6 +77,42 @@ static inline void rms_norm_vectors(const bf16 *x, bf16 *residual, const float *
     }
 }
 
+static inline void layer_norm_vectors(const bf16 *x, bf16 *residual, const float *weight, const float *bias, bf16 *out,
+                                      int64_t d, float eps) {
+    __m512 sum = _mm512_setzero_ps(), squares = sum;
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 v = load16(x + j, here);
+        if (residual) {
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(v, load16(residual + j, here)));
+            _mm256_mask_storeu_epi16(residual + j, here, rounded);
+            v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+        }
+        sum = _mm512_add_ps(sum, v);
+    }
+    const bf16 *from = residual ? residual : x;
+    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / d);
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 off = _mm512_maskz_sub_ps(here, load16(from + j, here), mean);
+        squares = _mm512_fmadd_ps(off, off, squares);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / d + eps));
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 gain = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(here, weight + j));
+        __m512 shift = bias ? _mm512_maskz_loadu_ps(here, bias + j) : _mm512_setzero_ps();
+        store16(out + j, here, _mm512_fmadd_ps(_mm512_sub_ps(load16(from + j, here), mean), gain, shift));
+    }
+}
+
+static inline void add_vectors(const bf16 *a, const bf16 *b, bf16 *out, int64_t d) {
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        store16(out + j, here, _mm512_add_ps(load16(a + j, here), load16(b + j, here)));
+    }
+}
+
 static inline void silu_mul_vectors(const bf16 *gate, const bf16 *up, bf16 *out, int64_t d) {
     for (int64_t j = 0; j < d; j += 16) {
         __mmask16 here = first_lanes(d - j);
