@@ -24,45 +24,20 @@ enum { STRIP = 12, GROUP_BYTES = 128 << 10 };
 /* As quire/kernels/activation.py numbers them. */
 enum { SILU, GELU_TANH, GELU, RELU };
 
-/* x * sigmoid(x * p(x * x)): p fitted so that the error is below 3e-5, which is less than bf16 rounds. */
-INLINE __m512 gelu_of_bf16(__m512 x) {
-    __m512 u = _mm512_min_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(25.0f));
-    __m512 p = _mm512_fmadd_ps(u, _mm512_set1_ps(1.01448193e-3f), _mm512_set1_ps(-1.06776733e-1f));
-    p = _mm512_fmadd_ps(u, p, _mm512_set1_ps(-2.30112048f)); /* -log2(e) times the coefficients */
-    __m512 e = exp2_16(_mm512_min_ps(_mm512_mul_ps(x, p), _mm512_set1_ps(126.0f)));
-    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
-}
-
-/* By erf, 7.1.26 of Abramowitz and Stegun: to 1.5e-7. */
-INLINE __m512 gelu16(__m512 x) {
-    __m512 z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678118654752f)), one = _mm512_set1_ps(1.0f);
-    __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
-    __m512 p = _mm512_set1_ps(1.061405429f);
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
-    __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(z, z))));
-    /* 1 + erf of x / sqrt 2: 2 - tail where x is positive. */
-    __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    __m512 sum = _mm512_mask_mov_ps(_mm512_sub_ps(_mm512_set1_ps(2.0f), tail), negative, tail);
-    return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), sum);
-}
-
-INLINE __m512 gelu_tanh16(__m512 x) {
-    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    __m512 y = _mm512_mul_ps(_mm512_set1_ps(-1.5957691216057308f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
-    __m512 e = exp16(_mm512_min_ps(_mm512_set1_ps(88.0f), y));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-}
-
-INLINE __m512 activated16(__m512 x, int kind, const int is_bf16) {
+/* Out of line: the sums of a strip stay in registers while it is computed, and leave them at once. */
+static __attribute__((noinline)) void activate_sums(__m512 *sums, int count, int kind, int is_bf16) {
+#define EACH(WITH)                                                                                                     \
+    for (int i = 0; i < count; i++) sums[i] = WITH(sums[i]);                                                           \
+    break;
     switch (kind) {
-    case SILU: return silu16(x);
-    case GELU_TANH: return gelu_tanh16(x);
-    case GELU: return is_bf16 ? gelu_of_bf16(x) : gelu16(x);
-    case RELU: return _mm512_max_ps(_mm512_setzero_ps(), x);
-    default: return x;
+    case SILU: EACH(silu16)
+    case GELU_TANH: EACH(gelu_tanh16)
+    case GELU:
+        if (is_bf16) {
+            EACH(gelu_of_bf16)
+        }
+        EACH(gelu16)
+    case RELU: EACH(relu16)
     }
 }
 
@@ -172,11 +147,19 @@ INLINE void linear_bf16(const int rows, const Linear *l, int64_t i, int64_t p) {
             sums[2 * r + 1] = _mm512_dpbf16_ps(sums[2 * r + 1], w1, v);
         }
     }
+    if (l->activation >= 0) {
+        __m512 kept[2 * STRIP];
+#pragma GCC unroll 24
+        for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
+        activate_sums(kept, 2 * rows, l->activation, 1);
+#pragma GCC unroll 24
+        for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         bf16 *out = (bf16 *)l->out + (i + r) * l->n + at;
-        store16(out, low, activated16(sums[2 * r], l->activation, 1));
-        store16(out + 16, high, activated16(sums[2 * r + 1], l->activation, 1));
+        store16(out, low, sums[2 * r]);
+        store16(out + 16, high, sums[2 * r + 1]);
     }
 }
 
@@ -189,11 +172,19 @@ INLINE void linear_f32(const int rows, const Linear *l, int64_t i, int64_t p) {
           l->bias ? _mm512_maskz_loadu_ps(high, bias + 16) : zero);
     multiply_f32(rows, (const float *)l->x + i * l->k, l->k, (const float *)l->packed + at * l->k, PANEL, l->k, 0xffff,
                  0xffff, sums);
+    if (l->activation >= 0) {
+        __m512 kept[2 * STRIP];
+#pragma GCC unroll 24
+        for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
+        activate_sums(kept, 2 * rows, l->activation, 0);
+#pragma GCC unroll 24
+        for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         float *out = (float *)l->out + (i + r) * l->n + at;
-        _mm512_mask_storeu_ps(out, low, activated16(sums[2 * r], l->activation, 0));
-        _mm512_mask_storeu_ps(out + 16, high, activated16(sums[2 * r + 1], l->activation, 0));
+        _mm512_mask_storeu_ps(out, low, sums[2 * r]);
+        _mm512_mask_storeu_ps(out + 16, high, sums[2 * r + 1]);
     }
 }
 

@@ -152,6 +152,17 @@ int quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, in
         return DONE;
     }
 #endif
+#ifdef HAVE_BF16_VECTORS
+    if (kind == GELU) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i * d * (gated ? 2 : 1);
+            if (type) gelu_vectors((const bf16 *)x + at, gated ? (const bf16 *)x + at + d : 0, (bf16 *)out + i * d, d);
+            else gelu_vectors_f32((const float *)x + at, gated ? (const float *)x + at + d : 0, (float *)out + i * d, d);
+        }
+        return DONE;
+    }
+#endif
     if (type) activate_bf16(x, out, n, d, gated, kind);
     else activate_f32(x, out, n, d, gated, kind);
     return DONE;
