@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.dispatch import use_triton
+from quire.kernels.native import encoder as native
 from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope import gather_cos_sin
 from quire.kernels.rope_and_write import QKNormParams, norm_and_rope
@@ -63,5 +65,22 @@ def encoder_attention(
     qk_norm: QKNormParams | None = None,
     table: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    spans: torch.Tensor | None = None,  # token_spans(), if they are known
 ) -> torch.Tensor:
+    if use_triton(qkv):
+        from quire.kernels.triton import encoder_attention as kernel
+
+        return kernel.encoder_attention(qkv, query_start, features, qk_norm, table, positions, spans)
+    if native.serves_encoders(qkv) and query_start.dtype is torch.int32:
+        shape = (features.shape.num_heads, features.shape.num_kv_heads, features.shape.head_size)
+        scores = (features.scale, features.window, features.bias)
+        return native.attention(qkv, query_start, shape, *scores, qk_norm, table, positions)
     return encoder_attention_torch(qkv, query_start, features, qk_norm, table, positions)
+
+
+def token_spans(query_start: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[2, N] int32: where each token's text begins and ends; nowhere for tokens behind the last text."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=query_start.device)
+    text = torch.bucketize(tokens, query_start[1:], right=True, out_int32=True)
+    ends = torch.cat((query_start, query_start[-1:]))
+    return torch.stack((ends[text.long()], ends[(text + 1).long()])).int().contiguous()

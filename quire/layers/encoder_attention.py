@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
-from quire.kernels.encoder_attention import EncoderFeatures, encoder_attention
+from quire.kernels.encoder_attention import EncoderFeatures, encoder_attention, token_spans
 from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rope_and_write import QKNormParams
 
@@ -38,5 +38,8 @@ class EncoderAttention(nn.Module):
         self, qkv: torch.Tensor, ctx: ForwardContext, angles: Angles | None = None, qk_norm: QKNormParams | None = None
     ) -> torch.Tensor:
         """qkv [N, (heads + 2 * kv_heads) * D] -> [N, heads * D]."""
+        step = ctx.step
+        if qkv.is_cuda and step.spans is None:
+            step.spans = token_spans(step.query_start, qkv.shape[0])
         table, positions = (angles.table, angles.positions) if angles is not None else (None, None)
-        return encoder_attention(qkv, ctx.step.query_start, self.features, qk_norm, table, positions)
+        return encoder_attention(qkv, step.query_start, self.features, qk_norm, table, positions, step.spans)

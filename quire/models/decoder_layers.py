@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
-from quire.kernels.activation import SILU, activate, activate_mul
+from quire.kernels.activation import SILU, activate_mul
 from quire.kernels.add import add
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.rope_and_write import QKNormParams
@@ -21,6 +21,7 @@ from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
 from quire.models.decoder_config import DecoderConfig
 from quire.models.options import ModelOptions
 from quire.quantization.base import LinearMethod
+from quire.quantization.encoder_linear import EncoderLinearMethod
 from quire.quantization.mixed import fused_method
 
 
@@ -40,7 +41,8 @@ class BuildContext:
     def method(self, layer: int, module: str, names: tuple[str, ...]) -> LinearMethod | None:
         """Of the layer fused of `names` in the checkpoint's `module`."""
         place = f"{self.config.names.layer.format(i=layer)}.{module}"
-        return fused_method([self.options.quantization.linear_method(f"{place}.{name}") for name in names])
+        method = fused_method([self.options.quantization.linear_method(f"{place}.{name}") for name in names])
+        return EncoderLinearMethod() if method is None and not self.config.causal else method
 
 
 class FeedForward(Protocol):
@@ -169,9 +171,9 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, c.hidden_size, c.mlp_bias, *placed, down_method)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.up_proj(x)
-        act = activate_mul if self.gated else activate
-        return self.down_proj(act(inner, self.activation))
+        if self.gated:
+            return self.down_proj(activate_mul(self.up_proj(x), self.activation))
+        return self.down_proj(self.up_proj.activated(x, self.activation))
 
     def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         return self.down_proj.fused(self.up_proj.fused(stream, norm=norm, silu=True), residual=stream)
