@@ -29,7 +29,9 @@ def test_vectors(checkpoint, dtype, tolerance):
     reference = AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.inference_mode():
         pooled = [reference(torch.tensor([ids])).last_hidden_state[0].mean(0) for ids in texts]
-    with LLM(checkpoint, dtype=dtype, skip_tokenizer_init=True, max_num_seqs=8, cpu_threads=1) as llm:
+    with LLM(
+        checkpoint, dtype=dtype, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=8, cpu_threads=1
+    ) as llm:
         outputs = llm.encode(texts, PoolingParams(pooling_type="MEAN"), use_tqdm=False)
     for output, vector in zip(outputs, pooled, strict=True):
         assert np.abs(output.outputs.data - (vector / vector.norm()).numpy()).max() < tolerance
