@@ -60,11 +60,16 @@ class CohereEmbedEndpoint(PoolingEndpoint[CohereEmbedRequest]):
         return prompts
 
     def _prefix(self, input_type: str | None) -> str:
-        """The model's prompt of this name; a model without prompts has one kind of input."""
+        """The model's prompt of this name."""
         prompts = self.setup.prompt_by_name if self.setup is not None else {}
-        if input_type is None or not prompts:
+        if input_type is None:
             return ""
-        return self.inputs.named_prompt(input_type)
+        if input_type not in prompts:
+            allowed = (
+                f"the model's are: {', '.join(map(repr, prompts))}" if prompts else "the model has none; leave it out"
+            )
+            raise bad_request(f"Unsupported input_type {shown(input_type)}; {allowed}", "input_type")
+        return prompts[input_type]
 
     def response(self, request: CohereEmbedRequest, answer: Answer) -> Response:
         data = np.stack([output.outputs.data for output in answer.outputs])
@@ -77,7 +82,10 @@ class CohereEmbedEndpoint(PoolingEndpoint[CohereEmbedRequest]):
                 "id": answer.id,
                 "embeddings": {kind: _typed(data, kind) for kind in kinds},
                 "texts": texts,
-                "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": answer.num_tokens}},
+                "meta": {
+                    "api_version": {"version": "2"},
+                    "billed_units": {"input_tokens": answer.num_tokens, "image_tokens": 0},
+                },
                 "response_type": "embeddings_by_type",
             }
         )
