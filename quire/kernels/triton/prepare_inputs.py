@@ -110,7 +110,7 @@ def prepare_inputs(
     )  # fmt: skip
     slots: list[torch.Tensor] = []
     groups = [(table, table.stride(0), size) for table, size in zip(block_tables, block_sizes, strict=True)]
-    # Ids and positions are wanted also where nothing is cached: with any tensor as a table of one page, its slots dropped.
+    # Ids and positions are wanted also where nothing is cached: any tensor is a table of one page, its slots dropped.
     for group, (table, stride, size) in enumerate(groups or [(rows, 0, ONE_PAGE)]):
         slots.append(torch.empty(num_tokens, dtype=torch.int64, device=rows.device))
         _tokens_kernel[(triton.cdiv(num_tokens, BLOCK),)](
