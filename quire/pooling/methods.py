@@ -79,6 +79,16 @@ class Mean:
         self._sums.pop(row, None)
 
 
+def gather(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """A copy of these rows, in float32."""
+    (where,) = to_device(hidden.device, places, dtype=np.int64)
+    return hidden[where].float()
+
+
+def stack(vectors: list[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    return torch.stack(vectors) if vectors else hidden.new_empty(0, hidden.shape[1], dtype=torch.float32)
+
+
 def means_of_prompts(hidden: torch.Tensor, prompts: Sequence[Chunk]) -> torch.Tensor:
     """Of prompts that this step computes whole, all at once."""
     counts, firsts = (np.array([getattr(p, name) for p in prompts]) for name in ("count", "first"))
@@ -90,13 +100,3 @@ def means_of_prompts(hidden: torch.Tensor, prompts: Sequence[Chunk]) -> torch.Te
         return torch.segment_reduce(found, "mean", lengths=counts_, unsafe=True)
     sums = found.new_zeros(len(prompts), found.shape[1]).index_add_(0, numbers_, found)
     return sums / counts_[:, None]
-
-
-def gather(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """A copy of these rows, in float32."""
-    (where,) = to_device(hidden.device, places, dtype=np.int64)
-    return hidden[where].float()
-
-
-def stack(vectors: list[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    return torch.stack(vectors) if vectors else hidden.new_empty(0, hidden.shape[1], dtype=torch.float32)
