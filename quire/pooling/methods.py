@@ -62,8 +62,6 @@ class Mean:
         self._sums: dict[int, torch.Tensor] = {}  # by row, [hidden] float32
 
     def pool(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-        if all(chunk.is_last and not chunk.start for chunk in chunks):
-            return means_of_prompts(hidden, chunks)
         means = []
         for chunk in chunks:
             total = hidden[chunk.first : chunk.first + chunk.count].sum(dim=0, dtype=torch.float32)
@@ -87,16 +85,3 @@ def gather(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def stack(vectors: list[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
     return torch.stack(vectors) if vectors else hidden.new_empty(0, hidden.shape[1], dtype=torch.float32)
-
-
-def means_of_prompts(hidden: torch.Tensor, prompts: Sequence[Chunk]) -> torch.Tensor:
-    """Of prompts that this step computes whole, all at once."""
-    counts, firsts = (np.array([getattr(p, name) for p in prompts]) for name in ("count", "first"))
-    numbers = np.repeat(np.arange(len(prompts)), counts)
-    places = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(len(numbers))
-    counts_, numbers_, places_ = to_device(hidden.device, counts, numbers, places, dtype=np.int64)
-    found = hidden[places_].float()
-    if hidden.is_cuda:  # where index_add_ adds in any order
-        return torch.segment_reduce(found, "mean", lengths=counts_, unsafe=True)
-    sums = found.new_zeros(len(prompts), found.shape[1]).index_add_(0, numbers_, found)
-    return sums / counts_[:, None]
