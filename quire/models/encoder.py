@@ -148,7 +148,9 @@ class TypedEmbedding(VocabEmbedding):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         ids = input_ids & ((1 << TOKEN_TYPE_SHIFT) - 1)
-        return add_rows(super().forward(ids), self.types, input_ids >> TOKEN_TYPE_SHIFT)
+        # Kernels do not check that a row is within their table.
+        types = (input_ids >> TOKEN_TYPE_SHIFT).clamp(max=len(self.types) - 1)
+        return add_rows(super().forward(ids), self.types, types)
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
         return {**super().load_slots(), ("types", None): LoadSlot(self.types.data, tuple(self.types.shape))}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire import LLM, PoolingParams
-from quire.models.base import SupportsPooling
+from quire.models.base import TOKEN_TYPE_SHIFT, SupportsPooling
 from tests.encoders.tiny_encoders import FAMILIES, edit_config, make_reference
 
 # Those whose heads and masked language models are tried in every run; the others by `make test-encoders`.
@@ -99,3 +99,14 @@ def test_configs_that_are_not_supported_say_so(tmp_path):
     edit_config(tmp_path, position_embedding_type="relative_key")
     with pytest.raises(ValueError, match="position_embedding_type"):
         engine(str(tmp_path))
+
+
+def test_segments_of_a_pair():
+    """Token ids hold them; what makes pairs of texts sets them."""
+    from quire.models.encoder import TypedEmbedding
+
+    embedding = TypedEmbedding(8, 2, 4, torch.float32, torch.device("cpu"))
+    embedding.weight.data, embedding.types.data = torch.randn(8, 4), torch.randn(2, 4)
+    ids = torch.tensor([3, 5 | 1 << TOKEN_TYPE_SHIFT])
+    expected = embedding.weight[[3, 5]] + embedding.types[[0, 1]]
+    assert torch.equal(embedding(ids), expected)
