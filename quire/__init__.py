@@ -15,6 +15,10 @@ __all__ = [
     "PoolingOutput",
     "EmbeddingRequestOutput",
     "EmbeddingOutput",
+    "ClassificationRequestOutput",
+    "ClassificationOutput",
+    "ScoringRequestOutput",
+    "ScoringOutput",
     "TextPrompt",
     "TokensPrompt",
     "PromptType",
@@ -32,10 +36,14 @@ if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
     from quire.engine.outputs import CompletionOutput, RequestOutput
     from quire.engine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from quire.engine.prompts import PromptType, TextPrompt, TokensPrompt
     from quire.entrypoints.llm import LLM
@@ -55,6 +63,10 @@ _HOMES = {
     "PoolingOutput": "quire.engine.pooling_outputs",
     "EmbeddingRequestOutput": "quire.engine.pooling_outputs",
     "EmbeddingOutput": "quire.engine.pooling_outputs",
+    "ClassificationRequestOutput": "quire.engine.pooling_outputs",
+    "ClassificationOutput": "quire.engine.pooling_outputs",
+    "ScoringRequestOutput": "quire.engine.pooling_outputs",
+    "ScoringOutput": "quire.engine.pooling_outputs",
     "TextPrompt": "quire.engine.prompts",
     "TokensPrompt": "quire.engine.prompts",
     "PromptType": "quire.engine.prompts",

@@ -9,7 +9,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-POOLING, MULTIMODAL = "pooling models", "prompts with images, audio or video"
+MULTIMODAL = "prompts with images, audio or video"
 EMBEDDED = "a server inside your own program (quire serve is one of its own)"
 PARSERS = "parsers with vLLM's interface (ours is in docs/tools.md and docs/reasoning.md)"
 
@@ -40,7 +40,8 @@ MODULES: dict[str, dict[str, str]] = {
     "model_executor.utils": {"entrypoints.vllm_utils": "set_random_seed"},
     "outputs": {
         "engine.outputs": "CompletionOutput RequestOutput",
-        "engine.pooling_outputs": "EmbeddingOutput EmbeddingRequestOutput PoolingOutput PoolingRequestOutput",
+        "engine.pooling_outputs": "ClassificationOutput ClassificationRequestOutput EmbeddingOutput "
+        "EmbeddingRequestOutput PoolingOutput PoolingRequestOutput ScoringOutput ScoringRequestOutput",
     },
     "pooling_params": {"messages.pooling_params": "PoolingParams"},
     "sequence": {"engine.logprobs": "Logprob"},
@@ -77,10 +78,6 @@ MODULES: dict[str, dict[str, str]] = {
 # Names of features to come, by path ("" is `quire` itself).
 UNAVAILABLE: dict[str, dict[str, str]] = {
     "": {
-        "ClassificationOutput": POOLING,
-        "ClassificationRequestOutput": POOLING,
-        "ScoringOutput": POOLING,
-        "ScoringRequestOutput": POOLING,
         "initialize_ray_cluster": "several machines",
     },
     "assets.audio": {"AudioAsset": MULTIMODAL},
@@ -94,10 +91,6 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
     "reasoning": dict.fromkeys(("ReasoningParser", "ReasoningParserManager"), PARSERS),
     "tool_parsers": dict.fromkeys(("ToolParser", "ToolParserManager"), PARSERS),
     "v1.metrics.loggers": {"StatLoggerBase": "loggers of statistics of your own"},
-    "outputs": {
-        "ClassificationRequestOutput": POOLING,
-        "ScoringRequestOutput": POOLING,
-    },
 }
 
 # `python -m quire.PATH` is this command.

@@ -177,7 +177,7 @@ class RemoteServer:
         return f"http://{self.host}:{self.port}" if self.uds is None else "http://localhost"
 
     def url_for(self, *parts: str) -> str:
-        return "/".join((self.url_root, *parts))
+        return "/".join((self.url_root, *(part.strip("/") for part in parts)))
 
     def get_client(self, **kwargs: Any) -> Any:
         import openai

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
 BESIDE: dict[str, set[str]] = {
     "tokenizer": {"entrypoints", "bench", "engine"},
     "structured_output": {"core"},
-    "checkpoint": {"engine", "worker", "spec_decode", "models", "tokenizer"},
+    "checkpoint": {"engine", "worker", "spec_decode", "models", "tokenizer", "pooling"},
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
     "planning": {"entrypoints", "bench"},

@@ -31,6 +31,7 @@ class StepInputs:
     query_blocks: torch.Tensor | None = None  # the result of the backend's plan_queries
     prefix_len: torch.Tensor | None = None  # [1] int32: leading tokens in blocks that all rows share; None: too few
     has_decode_rows: bool = True  # False: every row has several tokens
+    spans: torch.Tensor | None = None  # [2, N], of attention without a cache on a GPU; set by the first layer
 
 
 class Angles:

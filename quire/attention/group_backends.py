@@ -17,9 +17,9 @@ class GroupBackends:
         self.distinct = list(dict.fromkeys(by_group))
         self._place = [self.distinct.index(backend) for backend in by_group]
         # A step is captured or recorded as a whole.
-        self.supports_graphs = all(backend.supports_graphs for backend in self.distinct)
+        self.supports_graphs = bool(by_group) and all(backend.supports_graphs for backend in self.distinct)
         self.supports_replay = all(backend.supports_replay for backend in self.distinct)
-        self.name = " and ".join(backend.name for backend in self.distinct)
+        self.name = " and ".join(backend.name for backend in self.distinct) or "bidirectional"
 
     def pages_per_block(self, groups: Sequence[KVCacheGroup]) -> list[int]:
         """By group, how many of the kernels' pages a block of the allocator is."""

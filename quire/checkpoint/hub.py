@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "*.model", "vocab.txt", "merges.txt", "*.tiktoken")
-MODEL_PATTERNS = ("*.safetensors", *TOKENIZER_PATTERNS)
+HEAD_PATTERNS = ("*_Dense/pytorch_model.bin", "colbert_linear.pt", "sparse_linear.pt")  # of embedding models
+MODEL_PATTERNS = ("*.safetensors", *HEAD_PATTERNS, *TOKENIZER_PATTERNS)
 PT_PATTERNS = ("pytorch_model*.bin", *TOKENIZER_PATTERNS)
 
 

@@ -10,7 +10,7 @@ from quire.messages.sampling_params import SamplingParams, check_truncation
 Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
 
 TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
-SLEEP, WEIGHTS, POOLING = "sleep mode", "new weights in a running engine", "pooling models"
+SLEEP, WEIGHTS = "sleep mode", "new weights in a running engine"
 METHODS = {
     "sleep": SLEEP,
     "wake_up": SLEEP,
@@ -23,8 +23,6 @@ METHODS = {
     "finish_weight_update": WEIGHTS,
     "update_weight_version": WEIGHTS,
     "get_weight_version": WEIGHTS,
-    "classify": POOLING,
-    "score": POOLING,
     "pause_generation": "pausing an engine",
     "resume_generation": "pausing an engine",
     "scale_elastic_ep": "expert parallelism",

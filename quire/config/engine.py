@@ -15,6 +15,7 @@ from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.observability import ObservabilityConfig
 from quire.config.parallel import ParallelConfig
+from quire.config.pooling import PoolingConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured_outputs import StructuredOutputsConfig
@@ -37,6 +38,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,6 +63,7 @@ class EngineConfig:
             "observability": ObservabilityConfig,
             "structured_outputs": StructuredOutputsConfig,
             "lora": LoRAConfig,
+            "pooling": PoolingConfig,
         }
 
     @classmethod

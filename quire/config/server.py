@@ -130,6 +130,7 @@ class ServerConfig:
     )
     request_timeout: float | None = option(None, "seconds after which a request fails with an error", minimum=0.001)
     max_prompts: int = option(1024, "most prompts in one completions request", minimum=1)
+    max_inputs: int = option(2048, "most texts in one request for embeddings, scores or classes", minimum=1)
     max_n: int = option(128, "most choices per prompt (n)", minimum=1)
     max_logprob_entries: int | None = option(
         None,

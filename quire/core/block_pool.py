@@ -50,7 +50,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        return 1.0 - self.num_free / self.num_blocks
+        return 1.0 - self.num_free / self.num_blocks if self.num_blocks else 0.0
 
     def allocate(self, count: int) -> list[KVCacheBlock]:
         """Blocks with one owner each; what they held is evicted. The caller has checked `num_free`."""

@@ -53,9 +53,14 @@ class EngineCore:
         layout = self._lay_out_cache(config)
         self.max_model_len = self._fit_model_len(config, layout, span)
         # Where a token attends to later ones, a prompt is computed at once.
-        chunked_prefill = config.scheduler.enable_chunked_prefill and all(g.spec.chunkable for g in layout.groups)
+        chunked_prefill = config.scheduler.enable_chunked_prefill and layout.chunkable
         if num_drafts and not all(group.spec.rolls_back for group in layout.groups):
             raise ValueError("drafts need a cache that can be rolled back, which a recurrent state's cannot be yet")
+        if not layout.groups and step_tokens < self.max_model_len:
+            logger.info(
+                "max_num_batched_tokens raised from %d to %d: texts are computed whole", step_tokens, self.max_model_len
+            )
+            step_tokens = self.max_model_len
         if not chunked_prefill and step_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens is {step_tokens}, "
@@ -72,13 +77,7 @@ class EngineCore:
         self.num_blocks = layout.num_blocks
         transfers = KVTransfers(make_connectors(config.transfer, layout, "scheduler"))
         executor.initialize_kv_cache(layout, self.max_model_len, transfers.notify)
-        one = blocks_of_one_request(layout.groups, self.max_model_len, span)
-        size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
-        self.summary = EngineSummary(
-            executor.describe(),
-            f"KV cache: {layout.num_blocks} blocks of {config.cache.block_size} tokens ({size:.2f} GiB), "
-            f"{layout.num_blocks / one:.1f} requests of {self.max_model_len} tokens at a time",
-        )
+        self.summary = EngineSummary(executor.describe(), self._describe_cache(layout, config.cache.block_size, span))
         observed = config.observability
         kv = KVCacheManager(
             layout,
@@ -297,6 +296,16 @@ class EngineCore:
         if config.cache.num_gpu_blocks_override is not None:
             return plan_kv_cache(specs, None, config.cache.num_gpu_blocks_override)
         return plan_kv_cache(specs, config.cache.kv_cache_memory_bytes or self.executor.kv_cache_memory())
+
+    def _describe_cache(self, layout: KVCacheConfig, block_size: int, span: int) -> str:
+        if not layout.groups:
+            return f"no KV cache: texts of up to {self.max_model_len} tokens are computed whole"
+        one = blocks_of_one_request(layout.groups, self.max_model_len, span)
+        size = (layout.num_blocks + 1) * bytes_per_block(layout.groups) / 2**30
+        return (
+            f"KV cache: {layout.num_blocks} blocks of {block_size} tokens ({size:.2f} GiB), "
+            f"{layout.num_blocks / one:.1f} requests of {self.max_model_len} tokens at a time"
+        )
 
     @staticmethod
     def _fit_model_len(config: EngineConfig, layout: KVCacheConfig, span: int) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.config.values import INT32_MAX
 from quire.core.block_pool import BlockKey, BlockPool, KVCacheBlock
 from quire.core.hashing import BlockHasher, make_digest
 from quire.core.kv_groups import SlidingWindowGroup, cdiv, make_group
@@ -43,7 +44,7 @@ class KVCacheManager:
         self.alignment = math.lcm(*sizes)
         self.groups = [make_group(i, g.spec, self.pool, hash_size) for i, g in enumerate(config.groups)]
         self.window_groups = [group for group in self.groups if isinstance(group, SlidingWindowGroup)]
-        caching = enable_caching and all(group.spec.chunkable for group in config.groups)
+        caching = enable_caching and config.chunkable
         self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if caching else None
         self.recomputes_last_block = recomputes_last_block
         self._deferred: list[tuple[KVCacheBlock, BlockKey]] = []  # not to be found by the plan that is being made
@@ -140,7 +141,8 @@ class KVCacheManager:
 
     def capacity(self, request: Request) -> int:
         """Tokens that the request's blocks can hold."""
-        return min(len(b) * g.block_size for b, g in zip(request.blocks, self.groups, strict=True))
+        sizes = (len(b) * g.block_size for b, g in zip(request.blocks, self.groups, strict=True))
+        return min(sizes, default=INT32_MAX)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Share the parent's blocks of the prompt, but for its last token, and extend them to hold `num_tokens`;

@@ -8,7 +8,7 @@ from quire.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, ma
 
 
 def bytes_per_block(groups: tuple[KVCacheGroup, ...]) -> int:
-    return shared_page_bytes(groups) * max(len(group.layers) for group in groups)
+    return shared_page_bytes(groups) * max((len(group.layers) for group in groups), default=0)
 
 
 def blocks_of_one_request(groups: tuple[KVCacheGroup, ...], max_model_len: int, max_step_tokens: int) -> int:
@@ -37,6 +37,8 @@ def longest_model_len(
 def plan_kv_cache(specs: dict[int, KVCacheSpec], memory: int | None, num_blocks: int | None = None) -> KVCacheConfig:
     """Lay the cache out in `memory` bytes, or with exactly `num_blocks`."""
     groups = make_groups(specs)
+    if not groups:
+        return KVCacheConfig(0, ())
     if num_blocks is None:
         assert memory is not None
         num_blocks = memory // bytes_per_block(groups) - 1  # the null block

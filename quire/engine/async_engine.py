@@ -1,11 +1,13 @@
 """The engine's interface to the server, implemented by `AsyncLLM` and by a stub that measures the front end alone."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from quire.config import EngineConfig
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.outputs import RequestOutput
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.kinds import Metric
@@ -43,6 +45,17 @@ class AsyncEngine(Protocol):
         """Outputs as they are generated, of the kind `sampling_params.output_kind`; deltas are merged while the
         consumer is slow. Invalid input raises ValueError from the first `__anext__`; closing the iterator early aborts
         the request."""
+        ...
+
+    async def encode_many(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        priority: int = 0,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool all prompts of a request. Invalid input raises ValueError before any runs; cancelling aborts all."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None: ...

@@ -19,7 +19,7 @@ from quire.engine.engine_connection import EngineChannel, EngineConnection
 from quire.engine.engine_health import EngineHealth
 from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.output_stream import OutputStream
+from quire.engine.output_stream import OutputBatch, OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
@@ -62,7 +62,7 @@ class AsyncLLM(VllmInterface):
         self.input_processor = InputProcessor(self.config, ready.max_model_len, self.tokenizer, client, ready.features)
         self.output_processor = OutputProcessor.of_engine(self.config, self.tokenizer)
         self.stats = SchedulerStats()
-        self._streams: dict[str, OutputStream[Any]] = {}
+        self._streams: dict[str, OutputStream[Any] | OutputBatch] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         options = self.config.observability
@@ -156,6 +156,34 @@ class AsyncLLM(VllmInterface):
             self._streams.pop(request_id, None)
             if not finished:
                 self._abort([request_id])
+
+    async def encode_many(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        priority: int = 0,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """One output for each prompt, in their order. All are checked before any runs, and sent as one message."""
+        self._check_dead()
+        self._ensure_listening()
+        self._health.check()
+        process = self.input_processor.process
+        ready = [process(i, p, pooling_params, priority=priority) for i, p in zip(request_ids, prompts, strict=True)]
+        batch = OutputBatch(len(ready))
+        try:
+            for request_id, (parsed, request) in zip(request_ids, ready, strict=True):
+                self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
+                self._streams[request_id] = batch
+            self._connection.send(AddRequests([request for _, request in ready]))
+            done = await batch.done()
+        finally:
+            for request_id in request_ids:
+                if self._streams.get(request_id) is batch:
+                    del self._streams[request_id]
+            self._abort([request_id for request_id in request_ids if request_id not in batch.outputs])
+        return [done[request_id] for request_id in request_ids]
 
     async def abort(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """Their streams end with a final output of finish_reason "abort"."""

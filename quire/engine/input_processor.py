@@ -14,15 +14,15 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.config.shown import shown
-from quire.engine.pooling_inputs import complete_pooling, hidden_size
 from quire.engine.prompt_features import PLACEHOLDER, FeatureChecker, content_keys, read_embeds
 from quire.messages.checks import MAX_INT, check_int, check_text
 from quire.messages.features import EMBEDS, Feature, FeatureSupport
 from quire.messages.lora import LoRARequest
-from quire.messages.pooling_params import PoolingParams
+from quire.messages.pooling_params import TOKEN_TYPE_SHIFT, PoolingParams
 from quire.messages.protocol import CLIENT_SHIFT
 from quire.messages.requests import NO_SAMPLING, ContentKey, EngineCoreRequest
 from quire.messages.sampling_params import ALL_LOGPROBS, SamplingParams, bad_word_tokens
+from quire.pooling.inputs import complete_pooling, embedding_size
 from quire.sample.user_processors import processor_classes, validators
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -53,6 +53,7 @@ class ParsedPrompt:
     content_keys: tuple[ContentKey, ...] = ()
     features: Sequence[Any] = ()  # to be checked
     lora: LoRARequest | None = None
+    token_types: list[int] | None = None  # by token the text of a pair it belongs to, for models with such segments
 
 
 class InputProcessor:
@@ -75,7 +76,8 @@ class InputProcessor:
         self.eos_token_ids = model.eos_token_ids
         # A limit that covers the vocabulary is none.
         self.max_logprobs = ALL_LOGPROBS if model.max_logprobs >= model.vocab_size else model.max_logprobs
-        self.hidden_size = hidden_size(model.hf_config)
+        self.pooling = config.pooling.setup
+        self.embedding_size = embedding_size(model.hf_config, self.pooling)
         classes = processor_classes(model.logits_processors)
         self._allows_extra_args = bool(classes)
         self._validators = validators(classes)
@@ -109,7 +111,7 @@ class InputProcessor:
             check_text("cache_salt", parsed.cache_salt, MAX_CACHE_SALT)
         if params.truncate_prompt_tokens is not None:
             # A copy: the caller may reuse its prompt with other parameters.
-            kept = self._truncate(parsed.token_ids, params.truncate_prompt_tokens, self._longest(params))
+            kept = self._truncate(parsed.token_ids, params)
             parsed = dataclasses.replace(parsed, token_ids=kept)
         seed, resumed = 0, None
         if isinstance(params, PoolingParams):
@@ -124,6 +126,8 @@ class InputProcessor:
                 params = params.replace_unchecked(bad_words_token_ids=self._bad_words(params.bad_words))
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         ids = self._array("the prompt", parsed.token_ids)
+        if parsed.token_types is not None:
+            ids |= np.asarray(parsed.token_types, np.int32) << TOKEN_TYPE_SHIFT
         features = self._check_features(parsed, params) if parsed.features else ()
         request = EngineCoreRequest(
             request_id=self._prefix + request_id,
@@ -174,6 +178,9 @@ class InputProcessor:
         return [dataclasses.replace(one, lora=lora) for one, lora in zip(parsed, loras, strict=True)]
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if self.pooling is not None:
+            can = ", ".join(self.pooling.tasks)
+            raise ValueError(f"this model pools and does not generate; it can: {can} (--runner generate, if it can)")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings are matched in the text, which needs a tokenizer: drop skip_tokenizer_init")
         if params.structured_outputs is not None and (self.tokenizer is None or not self.eos_token_ids):
@@ -228,7 +235,7 @@ class InputProcessor:
         if prompt.output_token_ids:
             raise ValueError("output_token_ids are for requests that generate; a prompt to pool has none")
         self._check_length(prompt.token_ids, params)
-        return complete_pooling(params, self.hidden_size)
+        return complete_pooling(params, self.pooling, self.embedding_size)
 
     def _longest(self, params: SamplingParams | PoolingParams) -> int:
         """The longest prompt."""
@@ -285,13 +292,15 @@ class InputProcessor:
             )
         return ids.astype(np.int32)
 
-    def _truncate(self, token_ids: list[int], keep: int, longest: int) -> list[int]:
-        """Keeps the end of the prompt."""
+    def _truncate(self, token_ids: list[int], params: SamplingParams | PoolingParams) -> list[int]:
+        """Keeps the end of a prompt that is to be continued, and the beginning of one to pool."""
+        keep, longest = params.truncate_prompt_tokens or 0, self._longest(params)
         if keep > longest:
             raise ValueError(
                 f"truncate_prompt_tokens is {keep}; with max_model_len {self.max_model_len} at most {longest}"
             )
-        return token_ids[-(longest if keep == -1 else keep) :]
+        keep = longest if keep == -1 else keep
+        return token_ids[:keep] if isinstance(params, PoolingParams) else token_ids[-keep:]
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         if self.tokenizer is None:

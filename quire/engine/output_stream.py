@@ -1,7 +1,7 @@
 """A request's output stream to one consumer, which may be slower than the engine."""
 
 import asyncio
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from quire.engine.logprobs import joined
 from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -51,3 +51,30 @@ class OutputStream(Generic[Output]):
                     part.logprobs = joined(before.logprobs, part.logprobs)
             merged[part.index] = part
         return list(merged.values())
+
+
+class OutputBatch:
+    """The one output each of several requests, for a consumer that waits for all."""
+
+    def __init__(self, count: int) -> None:
+        self.outputs: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
+        self._count = count
+        self._error: Exception | None = None
+        self._ended = asyncio.Event()
+
+    def put(self, output: Any) -> None:
+        self.outputs[output.request_id] = output
+        if len(self.outputs) == self._count:
+            self._ended.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ended.set()
+
+    async def done(self) -> dict[str, PoolingRequestOutput[PoolingOutput]]:
+        """By request id."""
+        await self._ended.wait()
+        if len(self.outputs) < self._count:
+            assert self._error is not None
+            raise self._error
+        return self.outputs

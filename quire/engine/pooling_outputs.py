@@ -26,6 +26,20 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True)
 class PoolingRequestOutput(Generic[Output]):
     request_id: str
     outputs: Output
@@ -39,12 +53,22 @@ class PoolingRequestOutput(Generic[Output]):
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 def as_embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-    return EmbeddingRequestOutput(
+    return _with(output, EmbeddingOutput(output.outputs.data.tolist()))
+
+
+def as_classification(output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
+    return _with(output, ClassificationOutput(output.outputs.data.tolist()))
+
+
+def _with(output: PoolingRequestOutput[PoolingOutput], outputs: Output) -> PoolingRequestOutput[Output]:
+    return PoolingRequestOutput(
         output.request_id,
-        EmbeddingOutput(output.outputs.data.tolist()),
+        outputs,
         output.prompt_token_ids,
         output.finished,
         output.num_cached_tokens,

@@ -1,18 +1,21 @@
 """Resolves the user's configuration: finds the model and reads its config."""
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
 from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config, text_part
 from quire.checkpoint.draft_config import resolve_drafts
 from quire.checkpoint.resolve import Checkpoint, resolve_model
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ModelConfig
 from quire.config.environment import HF_TOKEN
 from quire.config.shown import shown
 from quire.config.values import INT32_MAX, finite_number, whole_number
 from quire.engine.generation_defaults import default_sampling
 from quire.engine.overrides import apply_overrides
+from quire.models.registry import ModelRegistry
+from quire.pooling.resolve import resolve_pooling
 from quire.sample.user_processors import processor_classes
 
 logger = logging.getLogger("quire")
@@ -27,6 +30,8 @@ LENGTH_NAMES = (
     "n_ctx",
 )
 DEFAULT_LENGTH = 2048
+# Whose positions are counted from behind the padding token's number.
+COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
 MAX_FACTOR = 1e6
 
 
@@ -51,9 +56,12 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         load_hf_config(checkpoint, model_config.hf_config_path), model_config.hf_overrides
     )
     check_kinds(hf_config, "the model's config")  # again, after --hf-overrides
+    tokens = functools.partial(_token_id, checkpoint, model_config)
+    supported = ModelRegistry.get_supported_archs()
+    setup, hf_config, input_length = resolve_pooling(checkpoint.path, hf_config, config.pooling, supported, tokens)
     longest = longest_sequence(hf_config)
     window = sliding_window(hf_config) if model_config.disable_sliding_window else None
-    max_model_len = model_config.max_model_len or window
+    max_model_len = model_config.max_model_len or window or (input_length and min(input_length, longest))
     if window is not None and max_model_len is not None and max_model_len > window:
         raise ValueError(
             f"max_model_len is {max_model_len}, but without its sliding window {checkpoint.name} serves {window} "
@@ -81,7 +89,14 @@ def resolve_config(config: EngineConfig) -> tuple[EngineConfig, Checkpoint]:
         default_sampling=defaults,
     )
     drafts = resolve_drafts(config.speculative, config.load, hf_config, model.vocab_size, model.trust_remote_code)
-    return config.replace(model=model, speculative=drafts), checkpoint
+    pooling = dataclasses.replace(config.pooling, setup=setup)
+    return config.replace(model=model, speculative=drafts, pooling=pooling), checkpoint
+
+
+def _token_id(checkpoint: Checkpoint, model: ModelConfig, text: str) -> int | None:
+    from quire.tokenizer.load import tokenizer_of
+
+    return tokenizer_of(checkpoint, model).backend.token_to_id(text)
 
 
 def vocab_size(hf_config: dict[str, Any]) -> int:
@@ -98,6 +113,9 @@ def longest_sequence(hf_config: dict[str, Any]) -> int:
     config = text_part(hf_config)
     name = next((name for name in LENGTH_NAMES if config.get(name)), None)
     positions = DEFAULT_LENGTH if name is None else whole_number(name, config[name])
+    if config.get("model_type") in COUNTED_FROM_PADDING:
+        padding = config.get("pad_token_id")
+        return max(1, positions - 1 - whole_number("pad_token_id", 1 if padding is None else padding, minimum=0))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = finite_number("factor of the rope parameters", rope.get("factor") or 1.0, above=0.0, maximum=MAX_FACTOR)

@@ -1,4 +1,4 @@
-"""Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`, `encode`, `embed`."""
+"""Offline use: `LLM(...)`, `generate`, `chat`, `beam_search`; what pools is in pooling/offline.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -12,9 +12,9 @@ from quire.config.vllm.unpack import logging_options
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.outputs import RequestOutput
-from quire.engine.pooling_outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput, as_embedding
 from quire.entrypoints.interruption import interruption
 from quire.entrypoints.llm_inputs import Progress, as_prompts, is_conversation, per_prompt, truncating
+from quire.entrypoints.pooling.offline import PoolingMethods
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REFUSED = (ErrorKind.INVALID, ErrorKind.BUSY)  # a request that was never started
 
 
-class LLM(UnavailableMethods):
+class LLM(PoolingMethods, UnavailableMethods):
     """A model and its engine in this process. Arguments are vLLM's engine arguments; without `model` the embedded
     SmolLM2 is used.
 
@@ -207,56 +207,6 @@ class LLM(UnavailableMethods):
             for sequence in (one for result in results for one in result.sequences):
                 sequence.text = engine.tokenizer.decode(sequence.tokens, skip_special_tokens=False)
         return results
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        lora_request: Any = None,
-        pooling_task: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """A vector for each prompt, made of its hidden states: `outputs.data`, float32.
-
-        `truncate_prompt_tokens` and `pooling_task` are for requests whose parameters do not have them.
-        """
-        many = as_prompts(prompts)
-        keep, special = tokenization(tokenization_kwargs)
-        given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
-        params = [
-            one.replace_unchecked(
-                task=one.task or given.task,
-                truncate_prompt_tokens=one.truncate_prompt_tokens or given.truncate_prompt_tokens,
-            )
-            for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
-        ]
-        parsed = self.llm_engine.input_processor.parse_many(many, special)
-        return self._run(self._add_all(parsed, params, lora_request=lora_request), use_tqdm, "Pooling")
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Any = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each prompt: `outputs.embedding`, a list of numbers."""
-        found = self.encode(
-            prompts,
-            pooling_params,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            pooling_task="embed",
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        return [as_embedding(output) for output in found]
 
     @cached_property
     def _chat_renderer(self) -> "ChatRenderer":

@@ -33,6 +33,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _KINDS = {F.silu: 0, _gelu_tanh: 1, F.gelu: 2, F.relu: 3}
 
 
+def kernel_number(name: str) -> int:
+    return _KINDS[ACTIVATIONS[name]]
+
+
 def activate_torch(x: torch.Tensor, name: str) -> torch.Tensor:
     return ACTIVATIONS[name](x)
 
@@ -57,7 +61,7 @@ def activate_mul(gate_up: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _by_kernel(x: torch.Tensor, name: str, gated: bool) -> torch.Tensor | None:
-    kind = _KINDS[ACTIVATIONS[name]]
+    kind = kernel_number(name)
     if use_triton(x):
         from quire.kernels.triton import activation as kernel
 

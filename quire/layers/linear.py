@@ -3,10 +3,12 @@
 import torch
 from torch import nn
 
+from quire.kernels.activation import activate
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod, Partition
+from quire.quantization.encoder_linear import EncoderLinearMethod
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
 
@@ -35,6 +37,12 @@ class ParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self, x, self.bias)
+
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(forward(x))"""
+        if isinstance(self.method, EncoderLinearMethod):
+            return self.method.apply_activated(self, x, self.bias, activation)
+        return activate(self(x), activation)
 
     def fused(
         self,

@@ -178,8 +178,13 @@ class KVCacheConfig:
     groups: tuple[KVCacheGroup, ...]
 
     @property
+    def chunkable(self) -> bool:
+        """Whether a prompt may be computed in several steps: they find each other's keys in the cache."""
+        return bool(self.groups) and all(group.spec.chunkable for group in self.groups)
+
+    @property
     def num_tensors(self) -> int:
-        return max(len(group.layers) for group in self.groups)
+        return max((len(group.layers) for group in self.groups), default=0)
 
     @property
     def page_bytes(self) -> int:
@@ -194,12 +199,12 @@ class KVCacheConfig:
 
 def shared_page_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
     """Of a page in the pool: a kind that does not fill it is padded."""
-    sizes = {group.spec.page_bytes for group in groups}
+    sizes = {group.spec.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _round_up(max(sizes), PAGE_ALIGNMENT)
 
 
 def make_groups(specs: dict[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group layers of equal kind so that one pool of equal pages serves all groups.
+    """Group layers of equal kind so that one pool of equal pages serves all groups; none if nothing is kept.
 
     A kind with more layers than a group has is split, its last group padded. A kind with smaller tokens gets larger
     blocks until it fills a page; what does not divide is padded.
@@ -207,6 +212,8 @@ def make_groups(specs: dict[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     kinds: dict[KVCacheSpec, list[int]] = defaultdict(list)
     for layer, spec in sorted(specs.items()):
         kinds[spec].append(layer)
+    if not kinds:
+        return ()
     size = group_length([len(layers) for layers in kinds.values()])
     counts = _times(list(kinds))
     return tuple(

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
 from quire.attention.base import ForwardContext
 from quire.layers.cache_layer import CacheLayer
+from quire.messages.pooling_params import TOKEN_TYPE_SHIFT as TOKEN_TYPE_SHIFT
 
 # Beside layers' numbers, a name for hidden states: what the model's last norm gives, which its head multiplies.
 FINAL = "final"
@@ -85,4 +86,19 @@ class SupportsFeatures(Protocol):
 
     def encode(self, kind: str, data: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Features of one kind, each as its prompt has it -> [its length, hidden] each."""
+        ...
+
+
+@runtime_checkable
+class SupportsPooling(Protocol):
+    """A model made for vectors or classes: what pooling reads of its class and of the loaded model."""
+
+    is_pooling_model: ClassVar[bool]  # served with runner="pooling" unless the user says otherwise
+    supports_generation: ClassVar[bool]
+    default_pooling: ClassVar[str]  # where neither request nor checkpoint says: "CLS", "MEAN", "LAST"
+    head_pooling: str | None  # the token that the head reads: "CLS", "MEAN", "LAST"; "ALL": each; None: it has no head
+    num_labels: int  # 0: it has no head
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Pooled by `head_pooling`, without any norm or activation: [n, hidden] -> logits [n, num_labels]."""
         ...

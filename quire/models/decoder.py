@@ -103,6 +103,18 @@ class DecoderModel(nn.Module):
         """Override where one parameter is stored as several tensors in the checkpoint."""
         return tensors
 
+    def make_layer(self, build: BuildContext, layer: int) -> DecoderLayer:
+        return DecoderLayer(build, layer, self.make_mlp(build, layer))
+
+    def make_output(self, build: BuildContext) -> None:
+        """What follows the layers."""
+        c, options = build.config, build.options
+        self.norm = build.norm()
+        tied_to = self.embed_tokens if c.tie_word_embeddings else None
+        method = _head_method(options.quantization, c.tie_word_embeddings)
+        vocab = (c.vocab_size, c.hidden_size, options.dtype, options.device)
+        self.lm_head = LMHead(*vocab, tied_to, method, options.tp)
+
     def make_mlp(self, build: BuildContext, layer: int) -> FeedForward:
         return MLP(build, layer)
 
@@ -124,11 +136,9 @@ class DecoderModel(nn.Module):
         rows = c.num_positions + c.position_offset if self.stage.is_first else 0
         self.embed_positions = VocabEmbedding(rows, c.hidden_size, dtype, device) if c.num_positions and rows else None
         numbers = self.layer_numbers
-        self.layers = LayerList(numbers, (DecoderLayer(build, i, self.make_mlp(build, i)) for i in numbers))
+        self.layers = LayerList(numbers, (self.make_layer(build, i) for i in numbers))
         if self.stage.is_last:
-            self.norm = build.norm()
-            tied_to = self.embed_tokens if tied else None
-            self.lm_head = LMHead(*vocab, tied_to, _head_method(options.quantization, tied), options.tp)
+            self.make_output(build)
         ropes = c.ropes[numbers.start : numbers.stop]
         distinct = [rope for rope in dict.fromkeys(ropes) if rope is not None]
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope, dtype, device) for rope in distinct)
@@ -273,12 +283,16 @@ class DecoderModel(nn.Module):
         for module in (m for layer in self.layers for m in reversed(list(layer.modules()))):
             if isinstance(module, HasProcessAfterLoading):
                 module.process_after_loading()
-        extra = sum(p.numel() for p in self.lm_head.parameters()) if self.has_tied_head else 0
-        if self.stage.is_last and extra <= MAX_EXTRA_FOR_TIED_HEAD * total:
-            self.lm_head.process_after_loading()
+        if self.stage.is_last:
+            self.process_output(total)
         self.max_fused_rows = min((layer.max_fused_rows for layer in self._layers()), default=0)
         own = {count for module in self.layers.modules() for count in getattr(module, "kernel_row_counts", ())}
         self.kernel_row_counts = tuple(sorted(own.union(self.kernel_row_counts)))
+
+    def process_output(self, num_parameters: int) -> None:
+        extra = sum(p.numel() for p in self.lm_head.parameters()) if self.has_tied_head else 0
+        if extra <= MAX_EXTRA_FOR_TIED_HEAD * num_parameters:
+            self.lm_head.process_after_loading()
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

@@ -64,11 +64,13 @@ class DecoderConfig:
     attention_softcap: float | None = None
     alibi: float = 0.0  # factor on ALiBi's slopes; 0: no ALiBi
     sinks: bool = False
+    causal: bool = True  # False: a prompt's tokens see each other, and nothing is kept in a cache
 
     # MLP
     activation: str = SILU
     gated: bool = True
     mlp_bias: bool = False
+    up_bias: bool | None = None  # of an MLP's first linears, where that differs
 
     def __post_init__(self) -> None:
         check_decoder(self)

@@ -7,19 +7,21 @@ import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
-from quire.kernels.activation import SILU, activate, activate_mul
+from quire.kernels.activation import SILU, activate_mul
 from quire.kernels.add import add
 from quire.kernels.rms_norm import RMSNormParams
 from quire.kernels.rope_and_write import QKNormParams
 from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.alibi import alibi_slopes
 from quire.layers.attention import Attention
+from quire.layers.encoder_attention import EncoderAttention
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
 from quire.models.decoder_config import DecoderConfig
 from quire.models.options import ModelOptions
 from quire.quantization.base import LinearMethod
+from quire.quantization.encoder_linear import EncoderLinearMethod
 from quire.quantization.mixed import fused_method
 
 
@@ -39,7 +41,8 @@ class BuildContext:
     def method(self, layer: int, module: str, names: tuple[str, ...]) -> LinearMethod | None:
         """Of the layer fused of `names` in the checkpoint's `module`."""
         place = f"{self.config.names.layer.format(i=layer)}.{module}"
-        return fused_method([self.options.quantization.linear_method(f"{place}.{name}") for name in names])
+        method = fused_method([self.options.quantization.linear_method(f"{place}.{name}") for name in names])
+        return EncoderLinearMethod() if method is None and not self.config.causal else method
 
 
 class FeedForward(Protocol):
@@ -86,12 +89,18 @@ class SelfAttention(nn.Module):
         slopes = None
         if c.alibi:
             slopes = (alibi_slopes(c.num_heads) * c.alibi)[first_head : first_head + heads].to(options.device)
+        scale = c.attention_scale if c.attention_scale is not None else c.head_dim**-0.5
+        if not c.causal:
+            self.attn: Attention | EncoderAttention = EncoderAttention(
+                heads, kv_heads, c.head_dim, scale, c.windows[layer]
+            )
+            return
         self.attn = Attention(
             layer,
             heads,
             kv_heads,
             c.head_dim,
-            c.attention_scale if c.attention_scale is not None else c.head_dim**-0.5,
+            scale,
             c.windows[layer],
             softcap=c.attention_softcap,
             slopes=slopes,
@@ -157,13 +166,14 @@ class MLP(nn.Module):
         down_method = build.method(layer, module or names.mlp, (names.down,))
         self.activation, self.gated = c.activation, c.gated
         sizes = [inner, inner] if c.gated else [inner]
-        self.up_proj = MergedColumnParallelLinear(c.hidden_size, sizes, c.mlp_bias, *placed, up_method)
+        up_bias = c.mlp_bias if c.up_bias is None else c.up_bias
+        self.up_proj = MergedColumnParallelLinear(c.hidden_size, sizes, up_bias, *placed, up_method)
         self.down_proj = RowParallelLinear(inner, c.hidden_size, c.mlp_bias, *placed, down_method)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.up_proj(x)
-        act = activate_mul if self.gated else activate
-        return self.down_proj(act(inner, self.activation))
+        if self.gated:
+            return self.down_proj(activate_mul(self.up_proj(x), self.activation))
+        return self.down_proj(self.up_proj.activated(x, self.activation))
 
     def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         return self.down_proj.fused(self.up_proj.fused(stream, norm=norm, silu=True), residual=stream)

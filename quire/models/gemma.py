@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text)."""
+"""Gemma 1, 2 and 3 (text), and EmbeddingGemma."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from quire.models.decoder_config import (
     ropes_by_layer_type,
     windows_of_types,
 )
+from quire.models.encoder import PoolingModel
 from quire.models.loading.transforms import plus_one
 from quire.models.loading.weight_map import Rule, WeightMap
 
@@ -100,3 +101,18 @@ class Gemma3ForCausalLM(DecoderModel):
             attention_scale=hf.get("query_pre_attn_scalar", 256) ** -0.5,
             logit_softcap=hf.get("final_logit_softcapping"),
         )
+
+
+class Gemma3TextModel(PoolingModel):
+    """EmbeddingGemma: Gemma 3 without a head, whose tokens see each other, in windows half before and half behind."""
+
+    default_pooling: ClassVar[str] = "MEAN"
+    weights: ClassVar[WeightMap] = GEMMA3_WEIGHTS.also_without("model.").ignoring("lm_head.weight")
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        causal = Gemma3ForCausalLM.configure(hf | {"use_bidirectional_attention": False})
+        if not hf.get("use_bidirectional_attention"):
+            return causal
+        windows = tuple(window and window // 2 + 1 for window in causal.windows)
+        return replace(causal, causal=False, windows=windows)

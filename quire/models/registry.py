@@ -19,9 +19,15 @@ class BuiltIn:
     architecture: str  # as in config.json
     target: str  # module:Class within quire.models
     family: str
-    kind: str = "dense"  # or "MoE"
+    kind: str = "dense"  # or "MoE", "encoder"
     gguf: str = ""  # its architecture in GGUF files; empty: these do not load
     note: str = ""
+
+
+def _encoder(prefix: str, target: str, family: str, note: str = "") -> tuple[BuiltIn, ...]:
+    """An encoder as its checkpoints name it: alone, with the head that it was trained with, with one for classes."""
+    suffixes = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    return tuple(BuiltIn(prefix + suffix, target, family, "encoder", "", note) for suffix in suffixes)
 
 
 BUILT_IN = (
@@ -59,6 +65,18 @@ BUILT_IN = (
     BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE", "olmoe"),
     BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE", "granitemoe"),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
+    *_encoder("Bert", "bert:BertModel", "BERT, MiniLM, BGE, E5, GTE"),
+    *_encoder("Roberta", "bert:RobertaModel", "RoBERTa"),
+    *_encoder("XLMRoberta", "bert:RobertaModel", "XLM-RoBERTa, multilingual E5, BGE-M3"),
+    *_encoder("Camembert", "bert:RobertaModel", "CamemBERT"),
+    *_encoder("DistilBert", "distilbert:DistilBertModel", "DistilBERT"),
+    *_encoder("MPNet", "mpnet:MPNetModel", "MPNet"),
+    *_encoder("ModernBert", "modernbert:ModernBertModel", "ModernBERT, GTE", "mixed windows"),
+    *_encoder("NomicBert", "nomic_bert:NomicBertModel", "NomicBERT"),
+    *_encoder("Gte", "gte:GteModel", "GTE v1.5 and multilingual"),
+    *_encoder("New", "gte:GteModel", "GTE v1.5 and multilingual, as first published"),
+    *_encoder("EuroBert", "eurobert:EuroBertModel", "EuroBERT", "no heads for sequences"),
+    BuiltIn("Gemma3TextModel", "gemma:Gemma3TextModel", "EmbeddingGemma", "encoder", "", "mixed windows"),
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})
 

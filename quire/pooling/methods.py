@@ -1,4 +1,5 @@
-"""From the hidden states of a prompt's tokens to one vector. A prompt may be computed in several chunks."""
+"""From the hidden states of a prompt's tokens to one vector, or to all of theirs. A prompt may be computed in several
+chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class PoolingMethod(Protocol):
     """Made without arguments. It may keep state by row until the last chunk of its prompt."""
 
     def pool(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """hidden [N, hidden], valid during this step -> [m, hidden] float32, for each last chunk, in their order."""
+        """hidden [N, hidden], valid during this step -> [m, hidden] float32, for each last chunk, in their order; for
+        each token of their prompts, if the type says so."""
         ...
 
     def remove_row(self, row: int) -> None:
@@ -62,9 +64,12 @@ class Mean:
         self._sums: dict[int, torch.Tensor] = {}  # by row, [hidden] float32
 
     def pool(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+        totals = chunk_sums(hidden, chunks)
+        if all(chunk.is_last and not chunk.start for chunk in chunks):
+            (counts,) = to_device(hidden.device, [chunk.count for chunk in chunks])
+            return totals / counts[:, None]
         means = []
-        for chunk in chunks:
-            total = hidden[chunk.first : chunk.first + chunk.count].sum(dim=0, dtype=torch.float32)
+        for chunk, total in zip(chunks, totals, strict=True):
             if chunk.start:
                 total += self._sums[chunk.row]
             if chunk.is_last:
@@ -75,6 +80,38 @@ class Mean:
 
     def remove_row(self, row: int) -> None:
         self._sums.pop(row, None)
+
+
+class AllTokens:
+    def __init__(self) -> None:
+        self._before: dict[int, list[torch.Tensor]] = {}  # by row, of earlier chunks
+
+    def pool(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+        found = []
+        for chunk in chunks:
+            part = hidden[chunk.first : chunk.first + chunk.count].float()
+            if chunk.is_last:
+                found += [*self._before.pop(chunk.row, ()), part]
+            else:
+                # A copy: the hidden states are valid during this step only.
+                self._before.setdefault(chunk.row, []).append(part.clone() if part.dtype == hidden.dtype else part)
+        return torch.cat(found) if found else hidden.new_empty(0, hidden.shape[1], dtype=torch.float32)
+
+    def remove_row(self, row: int) -> None:
+        self._before.pop(row, None)
+
+
+def chunk_sums(hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """[chunks, hidden] float32. A sum per chunk costs more than all of the adding, where texts are short."""
+    counts = [chunk.count for chunk in chunks]
+    if sum(counts) < len(hidden):  # others are computed in this step too
+        hidden = torch.cat([hidden[chunk.first : chunk.first + chunk.count] for chunk in chunks])
+    rows = hidden.float()
+    if hidden.device.type != "cpu":
+        (lengths,) = to_device(hidden.device, counts, dtype=np.int64)
+        return torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
+    owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    return rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, owners, rows)
 
 
 def gather(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:

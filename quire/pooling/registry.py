@@ -16,12 +16,15 @@ DEFAULT_POOLING_TYPE = "LAST"
 class PoolingType:
     path: str  # module:Class of a PoolingMethod
     whole_prompt: bool  # needs hidden states that a prefix found in the cache would lack
+    tokens: bool = False  # a vector for each token
 
 
 _TYPES = {
     "LAST": PoolingType("quire.pooling.methods:LastToken", whole_prompt=False),
     "MEAN": PoolingType("quire.pooling.methods:Mean", whole_prompt=True),
     "CLS": PoolingType("quire.pooling.methods:FirstToken", whole_prompt=True),
+    "ALL": PoolingType("quire.pooling.methods:AllTokens", whole_prompt=True, tokens=True),
+    "STEP": PoolingType("quire.pooling.methods:AllTokens", whole_prompt=True, tokens=True),
 }
 
 

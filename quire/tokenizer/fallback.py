@@ -55,6 +55,7 @@ def load_with_transformers(folder: Path, chat_template: str | None, slow: bool =
 
 class Encoding(NamedTuple):
     ids: list[int]
+    type_ids: Sequence[int] = ()
 
 
 class SlowBackend:
@@ -93,6 +94,13 @@ class SlowBackend:
 
     def encode_batch_fast(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Encoding]:
         return [self.encode(text, add_special_tokens) for text in texts]
+
+    def encode_batch(self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True) -> list[Encoding]:
+        found = [
+            self._slow(text, pair, add_special_tokens=add_special_tokens, return_token_type_ids=True)
+            for text, pair in pairs
+        ]
+        return [Encoding(one["input_ids"], one["token_type_ids"]) for one in found]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         known = [token_id for token_id in ids if 0 <= token_id < self._size]

@@ -90,6 +90,16 @@ class Tokenizer:
             raise _cannot_encode(texts, error) from error
         return [list(encoding.ids) for encoding in encodings]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Of two texts each: ids with the special tokens around and between them, and which text each belongs to."""
+        try:
+            encodings = self.backend.encode_batch(list(pairs), add_special_tokens=True)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
+            raise _cannot_encode([text for pair in pairs for text in pair], error) from error
+        return [(list(encoding.ids), list(encoding.type_ids)) for encoding in encodings]
+
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]] | None:

@@ -1,7 +1,6 @@
 """Executes plans: applies their changes to the rows, runs the model, samples."""
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,8 @@ from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import Logprobs, PromptLogprobs
 from quire.models.base import LanguageModel
-from quire.pooling.pooler import Pooler
+from quire.pooling.heads import Heads
+from quire.pooling.pooler import Pooled, Pooler, by_place
 from quire.sample.processors import LogitsProcessor, SampleBatch
 from quire.sample.ranks import make_sampler
 from quire.spec_decode.hidden_states import HiddenStates
@@ -77,12 +77,14 @@ class ModelRunner:
         share_prefixes: bool = True,
         tensor: Group = ALONE,
         stages: OneStage = ONE_STAGE,
+        heads: Heads | None = None,
     ) -> None:
         """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step. `lora`:
         that of the model's layers, if rows may have adapters. `graph_sizes` and `largest_graph` are those of users, if
         they set any. `tensor`: the ranks that share every layer, of which the first samples. `stages`: what
-        connects this stage with the others."""
+        connects this stage with the others. `heads`: what follows pooling."""
         self.model = model
+        self.heads = heads
         self.stages = stages
         self.backends = backends
         self.device = device
@@ -119,7 +121,7 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobsTracker(
             self.model.compute_logits, self.logprobs_mode, answers=self.tensor.rank == 0
         )
-        self.pooler = Pooler()
+        self.pooler = Pooler(self.heads)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in (*self.model.cache_layers(), *drafting)}
         # Tensor i backs layer i of every group.
@@ -135,7 +137,7 @@ class ModelRunner:
             most = max(max_num_seqs * (1 + self.num_drafts), MIXED_TOKENS[-1], *(self.graph_sizes or ()))
             self.hidden = HiddenStates(self.proposer.hidden_outputs, max_num_seqs, most, self.device)
             self.proposer.hidden = self.hidden
-        if self.backends.supports_replay:
+        if self.backends.supports_replay and self.device.type == "cpu":
             tables, sizes = self.rows.block_tables, self.rows.block_sizes
             wanted = () if self.hidden is None else self.hidden.layers
             self.recorded = RecordedSteps(self.model, self.backends, tables, sizes, self.lora, wanted)
@@ -400,7 +402,8 @@ class ModelRunner:
         rows = min(num_tokens, len(self.rows.num_tokens))
         batch = StepBatch.padding(rows, num_tokens, self.backends, self.device)
         hidden = self._compute_hidden(batch, None, adapters=adapters)
-        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)]) if self.stages.is_last else hidden
+        computes_logits = self.stages.is_last and getattr(self.model, "supports_generation", True)
+        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)]) if computes_logits else hidden
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
@@ -478,13 +481,9 @@ class ModelRunner:
         return length if length >= MIN_SHARED_PREFIX else 0
 
 
-def _to_host(pooled: list[tuple[list[int], torch.Tensor]]) -> Pending[dict[int, np.ndarray]]:
+def _to_host(pooled: list[Pooled]) -> Pending[dict[int, np.ndarray]]:
     """By place in the plan."""
-    places = [place for part, _ in pooled for place in part]
-    return Pending(
-        lambda *arrays: dict(zip(places, itertools.chain.from_iterable(arrays), strict=True)),
-        *(vectors for _, vectors in pooled),
-    )
+    return Pending(lambda *arrays: by_place(pooled, arrays), *(one.vectors for one in pooled))
 
 
 def _nothing_sampled() -> ModelRunnerOutput:

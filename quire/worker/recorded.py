@@ -15,7 +15,8 @@ from quire.models.base import LanguageModel
 
 logger = logging.getLogger("quire")
 
-MAX_TOKENS = 256  # in larger steps Python's share of the time is small
+MAX_TOKENS = 256  # in larger steps Python's share of the time is small,
+MAX_TOKENS_UNCACHED = 8192  # but not for encoders: small models whose steps hold many texts
 OTHER_SIZE = 3  # of a second recording, which must consist of the same calls
 
 
@@ -48,6 +49,7 @@ class RecordedSteps:
         """`stream_layers`: keys of ForwardContext.streams."""
         self.model, self.backends, self.tables, self.sizes = model, backends, tables, sizes
         self.lora, self.stream_layers = lora, stream_layers
+        self.max_tokens = MAX_TOKENS if tables else MAX_TOKENS_UNCACHED
         self.replays = 0
         self._recorded: dict[bool, RecordedStep] = {}  # with and without the terms of adapters
         # A stage without an embedding starts from the stream of the one before.
@@ -66,12 +68,12 @@ class RecordedSteps:
         replayed. `shared` as StepInputs.prefix_len, `embeds` as the model's inputs_embeds."""
         tokens, count = len(inputs.input_ids), len(rows)
         adapted = self.lora is not None and self.lora.active
-        if adapted not in self._replayable or tokens > MAX_TOKENS:
+        if adapted not in self._replayable or tokens > self.max_tokens:
             return None
         if embeds is None:
             assert self.model.embed_tokens is not None
             embeds = self.model.embed_tokens(inputs.input_ids)
-        if adapted not in self._recorded:
+        if adapted not in self._recorded or len(self._recorded[adapted].ids) < tokens:
             try:
                 self._recorded[adapted] = self._record(embeds)
             except NotReplayableError as reason:
@@ -95,7 +97,9 @@ class RecordedSteps:
         return step.hidden[:tokens]
 
     def _record(self, like: torch.Tensor) -> RecordedStep:
-        recording, step = self._record_size(like.new_zeros(MAX_TOKENS, like.shape[1]))
+        # A larger step than any before is recorded anew.
+        size = max(MAX_TOKENS, 1 << (len(like) - 1).bit_length())
+        recording, step = self._record_size(like.new_zeros(size, like.shape[1]))
         other, _ = self._record_size(like.new_zeros(OTHER_SIZE, like.shape[1]))
         if [call.shape for call in recording.calls] != [call.shape for call in other.calls]:
             raise NotReplayableError("the calls depend on the number of tokens")

@@ -72,7 +72,8 @@ class RowState:
         counts = np.array([(len(new.token_ids), new.num_computed, new.token_limit) for new in new_rows])
         token_at = np.concatenate([np.arange(len(new.token_ids)) + new.row * width for new in new_rows])
         tokens = np.concatenate([new.token_ids for new in new_rows])
-        entries = [
+        none = np.empty(0, np.int64)
+        entries = [(none, none)] + [
             (np.arange(len(ids)) + self._bases[group] + new.row * self._widths[group], ids)
             for new in new_rows
             for group, ids in enumerate(map(self._page_ids, self._pages, new.block_ids))

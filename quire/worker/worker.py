@@ -34,6 +34,7 @@ from quire.models.registry import ModelRegistry
 from quire.models.stage import Stage
 from quire.platforms import current_platform
 from quire.plugins import load_plugins
+from quire.pooling.heads import load_heads
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.spec_decode.proposer import Proposer, make_proposer
 from quire.spec_decode.step_costs import measure_step_costs
@@ -98,6 +99,7 @@ class Worker:
             longest=config.model.derived_max_model_len,
             packed_weights_cache=config.load.packed_weights_cache,
             stage=Stage(world.stage, world.layout.stages, config.parallel.pipeline_layers),
+            backbone=config.pooling.setup is not None,
         )
         self._check_length()
         self.proposer = self._make_proposer()
@@ -126,6 +128,7 @@ class Worker:
             share_prefixes=not device.disable_cascade_attn,
             tensor=world.tensor,
             stages=link_stages(config, world, self.model, self.dtype, self.platform.device),
+            heads=load_heads(config, checkpoint, self.model, self.platform.device),
         )
         self.draft_profile = DraftProfile()
         self.profiler = TorchProfiler(config.observability.profiler_config, world.rank)

@@ -16,6 +16,7 @@ OBJECTS = (
     "kv_transfer_config",
     "speculative_config",
     "custom_histogram_buckets",
+    "pooler_config",
     "profiler_config",
 )
 

@@ -118,9 +118,26 @@ VALUES: dict[str, list[Any]] = {
     "request_ids": [["none"]],
     "chat_template": ["{{ messages }}", "/etc/passwd"],
     "chat_template_kwargs": [{"a": 1}],
-    "documents": [[{"title": "a", "text": "b"}]],
+    "documents": [[{"title": "a", "text": "b"}], ["ab", "true"], "ab"],
+    "input": ["ab", ["ab", "true"], [5, 6, 7], [[5, 6], [7]], [USER]],
+    "texts": [["ab", "true"]],
+    "inputs": [[{"content": [{"type": "text", "text": "ab"}]}]],
+    "query": ["ab", {"text": "ab"}],
+    **{name: ["ab", ["ab", "true"]] for name in ("queries", "items", "text_1", "text_2", "data_1", "data_2")},
+    "task": ["embed", "token_embed", "classify"],
+    "encoding_format": ["float", "base64", "bytes", "bytes_only"],
+    "embed_dtype": ["float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"],
+    "endianness": ["little", "big"],
+    "dimensions": [8],
+    "output_dimension": [8],
+    "embedding_types": [["float", "binary"], ["ubinary", "base64"]],
+    "truncate": ["NONE", "START", "END"],
+    "max_tokens_per_doc": [0, 2],
+    "max_tokens_per_query": [0, 2],
+    "top_n": [0, 1],
 }
 ALWAYS = ("prompt", "messages", "input", "max_output_tokens", "tokens", "request_ids", "max_tokens")
+POOLING_ALWAYS = ("input", "texts", "query", "queries", "documents")
 GENERATING = ("completions", "/v1/responses", "/v1/messages")
 PATHS = ["/", "/v1", "/v1/", "/v1/models/%00", "/v1/models/../..", "/v1/completions/", "/v1/models/" + "x" * 3000]
 # Python's exception names and source files.
@@ -132,6 +149,7 @@ METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", 
 
 class HttpTarget(ServerTarget):
     name = "http"
+    always = ALWAYS
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +201,7 @@ class HttpTarget(ServerTarget):
         return {
             name: rng.choice(values[name]) if name in values else self._sample(rng, schema)
             for name, schema in fields.items()
-            if name in chosen or name in ALWAYS
+            if name in chosen or name in self.always
         }
 
     def _schema(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +259,17 @@ class HttpTarget(ServerTarget):
             assert status >= 400, f"served without a key: {status}"
         if status >= 500:
             self.server.assert_alive()
+
+
+class PoolingTarget(HttpTarget):
+    """A model that embeds: its routes are others, and those that generate refuse."""
+
+    name = "pooling"
+    always = POOLING_ALWAYS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server.flags = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
 
 
 def _assert_error(response: bytes, path: str) -> None:

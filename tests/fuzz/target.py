@@ -10,6 +10,7 @@ CORPUS = Path(__file__).parent / "corpus"  # inputs that once failed, in a folde
 
 TARGETS = {
     "http": "tests.fuzz.http_bodies:HttpTarget",
+    "pooling": "tests.fuzz.http_bodies:PoolingTarget",
     "socket": "tests.fuzz.raw_sockets:SocketTarget",
     "template": "tests.fuzz.templates:TemplateTarget",
     "grammar": "tests.fuzz.grammars:GrammarTarget",

@@ -8,7 +8,9 @@ from quire.messages.pooling_params import PoolingParams
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"task": "classify"}, "task is 'classify'; it must be None or one of: embed"),
+        ({"task": "rank"}, "task is 'rank'; it must be None or one of: embed, classify, token_embed, token_classify"),
+        ({"task": "score"}, "task 'score' is now classify"),
+        ({"step_tag_id": -1}, "step_tag_id is -1"),
         ({"pooling_type": 3}, "pooling_type is 3; it must be None or the name of a pooling method"),
         ({"dimensions": 0}, "dimensions is 0; it must be a whole number between 1 and"),
         ({"dimensions": True}, "dimensions is True"),

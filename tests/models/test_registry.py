@@ -29,7 +29,11 @@ def test_every_entry_can_be_imported_and_says_what_it_is() -> None:
     assert len(ARCHITECTURES) == len(BUILT_IN)
     for built_in in BUILT_IN:
         assert isinstance(model_class({"architectures": [built_in.architecture]}), type)
-        assert built_in.family and built_in.kind in ("dense", "MoE") and "|" not in built_in.family + built_in.note
+        assert (
+            built_in.family
+            and built_in.kind in ("dense", "MoE", "encoder")
+            and "|" not in built_in.family + built_in.note
+        )
 
 
 def test_gguf_names_are_those_that_load() -> None:

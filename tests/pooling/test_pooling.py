@@ -191,7 +191,7 @@ def test_a_prompt_may_fill_the_model_s_length(reference):
     with engine(reference, max_model_len=len(prompt)) as llm:
         (full,) = llm.encode([prompt], use_tqdm=False)
         assert_close([full], [reference.vectors("LAST")[5]])
-        together = [[9, *prompt], prompt]
+        together = [[*prompt, 9], prompt]
         with pytest.raises(ValueError, match=r"the prompt has 121 tokens; with max_model_len 120 .* at most 120$"):
             llm.encode(together, use_tqdm=False)
         cut, _ = llm.encode(together, truncate_prompt_tokens=-1, use_tqdm=False)

@@ -4,7 +4,7 @@ For measuring the front end alone, and for testing the server.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import RequestOutput
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.kinds import Metric
@@ -27,6 +29,8 @@ Rule = Callable[[EngineCoreRequest, int], int]  # the token after the given numb
 
 class StubEngine:
     """Every request gets one token per step, at each iteration of the event loop or every `step_seconds`."""
+
+    vector_size = 384  # of prompts that are pooled
 
     def __init__(self, rule: Rule, step_seconds: float = 0.0, config: EngineConfig | None = None) -> None:
         self.config, checkpoint = resolve_config(config or EngineConfig())
@@ -66,6 +70,30 @@ class StubEngine:
             self.streams.pop(request_id, None)
             if not finished:
                 self._drop([request_id])
+
+    async def encode_many(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        priority: int = 0,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Each vector holds the prompt's length."""
+        await self.check_health()
+        for prompt, request_id in zip(prompts, request_ids, strict=True):
+            self.input_processor.process(request_id, prompt, pooling_params, priority=priority)
+        await asyncio.sleep(self.step_seconds)
+        return [
+            PoolingRequestOutput(
+                request_id,
+                PoolingOutput(np.full(self.vector_size, len(prompt.token_ids), np.float32)),
+                prompt.token_ids,
+                True,
+                finish_reason="stop",
+            )
+            for prompt, request_id in zip(prompts, request_ids, strict=True)
+        ]
 
     def _drop(self, request_ids: list[str]) -> None:
         for core_id in self.output_processor.drop(request_ids):

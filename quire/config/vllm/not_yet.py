@@ -72,10 +72,7 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "max_lora_cls_labels": ("int",),
     },
     "pooling models": {
-        "runner": ("text", "auto", "generate"),
         "task": ("text", "auto", "generate"),
-        "convert": ("text", "auto", "none"),
-        "pooler_config": ("json",),
         "io_processor_plugin": ("text",),
         "enable_flash_late_interaction": ("switch", True),
     },

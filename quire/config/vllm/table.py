@@ -39,6 +39,7 @@ SHORT = {
 OTHER_NAMES = {
     "device_memory_utilization": "gpu_memory_utilization",
     "guided_decoding_backend": "structured_outputs_backend",  # of older releases
+    "override_pooler_config": "pooler_config",
 }
 KINDS = dict.fromkeys(OBJECTS, "json") | {"fail_on_environ_validation": "switch"}  # of what works without an option
 # vLLM's default is None: it means the default here too.

@@ -96,6 +96,9 @@ WORKS: dict[str, str] = {
     "generation_config": "engine/test_resolve_config.py::test_sampling_defaults_come_from_the_model",
     "override_generation_config": "engine/test_resolve_config.py::test_another_folder_and_single_values",
     "model_class_overrides": "compat/test_engine_flags.py::test_model_classes_of_your_own",
+    "runner": "pooling/test_decoders.py::test_any_decoder_is_made_one_that_embeds",
+    "convert": "pooling/test_decoders.py::test_columns_of_the_vocabulary_at_steps",
+    "pooler_config": "pooling/test_decoders.py::test_any_decoder_is_made_one_that_embeds",
     "model_impl": "models/test_transformers_backend.py::test_auto_prefers_our_own",
     "logits_processors": "sample/test_user_processors.py::test_flags_and_options",
     # Loading

@@ -118,8 +118,8 @@ def _serve(config: ServerConfig, engine_config: "EngineConfig", api_keys: tuple[
     try:
         app = build_app(engine, config, engine.config, api_keys)
         url, context = base_url(sock, config), app.state.context
-        names, parsers = context.model_names, str(context.parsers)
-        server = Server(app, config, ready=lambda: announce(url, names[0], parsers, config))
+        names, kind, pools = context.model_names, context.kind, context.pools
+        server = Server(app, config, ready=lambda: announce(url, names[0], kind, config, pools))
         server.run(sockets=[sock])
     finally:
         in_order = server is not None and not server.force_exit

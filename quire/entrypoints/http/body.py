@@ -22,6 +22,7 @@ SMALL_BODY = 1 << 16  # bytes, which are counted and decoded on the event loop w
 DEFAULT_VALUES = 1 << 18
 MAX_WARNINGS = 1000  # clients choose the names: bound the memory for them
 MAX_HINTS = 4  # in one request
+CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 JSON_TYPE = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.DOTALL)
 MAX_KEYS = 16  # named in one error
@@ -131,7 +132,7 @@ class BodyDecoder:
         request = decoded(body, into)
         names: Collection[str] = (unknown[1],) if unknown is not None else ()  # the first; enough for a large body
         if len(body) <= SMALL_BODY:
-            names = _fields(body)
+            names = fields_of(body)
         self._unknown([name for name in names if name not in into.__struct_fields__], into.__struct_fields__)
         return request
 
@@ -185,7 +186,7 @@ def _not_json(error: Exception) -> ApiError:
     return bad_request(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
-def _fields(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+def fields_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """An object's keys, and their values undecoded; a key that is no UTF-8 may have been skipped until here."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -214,7 +215,7 @@ def _hint(name: str, known: tuple[str, ...]) -> str:
 
 def _wrong_keys(field: str, body: bytes) -> ApiError:
     """Keys of an object that must be token ids; a message should name all that are not."""
-    keys = [key[:64] for key in _fields(_fields(body)[field]) if not key.isdecimal()]
+    keys = [key[:64] for key in fields_of(fields_of(body)[field]) if not key.isdecimal()]
     named = ", ".join(map(repr, keys[:MAX_KEYS]))
     return bad_request(f"{field}: the keys must be token ids; these are not: {named or 'those too large'}", field)
 

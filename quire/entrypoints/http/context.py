@@ -21,7 +21,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.http.adapters import ServedAdapters
-from quire.entrypoints.http.body import BodyReader
+from quire.entrypoints.http.body import CLIENT_REQUEST_ID, BodyReader
 from quire.entrypoints.http.errors import ApiError, bad_request, overloaded
 from quire.entrypoints.http.keys import KnownKeys
 from quire.entrypoints.http.metrics import HttpMetrics
@@ -36,6 +36,7 @@ from quire.messages.lora import LoRARequest
 from quire.metrics.kinds import Metric
 from quire.tokenizer.tokenizer import Tokenizer
 
+MAX_IDS = 1 << 21  # token ids in a request with many inputs
 LONG_TEXT = 20_000  # characters; tokenizing them on the event loop would stall every stream
 
 T = TypeVar("T")
@@ -86,7 +87,8 @@ class ServerContext:
         self.created = int(time.time())
         self.model_names = config.served_model_name or (engine.model_name,)
         self.adapters = ServedAdapters(config, engine, self.model_names[0], engine_config.lora.enable_lora)
-        self.bodies = BodyReader(config, engine.max_model_len)
+        most_inputs = config.max_inputs if engine_config.pooling.setup is not None else 1
+        self.bodies = BodyReader(config, max(engine.max_model_len, min(MAX_IDS, most_inputs * engine.max_model_len)))
         self.http_metrics = HttpMetrics()
         endpoint = config.otlp_traces_endpoint
         self.tracer = Tracer(endpoint, self.model_names[0]) if endpoint is not None else None
@@ -122,6 +124,16 @@ class ServerContext:
         given = config.tool_call_parser, config.reasoning_parser
         takes = template is not None and takes_tools(template)
         return parser_names(*given, config.enable_auto_tool_choice, template, takes, family)
+
+    @property
+    def pools(self) -> bool:
+        return self.engine_config.pooling.setup is not None
+
+    @property
+    def kind(self) -> str:
+        """For the log: what the model is served for, or how its text is parsed."""
+        setup = self.engine_config.pooling.setup
+        return str(self.parsers) if setup is None else f"pooling: {', '.join(setup.tasks)}"
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run slow work off the event loop, where it would stall every stream of this process."""
@@ -192,6 +204,26 @@ class ServerContext:
         free = max(0, slots - unfinished)
         if unfinished > 0 and waiting + max(0, num_sequences - free) > limit:
             raise self._rejected(f"{waiting} requests are waiting already (--max-waiting-requests {limit})")
+
+    async def admit_sequences(
+        self, count: int, scope: Scope, limit: int, what: str = "prompts times n", param: str = "n"
+    ) -> None:
+        """Enforce limits on the number of sequences of a request, before anything is tokenized."""
+        if count > limit:
+            flag = "--max-sequences" if param == "n" else "--max-inputs"
+            message = f"{what} are {count} sequences; at most {limit} are allowed ({flag})"
+            raise bad_request(message, param, "too_many_sequences")
+        if count > 1 and "quire.acquire" in scope:
+            await scope["quire.acquire"](count - 1)
+        self.admit(count)
+
+    def request_id(self, given: str | None, scope: Scope) -> str | None:
+        """The client's, from the body or the header."""
+        if given is None:
+            return scope.get("quire.client_request_id")
+        if not CLIENT_REQUEST_ID.fullmatch(given):
+            raise bad_request("request_id must be 1 to 128 visible ASCII characters", "request_id")
+        return given
 
     def admit_tokens(self, job: Job, prompts: Sequence[ParsedPrompt]) -> None:
         """Refuse prompts beyond the limit of tokens that wait. One that nothing waits for is never refused."""

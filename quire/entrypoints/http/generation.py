@@ -139,13 +139,16 @@ def check_outputs(batch: Batch) -> None:
     logged."""
     for _, output in batch:
         if any(choice.finish_reason == "error" for choice in output.outputs):
-            message, kind = output.error or "", output.error_kind
-            if kind == ErrorKind.INVALID:
-                field = message.partition(":")[0]
-                raise bad_request(message, field if field in FIELDS else None)
-            if kind == ErrorKind.BUSY:
-                raise overloaded(message, BUSY_SECONDS)
-            logger.error("the engine failed request %s: %s", output.request_id, message)
-            cause = PUBLIC_CAUSES.get(kind, "internal error") if kind is not None else "internal error"
-            where = f"see the server's log for request id {output.request_id}"
-            raise ApiError(500, f"the engine failed this request: {cause}; {where}", type=SERVER, code="engine_error")
+            raise failure(output.request_id, output.error or "", output.error_kind)
+
+
+def failure(request_id: str, message: str, kind: ErrorKind | None) -> ApiError:
+    if kind == ErrorKind.INVALID:
+        field = message.partition(":")[0]
+        return bad_request(message, field if field in FIELDS else None)
+    if kind == ErrorKind.BUSY:
+        return overloaded(message, BUSY_SECONDS)
+    logger.error("the engine failed request %s: %s", request_id, message)
+    cause = PUBLIC_CAUSES.get(kind, "internal error") if kind is not None else "internal error"
+    where = f"see the server's log for request id {request_id}"
+    return ApiError(500, f"the engine failed this request: {cause}; {where}", type=SERVER, code="engine_error")

@@ -5,7 +5,6 @@ import functools
 import importlib
 import inspect
 import logging
-import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.entrypoints.http.body import ClientDisconnected
+from quire.entrypoints.http.body import CLIENT_REQUEST_ID, ClientDisconnected
 from quire.entrypoints.http.dialect import ErrorBodies
 from quire.entrypoints.http.errors import as_api_error
 from quire.entrypoints.http.keys import KnownKeys
@@ -26,7 +25,6 @@ from quire.entrypoints.http.paths import path_of
 logger = logging.getLogger("quire")
 access_logger = logging.getLogger("quire.access")
 
-CLIENT_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 
 

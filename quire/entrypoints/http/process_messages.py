@@ -72,7 +72,8 @@ class Started(msgspec.Struct, tag=True):
     """The process listens."""
 
     model_name: str
-    parsers: str  # those in use, for the log
+    kind: str  # what it makes of the model, for the log
+    pools: bool = False
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from quire.config.server import ServerConfig
 from quire.engine.input_processor import ParsedPrompt
-from quire.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.entrypoints.http.generation import Batch
@@ -29,7 +28,7 @@ class RequestLog:
             return None
         return cls(config.max_log_len, config.enable_log_outputs, config.enable_log_deltas)
 
-    def received(self, ids: Sequence[str], prompts: Sequence[ParsedPrompt], params: SamplingParams) -> None:
+    def received(self, ids: Sequence[str], prompts: Sequence[ParsedPrompt], params: object) -> None:
         for request_id, prompt in zip(ids, prompts, strict=True):
             logger.info("received request %s: %s", request_id, params)
             if logger.isEnabledFor(logging.DEBUG):

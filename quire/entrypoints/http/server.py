@@ -242,14 +242,15 @@ class Certificate:
             logger.info("the TLS certificate was loaded again")
 
 
-def announce(url: str, name: str, parsers: str, config: ServerConfig | None = None) -> None:
+def announce(url: str, name: str, kind: str, config: ServerConfig | None = None, pools: bool = False) -> None:
+    """`kind`: what the server makes of the model, in words."""
     config = config or ServerConfig()
     logger.info("serving %s at %s", name, url)
-    logger.info(parsers)
+    logger.info(kind)
     if config.tokens_only or url.startswith("unix:"):
         return
     for dialect in dialects():
-        if dialect.example is not None:
+        if dialect.example is not None and dialect.pools == pools:
             logger.info("try: %s", dialect.example(url, name))
     if not config.disable_page:
         logger.info("or open %s/ in a browser", url)

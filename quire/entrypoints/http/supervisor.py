@@ -103,7 +103,8 @@ class Supervisor:
                 for line in ready.summary.lines(self.checkpoint_name):
                     logger.info(line)
                 logger.info("%d API processes, ready in %.1f s", len(self._apis), time.perf_counter() - began)
-                announce(url, self._started[0].model_name, self._started[0].parsers, self.config)
+                one = self._started[0]
+                announce(url, one.model_name, one.kind, self.config, one.pools)
                 await self._until(lambda: self._ending)
                 await self._end_apis()
         finally:

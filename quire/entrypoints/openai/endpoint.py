@@ -24,7 +24,6 @@ from quire.entrypoints.http.errors import (
 )
 from quire.entrypoints.http.generation import Batch
 from quire.entrypoints.http.load_report import load_report
-from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai import beam
 from quire.entrypoints.openai.beam import BeamRequest
 from quire.entrypoints.openai.errors import ERROR_BODIES, refused_value
@@ -209,13 +208,7 @@ class GenerationEndpoint(ABC, Generic[R]):
 
     async def admit(self, num_sequences: int, scope: Scope) -> None:
         """Enforce limits on the number of sequences, before anything is tokenized."""
-        limit = self.context.config.max_sequences
-        if num_sequences > limit:
-            message = f"prompts times n are {num_sequences} sequences; at most {limit} are allowed (--max-sequences)"
-            raise bad_request(message, "n", "too_many_sequences")
-        if num_sequences > 1 and "quire.acquire" in scope:
-            await scope["quire.acquire"](num_sequences - 1)
-        self.context.admit(num_sequences)
+        await self.context.admit_sequences(num_sequences, scope, self.context.config.max_sequences)
 
     def _check_logprobs(self, request: R, prompts: Sequence[ParsedPrompt], params: SamplingParams) -> int:
         """The most logprobs the response may hold. A single sequence is not limited: its tokens arrive over time."""
@@ -324,8 +317,4 @@ class GenerationEndpoint(ABC, Generic[R]):
             raise bad_request(message, self.prompt_field, "context_length_exceeded")
 
     def request_id(self, request: R, scope: Scope) -> str | None:
-        if request.request_id is None:
-            return scope.get("quire.client_request_id")
-        if not CLIENT_REQUEST_ID.fullmatch(request.request_id):
-            raise bad_request("request_id must be 1 to 128 visible ASCII characters", "request_id")
-        return request.request_id
+        return self.context.request_id(request.request_id, scope)

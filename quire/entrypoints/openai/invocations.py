@@ -2,18 +2,10 @@
 
 from collections.abc import Mapping
 
-import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.entrypoints.http.body import BodyReader, decoded
+from quire.entrypoints.http.body import BodyReader, fields_of
 from quire.entrypoints.http.errors import bad_request
-
-
-class Fields(msgspec.Struct):
-    """The fields that tell requests apart; their values are not decoded."""
-
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class InvocationsEndpoint:
@@ -33,8 +25,8 @@ class InvocationsEndpoint:
         await endpoint(scope, again, send)
 
     def _endpoint(self, body: bytes) -> ASGIApp:
-        fields = decoded(body, Fields)
+        fields = fields_of(body)
         for name, endpoint in self.by_field.items():
-            if getattr(fields, name) is not msgspec.UNSET:
+            if name in fields:
                 return endpoint
         raise bad_request(f"the body has none of the fields that requests have: {', '.join(self.by_field)}")

@@ -12,8 +12,8 @@ from quire.config.server import ServerConfig
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.admin import AbortRequest
+from quire.entrypoints.http.body import CLIENT_REQUEST_ID
 from quire.entrypoints.http.dialect import Dialect, dialect_of
-from quire.entrypoints.http.middleware import CLIENT_REQUEST_ID
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
     BatchChatRequest,
@@ -26,6 +26,14 @@ from quire.entrypoints.openai.protocol import (
     TokensRequest,
 )
 from quire.entrypoints.openai.structured import FORMATS
+from quire.entrypoints.pooling.protocol import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from quire.messages.sampling_params import MAX_TEMPERATURE
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -42,6 +50,12 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v2/embed": CohereEmbedRequest,
+    "/pooling": PoolingRequest,
+    "/classify": ClassifyRequest,
+    **dict.fromkeys(("/score", "/v1/score"), ScoreRequest),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankRequest),
 }
 ERRORS = {
     "400": "a field is wrong",

@@ -1,17 +1,19 @@
 """OpenAI's dialect: its endpoints, and vLLM's beside them."""
 
 import json
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.config.pooling import PoolingSetup
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import Dialect, dialects
 from quire.entrypoints.http.documentation import documentation
-from quire.entrypoints.http.errors import json_response
+from quire.entrypoints.http.errors import bad_request, json_response
 from quire.entrypoints.openai.batch_chat import BatchChatEndpoint
 from quire.entrypoints.openai.chat import ChatEndpoint, load_plugins
 from quire.entrypoints.openai.completions import CompletionEndpoint
@@ -28,6 +30,16 @@ from quire.entrypoints.parsers.reasoning import reasoning_format
 from quire.entrypoints.parsers.tools.registry import tool_parser
 
 SCHEMA_PATH = "/openapi.json"
+GENERATING = (
+    "/v1/completions",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/inference/v1/generate",
+)
 
 
 def routes(context: ServerContext) -> list[Route]:
@@ -38,6 +50,11 @@ def routes(context: ServerContext) -> list[Route]:
         names, with_keys = context.model_names, context.keys is not None
         return json_response(openapi_document(served, context.config, names, with_keys, dialects()))
 
+    setup = context.engine_config.pooling.setup
+    if setup is not None:
+        refusal = PoolsOnly(setup)
+        refused = [Route(path, refusal, methods=["POST"], include_in_schema=False) for path in GENERATING]
+        return [*refused, *_shared(context, openapi)]
     completions, chat = CompletionEndpoint(context, params), ChatEndpoint(context, params)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": completions,
@@ -52,12 +69,34 @@ def routes(context: ServerContext) -> list[Route]:
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     invocations = InvocationsEndpoint(context.bodies, {"messages": chat, "prompt": completions})
     routes += [Route("/invocations", invocations, methods=["POST"], include_in_schema=False)]
-    routes += ModelEndpoints(context).routes()
+    routes += _shared(context, openapi)
     if context.config.tokens_only:
-        routes = [route for route in routes if route.path.startswith(("/inference/", "/v1/models"))]
+        kept = ("/inference/", "/v1/models", SCHEMA_PATH, "/docs")
+        routes = [route for route in routes if route.path.startswith(kept)]
+    return routes
+
+
+def _shared(context: ServerContext, openapi: Callable[[Request], Awaitable[Response]]) -> list[Route]:
+    """Those of any model."""
+    routes = ModelEndpoints(context).routes()
     if not context.config.disable_fastapi_docs:
         routes += [Route(SCHEMA_PATH, openapi, methods=["GET"], include_in_schema=False), *documentation()]
     return routes
+
+
+class PoolsOnly:
+    """In place of the endpoints that generate, where the model does not."""
+
+    def __init__(self, setup: PoolingSetup) -> None:
+        self.setup = setup
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        can = ", ".join(self.setup.tasks)
+        raise bad_request(
+            f"{scope['path']}: this model does not generate text; it can: {can} (/v1/embeddings, /classify, /score, "
+            "/rerank, /pooling)",
+            code="model_pools",
+        )
 
 
 def check(config: ServerConfig) -> None:

@@ -42,6 +42,7 @@ _RESULTS = {  # of functions that return a value; all others return a status of 
     "quire_quantized_kind": ctypes.c_int,
     "quire_quantized_panel_bytes": ctypes.c_int64,
     "quire_attention_fits": ctypes.c_int,
+    "quire_encoder_kernels": ctypes.c_int,
     "quire_group_error": ctypes.c_char_p,
     "quire_group_bytes": ctypes.c_int64,
     "quire_group_open": ctypes.c_void_p,
@@ -86,6 +87,10 @@ _SIGNATURES = {
     "quire_all_reduce": "pp ll i",
     "quire_all_gather": "ppp ll",
     "quire_broadcast": "pp ll",
+    "quire_encoder_kernels": "",
+    "quire_pack_float32": "pp ll",
+    "quire_encoder_linear": "pppp lll ii",
+    "quire_encoder_attention": "pppppppp llllllll ff i",
     "quire_replay": "p lllll",
 }
 

@@ -76,6 +76,15 @@ LAYER_NORM(layer_norm_bf16, bf16, widen, narrow)
 int quire_layer_norm(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
                      int64_t d, float eps, int type) {
     if (n < 0 || d < 1) return BAD_SIZE;
+#ifdef HAVE_BF16_VECTORS
+    if (type) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+        for (int64_t i = 0; i < n; i++)
+            layer_norm_vectors((const bf16 *)x + i * d, residual ? (bf16 *)residual + i * d : 0, weight, bias,
+                               (bf16 *)out + i * d, d, eps);
+        return DONE;
+    }
+#endif
     if (type) layer_norm_bf16(x, residual, weight, bias, out, n, d, eps);
     else layer_norm_f32(x, residual, weight, bias, out, n, d, eps);
     return DONE;
@@ -87,6 +96,12 @@ int quire_add(const void *a, const void *b, const int64_t *rows, void *out, int6
 #pragma omp parallel for if (n * d > WORTH_THREADS)
     for (int64_t i = 0; i < n; i++) {
         int64_t at = i * d, from = (rows ? rows[i] : i) * d;
+#ifdef HAVE_BF16_VECTORS
+        if (type) {
+            add_vectors((const bf16 *)a + at, (const bf16 *)b + from, (bf16 *)out + at, d);
+            continue;
+        }
+#endif
         for (int64_t j = 0; j < d; j++) store(out, at + j, load(a, at + j, type) + load(b, from + j, type), type);
     }
     return DONE;
@@ -134,6 +149,17 @@ int quire_activate(const void *x, void *out, int64_t n, int64_t d, int gated, in
 #pragma omp parallel for if (n * d > WORTH_THREADS)
         for (int64_t i = 0; i < n; i++)
             silu_mul_vectors((const bf16 *)x + 2 * i * d, (const bf16 *)x + (2 * i + 1) * d, (bf16 *)out + i * d, d);
+        return DONE;
+    }
+#endif
+#ifdef HAVE_BF16_VECTORS
+    if (kind == GELU) {
+#pragma omp parallel for if (n * d > WORTH_THREADS)
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = i * d * (gated ? 2 : 1);
+            if (type) gelu_vectors((const bf16 *)x + at, gated ? (const bf16 *)x + at + d : 0, (bf16 *)out + i * d, d);
+            else gelu_vectors_f32((const float *)x + at, gated ? (const float *)x + at + d : 0, (float *)out + i * d, d);
+        }
         return DONE;
     }
 #endif

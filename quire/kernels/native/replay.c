@@ -1,6 +1,7 @@
 /* A step's calls, noted with their arguments as Python would make them, made without it for as many tokens as there are. */
 
 #include <stdint.h>
+#include "vectors.h"
 #include "bf16.h"
 
 int quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, float, int);
@@ -21,6 +22,10 @@ int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
 int quire_add_low_rank(const void *, const int32_t *, const int32_t *, const void *, const void *, float *, void *,
                        int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
+int quire_encoder_linear(const void *, const void *, const void *, void *, int64_t, int64_t, int64_t, int, int);
+int quire_encoder_attention(const void *, void *, const int32_t *, const float *, const void *, const int64_t *,
+                            const float *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                            int64_t, float, float, int);
 
 /* As replay.py writes them. */
 enum {
@@ -36,7 +41,9 @@ enum {
     ADD,
     ACTIVATE,
     ADD_LOW_RANK,
-    ALL_REDUCE
+    ALL_REDUCE,
+    ENCODER_LINEAR,
+    ENCODER_ATTENTION
 };
 typedef union {
     int64_t i;
@@ -89,6 +96,16 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
                                      a[17].f, a[18].p, a[19].p, a[20].p, a[21].i, a[22].p, a[23].i, a[24].i,
                                      a[25].i);
             break;
+#ifdef HAVE_BF16_VECTORS
+        case ENCODER_LINEAR:
+            status = quire_encoder_linear(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].i, a[8].i);
+            break;
+        case ENCODER_ATTENTION:
+            status = quire_encoder_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p,
+                                             OF_TOKENS(a[8]), rows, a[10].i, a[11].i, a[12].i, a[13].i, a[14].i, a[15].i,
+                                             a[16].f, a[17].f, a[18].i);
+            break;
+#endif
         case ROUTE:
             status = quire_route(a[0].p, a[1].p, a[2].p, OF_TOKENS(a[3]), a[4].i, a[5].i, a[6].i, a[7].i);
             break;

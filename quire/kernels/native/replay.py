@@ -27,8 +27,10 @@ KINDS = {
     "activate": 2,
     "add_low_rank": 7,
     "all_reduce": 2,
+    "encoder_linear": 4,
+    "encoder_attention": 8,
 }
-ROWS_OF_ATTENTION = 9  # its argument that counts requests
+ROWS_OF_ATTENTION = {"attention": 9, "encoder_attention": 9}  # the argument that counts requests
 MAX_ARGUMENTS = 26
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
@@ -157,7 +159,7 @@ def _noted(kind: str, arguments: tuple[Any, ...], rows_of_each: int) -> Call:
     types = native.argument_types(f"quire_{kind}")
     values = [float(a) if t == "f" else int(a or 0) for t, a in zip(types, arguments, strict=True)]
     packed = b"".join(struct.pack("d" if isinstance(value, float) else "q", value) for value in values)
-    changing = {KINDS[kind], *([ROWS_OF_ATTENTION] if kind == "attention" else [])}
+    changing = {KINDS[kind], ROWS_OF_ATTENTION.get(kind, KINDS[kind])}
     fixed = [v for i, (t, v) in enumerate(zip(types, values, strict=True)) if t != "p" and i not in changing]
     padding = bytes(8 * (MAX_ARGUMENTS - len(values)))
     return Call(kind, struct.pack("q", _NUMBERS[kind]) + packed + padding, (kind, rows_of_each, *fixed))

@@ -55,6 +55,40 @@ static inline __m512 silu16(__m512 x) {
     return _mm512_mul_ps(x, inverse16(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
 }
 
+/* x * sigmoid(x * p(x * x)): p fitted so that the error is below 3e-5, which is less than bf16 rounds. */
+static inline __m512 gelu_of_bf16(__m512 x) {
+    __m512 u = _mm512_min_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(25.0f));
+    __m512 p = _mm512_fmadd_ps(u, _mm512_set1_ps(1.01448193e-3f), _mm512_set1_ps(-1.06776733e-1f));
+    p = _mm512_fmadd_ps(u, p, _mm512_set1_ps(-2.30112048f)); /* -log2(e) times the coefficients */
+    __m512 e = exp2_16(_mm512_min_ps(_mm512_mul_ps(x, p), _mm512_set1_ps(126.0f)));
+    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e)));
+}
+
+/* By erf, 7.1.26 of Abramowitz and Stegun: to 1.5e-7. */
+static inline __m512 gelu16(__m512 x) {
+    __m512 z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678118654752f)), one = _mm512_set1_ps(1.0f);
+    __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
+    __m512 p = _mm512_set1_ps(1.061405429f);
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+    __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(z, z))));
+    /* 1 + erf of x / sqrt 2: 2 - tail where x is positive. */
+    __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    __m512 sum = _mm512_mask_mov_ps(_mm512_sub_ps(_mm512_set1_ps(2.0f), tail), negative, tail);
+    return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), sum);
+}
+
+static inline __m512 gelu_tanh16(__m512 x) {
+    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    __m512 y = _mm512_mul_ps(_mm512_set1_ps(-1.5957691216057308f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
+    __m512 e = exp16(_mm512_min_ps(_mm512_set1_ps(88.0f), y));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
+static inline __m512 relu16(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }
+
 static inline void rms_norm_vectors(const bf16 *x, bf16 *residual, const float *weight, bf16 *out, int64_t d, float eps) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t j = 0; j < d; j += 16) {
@@ -77,10 +111,63 @@ static inline void rms_norm_vectors(const bf16 *x, bf16 *residual, const float *
     }
 }
 
+static inline void layer_norm_vectors(const bf16 *x, bf16 *residual, const float *weight, const float *bias, bf16 *out,
+                                      int64_t d, float eps) {
+    __m512 sum = _mm512_setzero_ps(), squares = sum;
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 v = load16(x + j, here);
+        if (residual) {
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(v, load16(residual + j, here)));
+            _mm256_mask_storeu_epi16(residual + j, here, rounded);
+            v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+        }
+        sum = _mm512_add_ps(sum, v);
+    }
+    const bf16 *from = residual ? residual : x;
+    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / d);
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 off = _mm512_maskz_sub_ps(here, load16(from + j, here), mean);
+        squares = _mm512_fmadd_ps(off, off, squares);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / d + eps));
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 gain = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(here, weight + j));
+        __m512 shift = bias ? _mm512_maskz_loadu_ps(here, bias + j) : _mm512_setzero_ps();
+        store16(out + j, here, _mm512_fmadd_ps(_mm512_sub_ps(load16(from + j, here), mean), gain, shift));
+    }
+}
+
+static inline void add_vectors(const bf16 *a, const bf16 *b, bf16 *out, int64_t d) {
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        store16(out + j, here, _mm512_add_ps(load16(a + j, here), load16(b + j, here)));
+    }
+}
+
 static inline void silu_mul_vectors(const bf16 *gate, const bf16 *up, bf16 *out, int64_t d) {
     for (int64_t j = 0; j < d; j += 16) {
         __mmask16 here = first_lanes(d - j);
         store16(out + j, here, _mm512_mul_ps(silu16(load16(gate + j, here)), load16(up + j, here)));
+    }
+}
+
+/* By erf; `up` multiplies where there is one. */
+static inline void gelu_vectors(const bf16 *x, const bf16 *up, bf16 *out, int64_t d) {
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 v = gelu_of_bf16(load16(x + j, here));
+        store16(out + j, here, up ? _mm512_mul_ps(v, load16(up + j, here)) : v);
+    }
+}
+
+static inline void gelu_vectors_f32(const float *x, const float *up, float *out, int64_t d) {
+    for (int64_t j = 0; j < d; j += 16) {
+        __mmask16 here = first_lanes(d - j);
+        __m512 v = gelu16(_mm512_maskz_loadu_ps(here, x + j));
+        _mm512_mask_storeu_ps(out + j, here, up ? _mm512_mul_ps(v, _mm512_maskz_loadu_ps(here, up + j)) : v);
     }
 }
 

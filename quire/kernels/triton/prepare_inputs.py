@@ -8,6 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.dispatch import early_launch
 
 BLOCK = 128
+ONE_PAGE = 1 << 30  # tokens: more than any sequence has
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -107,13 +108,15 @@ def prepare_inputs(
         num_warps=4,
         **early_launch(rows),
     )  # fmt: skip
-    slots = []
-    for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
+    slots: list[torch.Tensor] = []
+    groups = [(table, table.stride(0), size) for table, size in zip(block_tables, block_sizes, strict=True)]
+    # Ids and positions are wanted also where nothing is cached: any tensor is a table of one page, its slots dropped.
+    for group, (table, stride, size) in enumerate(groups or [(rows, 0, ONE_PAGE)]):
         slots.append(torch.empty(num_tokens, dtype=torch.int64, device=rows.device))
         _tokens_kernel[(triton.cdiv(num_tokens, BLOCK),)](
             rows, query_start, token_rows if token_rows is not None else rows, first_position,
-            token_ids, token_ids.stride(0), table, table.stride(0), input_ids, positions, slots[-1], num_tokens,
+            token_ids, token_ids.stride(0), table, stride, input_ids, positions, slots[-1], num_tokens,
             BLOCK_SIZE=size, DECODE_ONLY=decode_only, SLOTS_ONLY=group > 0, BLOCK=BLOCK, num_warps=4,
             **early_launch(rows),
         )  # fmt: skip
-    return input_ids, positions, slots, seq_lens
+    return input_ids, positions, slots[: len(groups)], seq_lens

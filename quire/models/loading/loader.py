@@ -54,12 +54,14 @@ def load_model(
     longest: int | None = None,
     packed_weights_cache: str | None = None,
     stage: Stage = WHOLE,
+    backbone: bool = False,
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
     `seed` is for dummy weights. `max_model_len` is the user's limit, by which longrope chooses its factors; `longest`
     the model's own, used without one. `quantization` is the user's option; None: as in the checkpoint. `model_impl`:
     see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py). `stage`: only its layers are read.
+    `backbone`: of a model that pools, whose checkpoint may be saved without prefix and with heads (pooling/heads.py).
     """
     device = torch.device(device)
     if packed_weights_cache and device.type != "cpu":
@@ -132,7 +134,7 @@ def load_model(
             tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
             if isinstance(quantized, RegroupsTensors):
                 tensors = quantized.regroup(tensors)
-            load_weights(model, tensors, quantized.ignored)
+            load_weights(model, tensors, quantized.ignored, backbone)
         model.process_after_loading()
         if cache is not None:
             cache.write(model)

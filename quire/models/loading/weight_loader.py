@@ -15,18 +15,25 @@ from quire.layers.load_slot import LoadSlot, all_load_slots
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import KVScaleLoader
 from quire.models.loading.transforms import RowOrder
-from quire.models.loading.weight_map import Target
+from quire.models.loading.weight_map import Target, WeightMap
 from quire.quantization.block_quantized import StoredBlocks
 
 MAX_NAMES_IN_ERROR = 5
+# Of checkpoints for pooling: read by pooling/heads.py, unless the model has them.
+POOLING_HEADS = ("score.{p}", "score.{i}.{p}", "classifier.{p}", "v_head.{p}", "v_head.summary.{p}", "linear.{p}")
 # Tensors queued for the reader threads: enough that one large tensor leaves no thread idle, few enough that the
 # progress bar is accurate and shards are opened one after the other.
 MAX_READS_AHEAD = 32
 
 
-def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = ()) -> None:
+def load_weights(
+    model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = (), backbone: bool = False
+) -> None:
     """Read every tensor into its parameter. A missing, unexpected or misshapen one is a ValueError that names it."""
     weight_map = model.weight_map().ignoring(*ignored)
+    if backbone:
+        weight_map = weight_map.also_without("model.")
+    of_pooling = WeightMap((), POOLING_HEADS if backbone else ())
     slots = all_load_slots(model)
     unexpected: list[str] = []
     tied = model.head_names() if model.has_tied_head else ()
@@ -42,6 +49,8 @@ def load_weights(model: DecoderModel, tensors: Iterable[CheckpointTensor], ignor
                 if kv_scales.takes(tensor) or weight_map.is_ignored(tensor.name):
                     continue
                 target = weight_map.target(tensor.name)
+                if target is None and of_pooling.is_ignored(tensor.name):
+                    continue
                 found = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else []
                 matched = [slot for slot in found if slot is not None]
                 if target is None or len(matched) < len(found):

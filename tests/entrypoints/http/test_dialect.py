@@ -103,8 +103,9 @@ def test_routes_with_parameters_are_counted_by_their_pattern(server: StubServer)
 
 
 def test_plugins_are_loaded_once(plugin: Plugin) -> None:
-    names = ["openai", "responses", "anthropic", "page", "own"]
-    assert [each.name for each in dialect.dialects()] == names == [d.name for d in dialect.dialects()]
+    names = ["openai", "responses", "anthropic", "pooling", "page", "own"]
+    for _ in range(2):
+        assert [each.name for each in dialect.dialects()] == names
     assert plugin.num_calls == 1
 
 

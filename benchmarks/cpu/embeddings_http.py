@@ -1,0 +1,119 @@
+"""Embeddings over HTTP with many clients: texts per second and latency, of a server of ours or of another's.
+
+    python benchmarks/cpu/embeddings_http.py MODEL                      # starts `quire serve MODEL`
+    python benchmarks/cpu/embeddings_http.py --url http://127.0.0.1:8001   # any OpenAI-compatible server
+
+For a comparison start both servers and name both: `--url A --url B`; rounds alternate between them.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+
+WORDS = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "his", "he", "she", "with", "as", "on", "for")
+
+
+def texts(count: int, length: int, seed: int = 0) -> list[str]:
+    """Words that are one token each in most vocabularies."""
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=length)) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def served(model: str, flags: list[str]) -> Iterator[str]:
+    port = 8377
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", str(port), "--no-access-log", *flags]
+    process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(1200):
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            if process.poll() is not None:
+                raise SystemExit("the server did not start")
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def measure(url: str, clients: int, requests: int, batch: int, length: int, encoding: str) -> dict[str, float]:
+    """`requests` in all, spread over the clients; each holds `batch` texts."""
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        every = texts(requests * batch, length)
+        bodies = [
+            json.dumps({"model": model, "input": every[i * batch : (i + 1) * batch], "encoding_format": encoding})
+            for i in range(requests)
+        ]
+        seconds: list[float] = []
+        queue = list(enumerate(bodies))[::-1]
+
+        async def work() -> None:
+            while queue:
+                _, body = queue.pop()
+                began = time.perf_counter()
+                response = await client.post(
+                    "/v1/embeddings", content=body, headers={"Content-Type": "application/json"}
+                )
+                response.raise_for_status()
+                seconds.append(time.perf_counter() - began)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(clients)))
+        total = time.perf_counter() - began
+    return {
+        "texts/s": requests * batch / total,
+        "median ms": 1e3 * float(np.median(seconds)),
+        "p99 ms": 1e3 * float(np.quantile(seconds, 0.99)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="served by `quire serve` for the run")
+    parser.add_argument("--url", action="append", default=[], help="a running server; may be repeated")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="texts in a request")
+    parser.add_argument("--length", type=int, nargs="+", default=[16, 128, 256], help="words in a text")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--encoding", default="base64", choices=("base64", "float"))
+    parser.add_argument("--flags", default="", help="of `quire serve`")
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        urls = list(args.url)
+        if args.model:
+            urls.append(stack.enter_context(served(args.model, args.flags.split())))
+        if not urls:
+            parser.error("name a model or a --url")
+        for url in urls:
+            asyncio.run(measure(url, args.clients, args.clients, 1, 16, args.encoding))  # warm
+        for batch in args.batch:
+            for length in args.length:
+                requests = max(args.clients, args.requests // batch)
+                found: dict[str, list[dict[str, float]]] = {url: [] for url in urls}
+                for _ in range(args.rounds):
+                    for url in urls:
+                        sizes = (args.clients, requests, batch, length)
+                        found[url].append(asyncio.run(measure(url, *sizes, args.encoding)))
+                for url, rounds in found.items():
+                    best = max(rounds, key=lambda one: one["texts/s"])
+                    figures = ", ".join(f"{value:.1f} {name}" for name, value in best.items())
+                    print(f"{url}  {args.clients} clients, {batch} x {length} words: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Embeddings, scores and classes: what `LLM` and the server share, and the server's dialect."""

@@ -1,0 +1,217 @@
+"""`LLM`'s methods for models that pool."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from quire.compat.unavailable import refuse_unavailable, tokenization
+from quire.compat.vllm_interface import NO_TOKENIZER
+from quire.config.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
+from quire.engine.input_processor import ParsedPrompt, Prompt
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    as_classification,
+    as_embedding,
+)
+from quire.entrypoints.llm_inputs import as_prompts, per_prompt
+from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, split_long
+from quire.entrypoints.pooling.scoring import TASKS, Pairs, ScoreOptions, score_prompts, score_type, scored
+from quire.messages.pooling_params import PoolingParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.entrypoints.chat_renderer import ChatRenderer
+
+Tqdm = bool | Callable[..., Any]
+Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingMethods:
+    llm_engine: LLMEngine
+
+    @property
+    def _chat_renderer(self) -> "ChatRenderer":
+        raise NotImplementedError
+
+    def _add_all(
+        self, prompts: list[ParsedPrompt], params: Sequence[Any], priority: Sequence[int] | None = None
+    ) -> list[str]:
+        raise NotImplementedError
+
+    def _run(self, ids: list[str], use_tqdm: Tqdm, doing: str = "Generating") -> list[Any]:
+        raise NotImplementedError
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Params = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Any = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model makes of each prompt, by its task: `outputs.data`, float32; a row for each token if the task
+        is one of tokens.
+
+        `truncate_prompt_tokens` and `pooling_task` are for requests whose parameters do not have them. `prompt_name`:
+        of the model's prompts (sentence-transformers), which is put before texts.
+        """
+        refuse_unavailable(lora_request)
+        many = as_prompts(prompts)
+        keep, special = tokenization(tokenization_kwargs)
+        given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
+        params = [
+            one.replace_unchecked(
+                task=one.task or given.task,
+                truncate_prompt_tokens=one.truncate_prompt_tokens or given.truncate_prompt_tokens,
+            )
+            for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
+        ]
+        return self._pool(self._parsed(many, params, special, prompt_name), params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: Params = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt: `outputs.embedding`, a list of numbers."""
+        found = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task=EMBED,
+            tokenization_kwargs=tokenization_kwargs,
+            prompt_name=prompt_name,
+        )
+        return [as_embedding(output) for output in found]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: Params = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each class: `outputs.probs`."""
+        found = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task=CLASSIFY,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [as_classification(output) for output in found]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: Params = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A reward for each token or step, or one for the prompt, as the model gives them: `outputs.data`."""
+        setup = self.llm_engine.config.pooling.setup
+        task = setup.task if setup is not None and setup.task in (CLASSIFY, TOKEN_CLASSIFY) else TOKEN_CLASSIFY
+        return self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task=task,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each pair of texts fits, `outputs.score`: one of `data_1` for all of `data_2`, or one for each."""
+        from quire.entrypoints.chat_renderer import read_template
+
+        refuse_unavailable(lora_request)
+        setup = self.llm_engine.config.pooling.setup
+        task = TASKS[score_type(setup)]
+        params = pooling_params or PoolingParams()
+        if params.task not in (None, task):
+            raise ValueError(f"task is {params.task!r}; this model scores by {task!r}")
+        keep = truncate_prompt_tokens or tokenization(tokenization_kwargs)[0] or params.truncate_prompt_tokens
+        cut = Truncation(keep)
+        cut.check(self._pooling_inputs.longest)
+        pairs = Pairs.of(data_1, data_2, ("data_1", "data_2"))
+        given = chat_template if chat_template is not None else self.llm_engine.config.model.chat_template
+        options = ScoreOptions(cut, template=None if given is None else read_template(given))
+        renderer = self._chat_renderer if options.template is not None else None
+        prompts = score_prompts(self._pooling_inputs, pairs, options, renderer)
+        params = params.replace_unchecked(task=task, truncate_prompt_tokens=None)
+        outputs = self._pool(prompts, [params] * len(prompts), use_tqdm)
+        failed = next((output for output in outputs if output.finish_reason != "stop"), None)
+        if failed is not None:
+            raise RuntimeError(f"a text could not be scored: {failed.error or failed.finish_reason}")
+        return scored(setup, outputs, len(pairs.queries))
+
+    @cached_property
+    def _pooling_inputs(self) -> PoolingInputs:
+        engine = self.llm_engine
+
+        def tokenizer() -> Tokenizer:
+            if engine.tokenizer is None:
+                raise ValueError(NO_TOKENIZER)
+            return engine.tokenizer
+
+        return PoolingInputs(engine.config, tokenizer, engine.max_model_len)
+
+    def _parsed(
+        self, prompts: list[Any], params: Sequence[PoolingParams], special: bool, prompt_name: str | None
+    ) -> list[ParsedPrompt]:
+        inputs = self._pooling_inputs
+        prefix = inputs.named_prompt(prompt_name)
+        cuts = {one.truncate_prompt_tokens for one in params}
+        if len(cuts) == 1 and prompts and all(isinstance(prompt, str) for prompt in prompts):
+            cut = Truncation(next(iter(cuts)))
+            cut.check(inputs.longest)
+            return inputs.texts(prompts, special, cut, prefix)
+        if prefix:
+            prompts = [prefix + prompt if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self.llm_engine.input_processor.parse_many(prompts, special)
+
+    def _pool(
+        self, prompts: list[ParsedPrompt], params: Sequence[PoolingParams], use_tqdm: Tqdm
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        setup = self.llm_engine.config.pooling.setup
+        task = params[0].task if params else None
+        parts, counts = split_long(prompts, setup, task, self.llm_engine.max_model_len)
+        if counts is None:
+            return self._run(self._add_all(prompts, params), use_tqdm, "Pooling")
+        repeated = [one for one, count in zip(params, counts, strict=True) for _ in range(count)]
+        return joined(self._run(self._add_all(parts, repeated), use_tqdm, "Pooling"), counts)

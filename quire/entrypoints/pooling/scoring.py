@@ -1,0 +1,149 @@
+"""Scores of pairs of texts: by a cross-encoder, by the angle of embeddings, or by the nearest tokens of each token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.config.pooling import CLASSIFY, EMBED, TOKEN_EMBED, PoolingSetup
+from quire.config.shown import shown
+from quire.engine.input_processor import ParsedPrompt
+from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
+from quire.entrypoints.chat_renderer import ChatRenderer
+from quire.entrypoints.pooling.inputs import ALL, PoolingInputs, Truncation
+
+TASKS = {"cross-encoder": CLASSIFY, "bi-encoder": EMBED, "late-interaction": TOKEN_EMBED}
+TEXT_PART = "text"
+
+
+@dataclass
+class Pairs:
+    """One query for all documents, or one for each."""
+
+    queries: list[str]
+    documents: list[str]
+
+    @classmethod
+    def of(cls, queries: Any, documents: Any, names: tuple[str, str] = ("queries", "documents")) -> "Pairs":
+        pairs = cls(_texts(queries, names[0]), _texts(documents, names[1]))
+        for name, given in zip(names, (pairs.queries, pairs.documents), strict=True):
+            if not given:
+                raise ValueError(f"{name} is empty; at least one text is needed")
+        if len(pairs.queries) not in (1, len(pairs.documents)):
+            raise ValueError(
+                f"{names[0]} has {len(pairs.queries)} texts and {names[1]} {len(pairs.documents)}; input lengths must "
+                "be either 1:1, 1:N or N:N"
+            )
+        return pairs
+
+    def both(self) -> list[tuple[str, str]]:
+        queries = self.queries if len(self.queries) > 1 else self.queries * len(self.documents)
+        return list(zip(queries, self.documents, strict=True))
+
+
+def _texts(given: Any, name: str) -> list[str]:
+    return [text_of(one, name) for one in (given if isinstance(given, list | tuple) else [given])]
+
+
+def text_of(given: Any, name: str) -> str:
+    """A string, an object with a text, or one with parts of text."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        parts = given.get("content", given.get(TEXT_PART))
+        if isinstance(parts, str):
+            return parts
+        if isinstance(parts, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in parts):
+            return "\n".join(part["text"] for part in parts)
+    raise ValueError(f"{name} has {shown(given)}; it must be a text, or an object with one")
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    cut: Truncation = ALL
+    max_query: int = 0  # tokens; 0: all
+    max_document: int = 0
+    template: str | None = None  # Jinja text that makes one prompt of both texts
+    template_kwargs: Mapping[str, Any] | None = None
+
+
+def score_type(setup: PoolingSetup | None) -> str:
+    found = setup.score_type if setup is not None else None
+    if found is None:
+        why = "it generates" if setup is None else f"it can {', '.join(setup.tasks)} with {setup.num_labels} classes"
+        raise ValueError(
+            f"this model does not score pairs: {why}; one that embeds does, or a classifier of one class (num_labels 1)"
+        )
+    return found
+
+
+def score_prompts(
+    inputs: PoolingInputs, pairs: Pairs, options: ScoreOptions, renderer: ChatRenderer | None
+) -> list[ParsedPrompt]:
+    """A prompt for each pair for a cross-encoder, else one for each query and document."""
+    for name, most in (("max_tokens_per_query", options.max_query), ("max_tokens_per_doc", options.max_document)):
+        if not 0 <= most < inputs.longest:
+            raise ValueError(f"{name} is {most}; it must be from 0 to less than max_model_len {inputs.longest}")
+    pairs = Pairs(
+        inputs.shortened(pairs.queries, options.max_query), inputs.shortened(pairs.documents, options.max_document)
+    )
+    if score_type(inputs.setup) != "cross-encoder":
+        query, document = _prompts_of_sides(inputs)
+        return [
+            *inputs.texts(pairs.queries, cut=options.cut, prefix=query),
+            *inputs.texts(pairs.documents, cut=options.cut, prefix=document),
+        ]
+    if options.template is None:
+        return inputs.pairs(pairs.both(), options.cut)
+    assert renderer is not None
+    texts = [
+        renderer.render(
+            [{"role": "query", "content": query}, {"role": "document", "content": document}],
+            chat_template=options.template,
+            add_generation_prompt=False,
+            template_kwargs=options.template_kwargs,
+        )
+        for query, document in pairs.both()
+    ]
+    return inputs.texts(texts, special=False, cut=options.cut)
+
+
+def _prompts_of_sides(inputs: PoolingInputs) -> tuple[str, str]:
+    """sentence-transformers' prompts for queries and documents, where the model has both names."""
+    prompts = inputs.setup.prompt_by_name if inputs.setup is not None else {}
+    return (prompts["query"], prompts["document"]) if prompts.keys() >= {"query", "document"} else ("", "")
+
+
+def scored(
+    setup: PoolingSetup | None, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], num_queries: int
+) -> list[ScoringRequestOutput]:
+    """One for each pair. `outputs` are those of score_prompts, all complete."""
+    kind = score_type(setup)
+    if kind == "cross-encoder":
+        return [_scoring(output, float(output.outputs.data[0])) for output in outputs]
+    queries, documents = list(outputs[:num_queries]), outputs[num_queries:]
+    queries = queries if len(queries) > 1 else queries * len(documents)
+    similarity = _cosine if kind == "bi-encoder" else _max_sim
+    return [
+        _scoring(document, similarity(query.outputs.data, document.outputs.data), query)
+        for query, document in zip(queries, documents, strict=True)
+    ]
+
+
+def _scoring(
+    output: PoolingRequestOutput[PoolingOutput], score: float, query: PoolingRequestOutput[PoolingOutput] | None = None
+) -> ScoringRequestOutput:
+    tokens = output.prompt_token_ids if query is None else query.prompt_token_ids + output.prompt_token_ids
+    return ScoringRequestOutput(
+        output.request_id, ScoringOutput(score), tokens, True, output.num_cached_tokens, output.finish_reason
+    )
+
+
+def _cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float(one @ other / max(1e-8, float(np.linalg.norm(one) * np.linalg.norm(other))))
+
+
+def _max_sim(query: np.ndarray, document: np.ndarray) -> float:
+    """Late interaction: for each token of the query the nearest of the document, summed."""
+    return float((query @ document.T).max(axis=1).sum()) if len(document) and len(query) else 0.0
