@@ -34,7 +34,7 @@ BESIDE: dict[str, set[str]] = {
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
     "planning": {"entrypoints", "bench"},
-    "metrics": {"entrypoints", "bench", "engine"},
+    "metrics": {"entrypoints", "bench", "engine", "core"},
 }
 
 # What the packages outside the stack may import; everyone in the stack may import `messages` and `config`.

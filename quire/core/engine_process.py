@@ -19,7 +19,6 @@ import zmq
 from quire.config import EngineConfig, environment
 from quire.config.logs import set_up_logging
 from quire.core.engine_core import EngineCore
-from quire.core.stats_logger import StatsLogger
 from quire.executor.factory import make_executor
 from quire.messages.protocol import (
     CLIENT_SHIFT,
@@ -49,6 +48,7 @@ from quire.messages.requests import (
     invalid,
     sendable,
 )
+from quire.metrics.stats_logger import StatsLogger
 from quire.platforms.process import die_with_parent, leave_signals_to_parent
 
 logger = logging.getLogger("quire")

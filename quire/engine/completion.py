@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from quire.engine.logprobs import FlatLogprobs, SampleLogprobs
 from quire.engine.outputs import CompletionOutput
-from quire.engine.stops import StopStrings, has_repetition
 from quire.messages.requests import FinishReason
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.spec_decode import SpecDecodeMetrics
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.tokenizer.stops import StopStrings, has_repetition
 
 
 @dataclass(slots=True)

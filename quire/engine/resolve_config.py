@@ -7,13 +7,13 @@ from typing import Any
 
 from quire.checkpoint.config import check_kinds, load_eos_token_ids, load_hf_config, text_part
 from quire.checkpoint.draft_config import resolve_drafts
+from quire.checkpoint.generation_defaults import default_sampling
+from quire.checkpoint.overrides import apply_overrides
 from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.config import EngineConfig, ModelConfig
 from quire.config.environment import HF_TOKEN
 from quire.config.shown import shown
 from quire.config.values import INT32_MAX, finite_number, whole_number
-from quire.engine.generation_defaults import default_sampling
-from quire.engine.overrides import apply_overrides
 from quire.models.registry import ModelRegistry
 from quire.pooling.resolve import resolve_pooling
 from quire.sample.user_processors import processor_classes

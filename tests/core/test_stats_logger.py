@@ -1,7 +1,7 @@
 import logging
 import threading
 
-from quire.core.stats_logger import StatsLogger
+from quire.metrics.stats_logger import StatsLogger
 from tests.core.fake_engine import FakeEngine
 
 

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.completion import Completion
-from quire.engine.stops import has_repetition
 from quire.messages.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+from quire.tokenizer.stops import has_repetition
 from tests.properties import examples
 
 

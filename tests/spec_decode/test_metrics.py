@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.stats_logger import StatsLogger
 from quire.messages.requests import EngineCoreOutputs, FinishReason, SchedulerStats
 from quire.messages.speculation import DraftStats
 from quire.metrics.engine import scheduler_metrics
 from quire.metrics.kinds import Counter, Vector, with_vectors
 from quire.metrics.spec_decode import SpecDecodeMetrics
+from quire.metrics.stats_logger import StatsLogger
 from tests.core.fake_engine import FakeEngine
 from tests.spec_decode import proposers
 from tests.tiny_models import save_tiny

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.compat.unavailable import refuse_unavailable, tokenization
+from quire.compat.unavailable import tokenization
 from quire.compat.vllm_interface import NO_TOKENIZER
 from quire.config.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
 from quire.engine.input_processor import ParsedPrompt, Prompt
@@ -64,7 +64,6 @@ class PoolingMethods:
         `truncate_prompt_tokens` and `pooling_task` are for requests whose parameters do not have them. `prompt_name`:
         of the model's prompts (sentence-transformers), which is put before texts.
         """
-        refuse_unavailable(lora_request)
         many = as_prompts(prompts)
         keep, special = tokenization(tokenization_kwargs)
         given = PoolingParams(task=pooling_task, truncate_prompt_tokens=truncate_prompt_tokens or keep)
@@ -75,7 +74,8 @@ class PoolingMethods:
             )
             for one in per_prompt(given if pooling_params is None else pooling_params, PoolingParams, len(many))
         ]
-        return self._pool(self._parsed(many, params, special, prompt_name), params, use_tqdm)
+        parsed = self._with_adapters(self._parsed(many, params, special, prompt_name), lora_request)
+        return self._pool(parsed, params, use_tqdm)
 
     def embed(
         self,
@@ -159,7 +159,6 @@ class PoolingMethods:
         """How well each pair of texts fits, `outputs.score`: one of `data_1` for all of `data_2`, or one for each."""
         from quire.entrypoints.chat_renderer import read_template
 
-        refuse_unavailable(lora_request)
         setup = self.llm_engine.config.pooling.setup
         task = TASKS[score_type(setup)]
         params = pooling_params or PoolingParams()
@@ -172,13 +171,18 @@ class PoolingMethods:
         given = chat_template if chat_template is not None else self.llm_engine.config.model.chat_template
         options = ScoreOptions(cut, template=None if given is None else read_template(given))
         renderer = self._chat_renderer if options.template is not None else None
-        prompts = score_prompts(self._pooling_inputs, pairs, options, renderer)
+        prompts = self._with_adapters(score_prompts(self._pooling_inputs, pairs, options, renderer), lora_request)
         params = params.replace_unchecked(task=task, truncate_prompt_tokens=None)
         outputs = self._pool(prompts, [params] * len(prompts), use_tqdm)
         failed = next((output for output in outputs if output.finish_reason != "stop"), None)
         if failed is not None:
             raise RuntimeError(f"a text could not be scored: {failed.error or failed.finish_reason}")
         return scored(setup, outputs, len(pairs.queries))
+
+    def _with_adapters(self, prompts: list[ParsedPrompt], lora_request: Any) -> list[ParsedPrompt]:
+        if lora_request is None:
+            return prompts
+        return self.llm_engine.input_processor.with_adapters(prompts, lora_request)
 
     @cached_property
     def _pooling_inputs(self) -> PoolingInputs:

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from quire.core.scheduler import Scheduler
+from quire.messages.requests import SchedulerStats
 from quire.messages.speculation import DraftStats
 
 logger = logging.getLogger("quire")
@@ -29,12 +30,26 @@ class Totals:
     drafts: DraftStats
 
 
+class Results(Protocol):
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
+class CountingScheduler(Protocol):
+    """What of core/scheduler.py is read here."""
+
+    @property
+    def results(self) -> Results: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+
 class StatsLogger:
     """A thread that reads the scheduler's stats every `interval` seconds: steps pay nothing for it."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: CountingScheduler,
         interval: float = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,12 +98,12 @@ class StatsLogger:
         )
 
     def _totals(self) -> Totals:
-        scheduler = self._scheduler
+        results, stats = self._scheduler.results, self._scheduler.stats()
         return Totals(
             self._clock(),
-            scheduler.results.num_prompt_tokens,
-            scheduler.results.num_generated_tokens,
-            scheduler.kv.prefix_queries,
-            scheduler.kv.prefix_hits,
-            scheduler.drafts.stats,
+            results.num_prompt_tokens,
+            results.num_generated_tokens,
+            stats.prefix_cache_queries,
+            stats.prefix_cache_hits,
+            stats.drafts or DraftStats(),
         )
