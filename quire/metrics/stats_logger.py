@@ -105,5 +105,5 @@ class StatsLogger:
             results.num_generated_tokens,
             stats.prefix_cache_queries,
             stats.prefix_cache_hits,
-            stats.drafts or DraftStats(),
+            stats.drafts or DraftStats(0, ()),
         )
