@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.attention.base import CacheBackend, GroupFeatures
+from quire.attention.latent import TorchLatentBackend
 from quire.attention.native import NativeBackend
 from quire.attention.simple_pages import needs_simple_pages
 from quire.attention.torch import TorchBackend
@@ -46,7 +47,7 @@ class TritonEntry(CacheBackend):
 
 
 # In order of preference.
-BACKENDS: list[type[CacheBackend]] = [TritonEntry, NativeBackend, TorchBackend]
+BACKENDS: list[type[CacheBackend]] = [TritonEntry, NativeBackend, TorchBackend, TorchLatentBackend]
 
 
 def register_backend(backend: type[CacheBackend], first: bool = True) -> None:

@@ -1,0 +1,91 @@
+"""The attention layer of models with a latent cache: its shape, and its part of the KV cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.attention.base import Angles, ForwardContext
+from quire.attention.latent import LatentBackend, LatentFeatures, LatentWeights
+from quire.kernels.kv_scales import KVScales
+from quire.kernels.paged_attention import AttentionShape
+from quire.kernels.rms_norm import RMSNormParams
+from quire.layers.cache_layer import CacheLayer
+from quire.messages.kv_cache import LatentSpec
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Of a layer, all ranks together. A query has a part that is compared with keys made of the latent, and a rotated
+    part that is compared with what all heads share."""
+
+    q_rank: int | None  # that queries are compressed to; None: they are not
+    rank: int  # that keys and values are compressed to
+    nope: int
+    rope: int
+    v: int
+
+    @property
+    def query(self) -> int:
+        return self.nope + self.rope
+
+    @property
+    def latent(self) -> int:
+        return self.rank + self.rope
+
+    @property
+    def expanded(self) -> int:
+        return self.nope + self.v
+
+
+class LatentAttention(CacheLayer):
+    """One layer's attention over the paged latents, of this rank's heads."""
+
+    kv_cache: torch.Tensor
+    backend: LatentBackend
+    weights: LatentWeights | None = None
+
+    def __init__(self, layer_index: int, num_heads: int, sizes: LatentSizes, scale: float) -> None:
+        super().__init__(layer_index, AttentionShape(num_heads, 1, sizes.latent))
+        self.num_heads, self.sizes = num_heads, sizes
+        self.features = LatentFeatures(float(scale), sizes.rank, sizes.nope, sizes.rope, sizes.v)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What its kernels are compiled for."""
+        return self.num_heads, self.sizes, self.features.kv_scales is not None
+
+    def set_weights(self, kv_b: torch.Tensor) -> None:
+        """kv_b [H * (nope + v), rank] as checkpoints have it, head by head, in the compute dtype."""
+        by_head = kv_b.unflatten(0, (self.num_heads, self.sizes.expanded))
+        parts = [part.flatten(0, 1) for part in by_head.split((self.sizes.nope, self.sizes.v), dim=1)]
+        rows = torch.cat(parts)
+        w_uk, w_uv = rows.split([len(part) for part in parts])
+        heads = (self.num_heads, -1)
+        self.weights = LatentWeights(rows, w_uk.unflatten(0, heads), w_uv.unflatten(0, heads))
+
+    def bind(self, views: Sequence[torch.Tensor], group: int, backend: LatentBackend) -> None:
+        super().bind(views, group, backend)
+        self.kv_cache, *by_token = views
+        if by_token:
+            self.features = replace(self.features, kv_scales=KVScales(by_token=by_token[0]))
+        assert self.weights is not None
+        self.weights = backend.prepare(self.weights)
+
+    def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> LatentSpec:
+        return LatentSpec(block_size, self.sizes.rank, self.sizes.rope, str(dtype).removeprefix("torch."))
+
+    def forward(
+        self, q: torch.Tensor, kv: torch.Tensor, norm: RMSNormParams, angles: Angles, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """q [N, heads * (nope + rope)], kv [N, rank + rope] as projected -> [N, heads * v]."""
+        if ctx.layer_hooks is not None:
+            ctx.layer_hooks.wait_for_layer_load(self.layer_index)
+        assert self.weights is not None
+        slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
+        q = q.unflatten(-1, (self.num_heads, self.sizes.query))
+        self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features.kv_scales)
+        out = self.backend.attend(q, self.weights, self.kv_cache, metadata, self.features)
+        if ctx.layer_hooks is not None:
+            ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
+        return out.view(out.shape[0], -1)
