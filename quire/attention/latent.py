@@ -28,9 +28,9 @@ EXPANDED_TOKENS = 1024
 class LatentWeights:
     """The rows of kv_b that make keys and those that make values, of this rank's heads, in the compute dtype.
 
-    Absorbed, a query is q_nope @ w_uk in the compressed space, and a head's result is w_uv @ (sum of latents). Expanded,
-    a token's keys are w_uk @ latent and its values w_uv @ latent: `kv_b.T` as one product [n, rank] -> [n, H * nope + H *
-    v], the keys of all heads before the values of all heads."""
+    Absorbed, a query is q_nope @ w_uk in the compressed space, and a head's result is w_uv @ (sum of latents).
+    Expanded, a token's keys are w_uk @ latent and its values w_uv @ latent: x @ kv_b.T is [n, rank] -> [n, H * nope +
+    H * v], the keys of all heads before the values of all heads."""
 
     kv_b: torch.Tensor  # [H * nope + H * v, rank]; the two others are views of it
     w_uk: torch.Tensor  # [H, nope, rank]
@@ -45,12 +45,15 @@ class LatentFeatures:
     nope: int  # of a query's part that is not rotated
     rope: int  # of the rotated part
     v: int  # of a head's value
-    kv_scales: KVScales | None = None  # of what is in the cache
+    interleaved: (
+        bool  # rotated pairs are neighbours (2i, 2i + 1), not halves (i, i + rope / 2); they stay where they are
+    )
+    kv_scales: KVScales | None = None  # by_token: [pages, page_tokens]; without it, `k` is that of all numbers
 
 
 class LatentBackend(CacheBackend):
-    """Rows of q and kv may be slices of wider ones: their last dimension is contiguous, their first need not be. Pairs
-    of the rotated part are halves (kernels/rope.py). Tokens that belong to no row get zeros, or anything finite."""
+    """Rows of q and kv may be slices of wider ones: their last dimension is contiguous, their first need not be. Tokens
+    that belong to no row get zeros, or anything finite."""
 
     kinds = (LatentSpec,)
 
@@ -63,7 +66,7 @@ class LatentBackend(CacheBackend):
         kv_cache: torch.Tensor,  # [pages, page_tokens, rank + rope]
         slot_mapping: torch.Tensor,  # [N]
         metadata: Any,
-        scales: KVScales | None = None,  # by_token: [pages, page_tokens]; without it, `k` is that of all numbers
+        features: LatentFeatures,
     ) -> None:
         raise NotImplementedError
 
@@ -111,14 +114,13 @@ class TorchLatentBackend(LatentBackend):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         metadata: Any,
-        scales: KVScales | None = None,
+        features: LatentFeatures,
     ) -> None:
-        rank = len(norm[0])
-        rope = kv.shape[-1] - rank
-        rotated = q[..., -rope:]
-        rotated.copy_(apply_rope(rotated, *angles.cos_sin))
+        rank, scales = features.rank, features.kv_scales
+        rotated = q[..., features.nope :]
+        rotated.copy_(rotate(rotated, angles, features.interleaved))
         latent = rms_norm_torch(kv[:, :rank], *norm)
-        rows = torch.cat((latent, apply_rope(kv[:, None, rank:], *angles.cos_sin)[:, 0]), dim=-1)
+        rows = torch.cat((latent, rotate(kv[:, None, rank:], angles, features.interleaved)[:, 0]), dim=-1)
         size = kv_cache.shape[1]
         place = (slot_mapping // size, slot_mapping % size)
         if scales is not None and scales.by_token is not None:
@@ -145,6 +147,17 @@ class TorchLatentBackend(LatentBackend):
             attend = attend_absorbed if end - first < MIN_EXPANDED_QUERIES else attend_expanded
             out[first:end] = attend(q[first:end], latents, weights, features)
         return out
+
+
+def rotate(x: torch.Tensor, angles: Angles, interleaved: bool) -> torch.Tensor:
+    """x [N, H, rope], computed in float32."""
+    cos, sin = angles.cos_sin
+    if not interleaved:
+        return apply_rope(x.float(), cos.float(), sin.float()).to(x.dtype)
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., :half].float(), sin[..., half:].float()
+    even, odd = x.float().unflatten(-1, (half, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def read_latents(

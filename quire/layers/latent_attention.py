@@ -24,6 +24,7 @@ class LatentSizes:
     nope: int
     rope: int
     v: int
+    interleaved: bool  # rotated pairs are neighbours, not halves
 
     @property
     def query(self) -> int:
@@ -48,7 +49,7 @@ class LatentAttention(CacheLayer):
     def __init__(self, layer_index: int, num_heads: int, sizes: LatentSizes, scale: float) -> None:
         super().__init__(layer_index, AttentionShape(num_heads, 1, sizes.latent))
         self.num_heads, self.sizes = num_heads, sizes
-        self.features = LatentFeatures(float(scale), sizes.rank, sizes.nope, sizes.rope, sizes.v)
+        self.features = LatentFeatures(float(scale), sizes.rank, sizes.nope, sizes.rope, sizes.v, sizes.interleaved)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -84,7 +85,7 @@ class LatentAttention(CacheLayer):
         assert self.weights is not None
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
         q = q.unflatten(-1, (self.num_heads, self.sizes.query))
-        self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features.kv_scales)
+        self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features)
         out = self.backend.attend(q, self.weights, self.kv_cache, metadata, self.features)
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
