@@ -51,6 +51,9 @@ GPT_OSS = {
     "rope_parameters": YARN | {"truncate": False},
 }
 
+# All sizes differ, and none divides the others.
+LATENT = ALL_KV | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20}
+
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": 24}),
@@ -88,6 +91,7 @@ FAMILIES = {
     "cohere2": ("Cohere2Config", {"sliding_window": 24, "logit_scale": 0.25}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
+    "minicpm3": ("MiniCPM3Config", LATENT | {"q_lora_rank": 28, "dim_model_base": 32, "tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),

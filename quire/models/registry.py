@@ -46,6 +46,7 @@ BUILT_IN = (
     BuiltIn("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
     BuiltIn("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
     BuiltIn("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
+    BuiltIn("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM3", "dense", "", "latent attention"),
     BuiltIn("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE", "llama"),
     BuiltIn(
         "Qwen2MoeForCausalLM",
