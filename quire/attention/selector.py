@@ -9,6 +9,7 @@ import torch
 from quire.attention.base import CacheBackend, GroupFeatures
 from quire.attention.latent import TorchLatentBackend
 from quire.attention.native import NativeBackend
+from quire.attention.native_latent import NativeLatentBackend
 from quire.attention.simple_pages import needs_simple_pages
 from quire.attention.torch import TorchBackend
 from quire.config.vllm.choices import to_come
@@ -47,7 +48,13 @@ class TritonEntry(CacheBackend):
 
 
 # In order of preference.
-BACKENDS: list[type[CacheBackend]] = [TritonEntry, NativeBackend, TorchBackend, TorchLatentBackend]
+BACKENDS: list[type[CacheBackend]] = [
+    TritonEntry,
+    NativeBackend,
+    TorchBackend,
+    NativeLatentBackend,
+    TorchLatentBackend,
+]
 
 
 def register_backend(backend: type[CacheBackend], first: bool = True) -> None:
