@@ -104,7 +104,7 @@ def _require_float32(*weights: torch.Tensor | None) -> None:
 
 
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [n, d], whose rows may be slices of wider ones, weight [d] float32; where there is a residual it is added first,
+    """x [n, d], whose rows may be slices of wider ones, weight [d] float32; a residual, if there is one, is added first,
     and the sum written over it."""
     _require_float32(weight)
     if x.dim() != 2 or x.stride(1) != 1:
