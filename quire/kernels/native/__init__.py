@@ -70,7 +70,7 @@ _SIGNATURES = {
     "quire_quantized_linear": "pp l pp lll ii",
     "quire_attention_fits": "lll",
     "quire_attention": "ppppppp lllllllll ff ppp l pl ii",
-    "quire_route": "ppp lll ii",
+    "quire_route": "pppp llllll ff iiiii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "pppppp lllllll i",
     "quire_ngram_drafts": "pppppp lllll",
