@@ -72,7 +72,7 @@ _SIGNATURES = {
     "quire_attention": "ppppppp lllllllll ff ppp l pl ii",
     "quire_latent_write": "ppppppp lllllll f i",
     "quire_latent_attention": "pppppppppppp lllllllllll f i",
-    "quire_route": "ppp lll ii",
+    "quire_route": "pppp llllll ff iiiii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "pppppp lllllll i",
     "quire_ngram_drafts": "pppppp lllll",

@@ -16,7 +16,8 @@ int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *,
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                     float, float, const float *, const float *, float *, int64_t, const float *, int64_t, int, int);
-int quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
+int quire_route(const void *, const float *, float *, int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                float, float, int, int, int, int, int);
 int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
 int quire_add_low_rank(const void *, const int32_t *, const void *, const void *, float *, void *, int64_t, int64_t,
@@ -106,7 +107,8 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
                                             a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].i, a[23].f, a[24].i);
             break;
         case ROUTE:
-            status = quire_route(a[0].p, a[1].p, a[2].p, OF_TOKENS(a[3]), a[4].i, a[5].i, a[6].i, a[7].i);
+            status = quire_route(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].i, a[8].i, a[9].i,
+                                 a[10].f, a[11].f, a[12].i, a[13].i, a[14].i, a[15].i, a[16].i);
             break;
         case MOE:
             status = quire_moe(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,

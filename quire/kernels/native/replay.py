@@ -20,7 +20,7 @@ KINDS = {
     "linear_amx": 4,
     "quantized_linear": 5,
     "attention": 7,
-    "route": 3,
+    "route": 4,
     "moe": 12,
     "layer_norm": 5,
     "add": 4,
