@@ -153,6 +153,9 @@ def save_tiny(family: str, folder: Path, **overrides: object):
                 parameter.normal_(0, 0.1)  # initialised to zero, they would test nothing
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)  # nor would norms that are all alike
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return model
 

@@ -7,7 +7,7 @@ import torch
 
 from quire.attention.base import Angles, StepInputs
 from quire.attention.latent import LatentFeatures, LatentWeights, TorchLatentBackend, attend_absorbed, attend_expanded
-from quire.attention.native_latent import NativeLatentBackend
+from quire.attention.latent_native import NativeLatentBackend
 from quire.kernels import native
 from quire.kernels.kv_scales import KVScales
 
