@@ -104,8 +104,8 @@ def _require_float32(*weights: torch.Tensor | None) -> None:
 
 
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [n, d], whose rows may be slices of wider ones, weight [d] float32; a residual, if there is one, is added first,
-    and the sum written over it."""
+    """x [n, d], whose rows may be slices of wider ones, weight [d] float32; a residual, if there is one, is added first
+    and overwritten with the sum."""
     _require_float32(weight)
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
