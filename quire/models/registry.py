@@ -70,6 +70,14 @@ BUILT_IN = (
         "",
         LATENT,
     ),
+    BuiltIn(
+        "DeepseekV32ForCausalLM",
+        "deepseek:DeepseekV32ForCausalLM",
+        "DeepSeek-V3.2",
+        "MoE",
+        "",
+        "sparse latent attention, by torch alone",
+    ),
     BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "MoE", "", LATENT),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
 )

@@ -1,4 +1,4 @@
-"""Latent attention on a CUDA device, in float32: the matrix of settings that CORE families have, with and without graphs."""
+"""Latent attention on a CUDA device, in float32: the matrix of settings, with and without graphs."""
 
 import pytest
 import torch

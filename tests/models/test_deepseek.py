@@ -99,8 +99,8 @@ def test_gptq(tmp_path):
     ours, plain = save_checkpoints("deepseek-v3", tmp_path, gptq(), **sizes, **more)
     texts = generate(str(plain))
     assert generate(str(ours), quantization="dequantized") == texts
-    pairs = zip(sum(generate(str(ours)), []), sum(texts, []), strict=True)
-    assert sum(mine == theirs for mine, theirs in pairs) > 36  # of 72: in C inputs are rounded too
+    mine, theirs = (torch.tensor(each) for each in (generate(str(ours)), texts))
+    assert (mine == theirs).float().mean() > 0.5  # in C inputs are rounded too
 
 
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
