@@ -89,7 +89,7 @@ class LatentAttention(CacheLayer):
         return LatentSpec(block_size, self.sizes.rank, self.sizes.rope, str(dtype).removeprefix("torch."))
 
     def _heads(self, q: torch.Tensor) -> torch.Tensor:
-        return q.unflatten(-1, (self.num_heads, self.sizes.query))
+        return q.view(len(q), self.num_heads, self.sizes.query)
 
     def forward(
         self, q: torch.Tensor, kv: torch.Tensor, norm: RMSNormParams, angles: Angles, ctx: ForwardContext

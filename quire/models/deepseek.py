@@ -52,6 +52,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         return ignoring_mtp(super().weight_map(), self.mtp_weights())
 
     def make_mtp_head(self, options: ModelOptions) -> DraftHead:
+        if self.hf.get("num_nextn_predict_layers", 1) == 0:
+            raise ValueError("the model's checkpoint has no prediction layer (num_nextn_predict_layers is 0)")
         c, last = self.config, self.config.num_layers
         names = replace(c.names, layer=f"model.layers.{last}")
         config = replace(c, num_layers=1, windows=c.windows[-1:], ropes=c.ropes[-1:], names=names)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.kernels import native
 from quire.layers.parallel import TensorParallel
+from quire.models.implementation import choose_implementation
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.spec_decode.mtp import MTPProposer
@@ -87,6 +88,12 @@ def test_drafts_are_those_of_the_layer(with_mtp):
         assert drafts == [int(logits.argmax())], len(known)
 
 
+def test_a_checkpoint_without_prediction_layers(tmp_path):
+    save_tiny("kimi-k2", tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="no prediction layer"):
+        generate(str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_two_ranks(with_mtp, sizes):
     assert generate(with_mtp, **sizes) == generate(with_mtp)
@@ -95,7 +102,7 @@ def test_two_ranks(with_mtp, sizes):
 def test_gptq(tmp_path):
     """Rotated rows are packed among others, so weights are not reordered; latents are expanded by dequantized ones."""
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    more = {"intermediate_size": 128, "vocab_size": 216}
+    more = {"intermediate_size": 128, "tie_word_embeddings": True}
     ours, plain = save_checkpoints("deepseek-v3", tmp_path, gptq(), **sizes, **more)
     texts = generate(str(plain))
     assert generate(str(ours), quantization="dequantized") == texts
@@ -150,6 +157,12 @@ def test_experts_that_make_no_sense(architecture, keys, complaint):
     hf = COMMON | DEEPSEEK | keys
     with pytest.raises(ValueError, match=complaint):
         model_class({"architectures": [architecture]}).configure_experts(hf)
+
+
+def test_the_newest_generation_is_refused_with_what_is_missing():
+    choice = choose_implementation({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"})
+    assert choice.impl is None
+    assert "not supported yet; missing: attention over compressed tokens" in choice.reason
 
 
 def test_heads_that_ranks_cannot_divide(tmp_path):
