@@ -30,6 +30,7 @@ def latent_attend(
     lengths,  # [M]: keys from it on are masked
     factor,  # from scores to powers of two; > 0
     token_scales,  # [pages, BLOCK_SIZE] float32; unused without SCALE_PAGE
+    cache_scale,  # of all vectors; unused unless QUANTIZED
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     RP: tl.constexpr,
@@ -38,6 +39,7 @@ def latent_attend(
     BLOCK_SIZE: tl.constexpr,
     PAGE: tl.constexpr,  # elements from a page to the next
     SCALE_PAGE: tl.constexpr,  # scales from a page to the next; 0: there are none of tokens
+    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # False: every key from begin to end is seen by every query, and fills whole tiles
 ):
@@ -47,22 +49,24 @@ def latent_attend(
         inside = keys < end
         block = tl.load(pages + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         at = kv_cache + (block * PAGE + (keys % BLOCK_SIZE) * (RANK + ROPE))[:, None]
-        latent = _vectors(at + columns[None, :], inside, columns < RANK, MASKED or RANK != RP).to(q_rope.dtype)
+        by_key = tl.zeros([TILE], tl.float32) + cache_scale
+        if SCALE_PAGE > 0:
+            by_key = tl.load(token_scales + block * SCALE_PAGE + keys % BLOCK_SIZE, mask=inside, other=0.0)
+        kind: tl.constexpr = q_rope.dtype
+        masked: tl.constexpr = MASKED or RANK != RP or ROPE != PP
+        latent = _vectors(at + columns[None, :], by_key, inside, columns < RANK, kind, masked, QUANTIZED)
         rope_at = at + RANK + rope_columns[None, :]
-        rope = _vectors(rope_at, inside, rope_columns < ROPE, MASKED or ROPE != PP).to(q_rope.dtype)
+        rope = _vectors(rope_at, by_key, inside, rope_columns < ROPE, kind, masked, QUANTIZED)
         if CHUNK == RP:
             scores = tl.dot(latent, q, input_precision="ieee")
         else:
             scores = tl.zeros([TILE, acc.shape[1]], tl.float32)
             for first in range(0, RP, CHUNK):
                 part = first + tl.arange(0, CHUNK)
-                left = tl.load(at + part[None, :], mask=inside[:, None] & (part < RANK)[None, :], other=0.0)
+                left = _vectors(at + part[None, :], by_key, inside, part < RANK, kind, True, QUANTIZED)
                 right = tl.load(q_at[None, :] + part[:, None], mask=(part < RANK)[:, None], other=0.0)
-                scores = tl.dot(left.to(q_rope.dtype), right, scores, input_precision="ieee")
+                scores = tl.dot(left, right, scores, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee")
-        if SCALE_PAGE > 0:
-            scale = tl.load(token_scales + block * SCALE_PAGE + keys % BLOCK_SIZE, mask=inside, other=0.0)
-            scores *= scale[:, None]
         if MASKED:
             scores = tl.where(inside[:, None] & (keys[:, None] < lengths[None, :]), scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, 0) * factor)
@@ -71,19 +75,20 @@ def latent_attend(
         weights = tl.math.exp2(scores * factor - base[None, :])
         shrink = tl.math.exp2(max_score - base)
         total = total * shrink[None, :] + weights
-        if SCALE_PAGE > 0:
-            weights *= scale[:, None]
         acc = tl.dot(tl.trans(latent), weights.to(q_rope.dtype), acc * shrink[None, :], input_precision="ieee")
         max_score = new_max
     return acc, max_score, total
 
 
 @triton.jit
-def _vectors(at, inside, in_vector, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(at, mask=inside[:, None] & in_vector[None, :], other=0.0)
-    else:
-        return tl.load(at)
+def _vectors(
+    at, by_key, inside, in_vector, kind: tl.constexpr, MASKED: tl.constexpr, QUANTIZED: tl.constexpr
+):  # fmt: skip
+    """[TILE, columns] of the cache, times their scales, in the compute dtype."""
+    x = tl.load(at, mask=inside[:, None] & in_vector[None, :], other=0.0) if MASKED else tl.load(at)
+    if QUANTIZED:
+        x = x.to(tl.float32) * by_key[:, None]
+    return x.to(kind)
 
 
 @triton.jit
@@ -130,9 +135,6 @@ def page_arguments(kv_cache: torch.Tensor, scales: KVScales | None) -> dict[str,
         "PAGE": kv_cache.stride(0),
         "token_scales": by_token if by_token is not None else kv_cache,
         "SCALE_PAGE": by_token.stride(0) if by_token is not None else 0,
+        "cache_scale": scales.k if scales is not None else 1.0,
+        "QUANTIZED": scales is not None,
     }
-
-
-def score_factor(scale: float, scales: KVScales | None) -> float:
-    """By which the product of a query and a key as stored is a score, as a power of two."""
-    return scale * LOG2E * (scales.k if scales is not None else 1.0)
