@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from quire.kernels.moe import ExpertWeights, fused_layer, moe_triton, prepare_moe
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import (
     BUCKETS,
     FewConfig,
@@ -40,7 +41,6 @@ MAX_FEW_ROWS = 32  # for which unsorted pairs are tried
 FUSED_ROWS = (1, 2, 4, 8, 16)
 PROFILED_ROWS = (1, 64, 256, 4096, 16384)
 GRAPH_US = 4000  # of work in a graph
-KIND: dict[str, Any] = {"renormalize": True, "scoring": "softmax"}
 DEVICE = torch.device("cuda", 0)
 
 
@@ -77,11 +77,11 @@ class Layer:
         return [(x, torch.randn(rows, self.shape[0], device=DEVICE).bfloat16()) for x in xs]
 
     def run(self, config: MoeConfig | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        return lambda x, logits: moe_triton(x, logits, self.weights, self.top_k, config=config, **KIND)
+        return lambda x, logits: moe_triton(x, logits, self.weights, Routing(self.top_k), config=config)
 
     def run_fused(self, config: FewConfig, pdl: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        layer = ((self.gain, 1e-6), self.router, None, self.weights, self.top_k)
-        return lambda x, logits: fused_layer(x, *layer, residual=x, config=config, pdl=pdl, **KIND)
+        layer = ((self.gain, 1e-6), self.router, None, self.weights, Routing(self.top_k))
+        return lambda x, logits: fused_layer(x, *layer, residual=x, config=config, pdl=pdl)
 
 
 def microseconds(run: Callable[..., torch.Tensor], inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -110,7 +110,7 @@ def compile_some(shape: Shape, jobs: list[tuple[int, MoeConfig]]) -> int:
     for rows, config in jobs:
         x = torch.zeros(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
         logits = torch.zeros(rows, num_experts, device=DEVICE, dtype=torch.bfloat16)
-        moe_triton(x, logits, w, top_k, config=config, **KIND)
+        moe_triton(x, logits, w, Routing(top_k), config=config)
     torch.cuda.synchronize()
     return len(jobs)
 

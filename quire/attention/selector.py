@@ -8,6 +8,7 @@ import torch
 
 from quire.attention.base import CacheBackend, GroupFeatures
 from quire.attention.latent import TorchLatentBackend
+from quire.attention.latent_native import NativeLatentBackend
 from quire.attention.native import NativeBackend
 from quire.attention.simple_pages import needs_simple_pages
 from quire.attention.torch import TorchBackend
@@ -69,7 +70,14 @@ class TritonLatentEntry(CacheBackend):
 
 
 # In order of preference.
-BACKENDS: list[type[CacheBackend]] = [TritonEntry, TritonLatentEntry, NativeBackend, TorchBackend, TorchLatentBackend]
+BACKENDS: list[type[CacheBackend]] = [
+    TritonEntry,
+    TritonLatentEntry,
+    NativeBackend,
+    TorchBackend,
+    NativeLatentBackend,
+    TorchLatentBackend,
+]
 
 
 def register_backend(backend: type[CacheBackend], first: bool = True) -> None:

@@ -43,6 +43,7 @@ class LatentAttention(CacheLayer):
     """One layer's attention over the paged latents, of this rank's heads."""
 
     kv_cache: torch.Tensor
+    kv_b: torch.Tensor
     backend: LatentBackend
     weights: LatentWeights | None = None
 
@@ -60,10 +61,10 @@ class LatentAttention(CacheLayer):
         """kv_b [H * (nope + v), rank] as checkpoints have it, head by head, in the compute dtype."""
         by_head = kv_b.unflatten(0, (self.num_heads, self.sizes.expanded))
         parts = [part.flatten(0, 1) for part in by_head.split((self.sizes.nope, self.sizes.v), dim=1)]
-        rows = torch.cat(parts)
-        w_uk, w_uv = rows.split([len(part) for part in parts])
+        self.register_buffer("kv_b", torch.cat(parts), persistent=False)
+        w_uk, w_uv = self.kv_b.split([len(part) for part in parts])
         heads = (self.num_heads, -1)
-        self.weights = LatentWeights(rows, w_uk.unflatten(0, heads), w_uv.unflatten(0, heads))
+        self.weights = LatentWeights(self.kv_b, w_uk.unflatten(0, heads), w_uv.unflatten(0, heads))
 
     def bind(self, views: Sequence[torch.Tensor], group: int, backend: LatentBackend) -> None:
         super().bind(views, group, backend)

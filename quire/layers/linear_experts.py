@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from quire.kernels.int_linear import PANEL, stack_experts
-from quire.kernels.moe import Activation, Fp8ExpertWeights, RouterScoring
+from quire.kernels.moe import Activation, Fp8ExpertWeights
+from quire.kernels.moe_routing import Routing
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.packed_experts import PackedExperts
 from quire.layers.parallel import SINGLE, TensorParallel
@@ -19,6 +20,7 @@ from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
 
+SharedLinears = tuple[MergedColumnParallelLinear, RowParallelLinear]
 ExpertMethods = tuple[LinearMethod | None, LinearMethod | None]  # gate and up; down
 
 
@@ -32,7 +34,7 @@ class LinearExperts(PackedExperts):
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         hidden_size: int,
         intermediate_size: int,
         dtype: torch.dtype,
@@ -40,15 +42,14 @@ class LinearExperts(PackedExperts):
         methods: list[ExpertMethods],  # of each expert
         tp: TensorParallel = SINGLE,
         *,
-        renormalize: bool = True,
-        scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
         bias: bool = False,
+        shared: SharedLinears | None = None,
     ) -> None:
-        super().__init__(
-            num_experts, top_k, hidden_size, intermediate_size, device, tp,
-            renormalize=renormalize, scoring=scoring, activation=activation,
-        )  # fmt: skip
+        """`shared`: gate and up, and down of one more expert, which every row has. It is multiplied with the others if
+        it is packed as they are (`has_shared`); else its owner multiplies by it."""
+        super().__init__(num_experts, routing, hidden_size, intermediate_size, device, tp, activation=activation)
+        keep(self, "shared", shared)
         placed = (bias, dtype, device, tp)
         self.gate_up = nn.ModuleList(
             MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, *placed, method) for method, _ in methods

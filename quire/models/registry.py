@@ -24,6 +24,8 @@ class BuiltIn:
     note: str = ""
 
 
+LATENT = "latent attention"
+
 BUILT_IN = (
     BuiltIn("LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 2, 3.x, SmolLM", "dense", "llama"),
     BuiltIn("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral", "dense", "llama", "sliding window"),
@@ -46,6 +48,7 @@ BUILT_IN = (
     BuiltIn("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
     BuiltIn("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
     BuiltIn("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
+    BuiltIn("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM3", "dense", "", LATENT),
     BuiltIn("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE", "llama"),
     BuiltIn(
         "Qwen2MoeForCausalLM",
@@ -58,6 +61,16 @@ BUILT_IN = (
     BuiltIn("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE", "qwen3moe"),
     BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE", "olmoe"),
     BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE", "granitemoe"),
+    BuiltIn("DeepseekV2ForCausalLM", "deepseek:DeepseekV2ForCausalLM", "DeepSeek-V2, V2-Lite", "MoE", "", LATENT),
+    BuiltIn(
+        "DeepseekV3ForCausalLM",
+        "deepseek:DeepseekV3ForCausalLM",
+        "DeepSeek-V3, R1, V3.1, Kimi-K2, Moonlight",
+        "MoE",
+        "",
+        LATENT,
+    ),
+    BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "MoE", "", LATENT),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})

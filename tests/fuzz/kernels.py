@@ -254,6 +254,7 @@ def check_attention(rng: random.Random) -> None:
 def check_experts(rng: random.Random) -> None:
     import torch
 
+    from quire.kernels.moe_routing import Routing
     from quire.kernels.native.moe import PackedExperts, moe, pack_experts, route
 
     count, rows = some_size(rng, 9), some_size(rng, 30)
@@ -261,7 +262,7 @@ def check_experts(rng: random.Random) -> None:
     logits = torch.randn(rows, count).to(some_dtype(rng))
     if rng.random() < 0.2:
         logits[rng.randrange(rows)] = rng.choice((float("nan"), float("inf"), -float("inf")))
-    weights, experts = route(logits, top_k, rng.random() < 0.5)
+    weights, experts = route(logits, Routing(top_k, renormalize=rng.random() < 0.5))
     assert int(experts.min()) >= 0 and int(experts.max()) < count
     biases = [torch.randn(count, size).bfloat16() if rng.random() < 0.5 else None for size in (2 * width, hidden)]
     up, down = torch.randn(count, 2 * width, hidden), torch.randn(count, hidden, width)

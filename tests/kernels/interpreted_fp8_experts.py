@@ -13,13 +13,14 @@ from quire.kernels.moe import (
     moe_triton,
     route_torch,
 )
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, SlabConfig, TileConfig
 from quire.kernels.quantize_fp8 import quantize_fp8_torch
 from quire.kernels.triton import moe_grouped
 
 torch.set_num_threads(1)  # tensors are tiny
 E, TOP_K, H, WIDTH = 4, 2, 96, 32
-KIND = {"renormalize": True, "scoring": "softmax"}
+ROUTING = Routing(TOP_K)
 LAYOUTS = {"channel": (None, None), "blocks": ((32, 32), (16, 32))}
 CONFIGS: dict[str, MoeConfig] = {
     "few, one step": FewConfig(SlabConfig(16, 128), SlabConfig(8, 64)),
@@ -60,8 +61,8 @@ def seeded(monkeypatch):
 def test_experts(name, layout):
     w, rows = weights(layout), 2 if "few" in name else 9
     x, logits, residual = tensor(rows, H), tensor(rows, E), tensor(rows, H)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), w.dequantized(torch.float16), residual)
-    got = moe_triton(x, logits, w, TOP_K, residual=residual, config=CONFIGS[name], **KIND)
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), w.dequantized(torch.float16), residual)
+    got = moe_triton(x, logits, w, ROUTING, residual=residual, config=CONFIGS[name])
     # The interpreter's cast to fp8 is off where rounding carries into the exponent; tests/gpu has a closer limit.
     limit = 0.15 if name == "rows quantized" else 5e-3
     assert off(got, wanted) < limit
@@ -71,6 +72,6 @@ def test_experts(name, layout):
 def test_a_layer_with_norm_and_router(layout):
     w, x = weights(layout), tensor(2, H)
     layer = (x, (torch.rand(H) + 0.5, 1e-6), tensor(E, H), None)
-    wanted = fused_layer_torch(*layer, w, TOP_K, residual=x, **KIND)
-    got = fused_layer(*layer, w, TOP_K, residual=x, config=CONFIGS["few, one step"], **KIND)
+    wanted = fused_layer_torch(*layer, w, ROUTING, residual=x)
+    got = fused_layer(*layer, w, ROUTING, residual=x, config=CONFIGS["few, one step"])
     assert off(got, wanted) < 5e-3

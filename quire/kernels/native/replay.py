@@ -20,21 +20,23 @@ KINDS = {
     "linear_amx": 4,
     "quantized_linear": 5,
     "attention": 7,
-    "route": 3,
+    "route": 4,
     "moe": 12,
     "layer_norm": 5,
     "add": 4,
     "activate": 2,
     "add_low_rank": 6,
     "all_reduce": 2,
+    "latent_write": 7,
+    "latent_attention": 12,
 }
-ROWS_OF_ATTENTION = 9  # its argument that counts requests
+ROWS = {"attention": 9, "latent_attention": 15}  # which argument counts requests
 MAX_ARGUMENTS = 26
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 _aten = torch.ops.aten
 _MAKE = {_aten.empty.memory_format, _aten.empty_like.default}
-_LOOK = {_aten.view.default, _aten.detach.default}
+_LOOK = {_aten.view.default, _aten.detach.default, _aten.slice.Tensor}
 
 # So many tokens in so many rows, whose first so many keys are in blocks that all rows share.
 Replay = Callable[[int, int, int], None]
@@ -157,7 +159,7 @@ def _noted(kind: str, arguments: tuple[Any, ...], rows_of_each: int) -> Call:
     types = native.argument_types(f"quire_{kind}")
     values = [float(a) if t == "f" else int(a or 0) for t, a in zip(types, arguments, strict=True)]
     packed = b"".join(struct.pack("d" if isinstance(value, float) else "q", value) for value in values)
-    changing = {KINDS[kind], *([ROWS_OF_ATTENTION] if kind == "attention" else [])}
+    changing = {KINDS[kind], ROWS.get(kind)}
     fixed = [v for i, (t, v) in enumerate(zip(types, values, strict=True)) if t != "p" and i not in changing]
     padding = bytes(8 * (MAX_ARGUMENTS - len(values)))
     return Call(kind, struct.pack("q", _NUMBERS[kind]) + packed + padding, (kind, rows_of_each, *fixed))
