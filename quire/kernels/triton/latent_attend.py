@@ -1,4 +1,4 @@
-"""The loop that kernels over latent pages share: each tile of a page is loaded once, as keys and as values.
+"""The loop that kernels over latent pages share: a tile of keys is loaded once, and is also that of values.
 
 Everything is transposed, with keys or latent columns as rows and queries as columns: the left operand of a Hopper
 matrix instruction has 64 rows and is read from shared memory, the right one has as few columns as there are heads.
@@ -48,25 +48,28 @@ def latent_attend(
         keys = tile + tl.arange(0, TILE)
         inside = keys < end
         block = tl.load(pages + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        at = kv_cache + (block * PAGE + (keys % BLOCK_SIZE) * (RANK + ROPE))[:, None]
-        by_key = tl.zeros([TILE], tl.float32) + cache_scale
-        if SCALE_PAGE > 0:
-            by_key = tl.load(token_scales + block * SCALE_PAGE + keys % BLOCK_SIZE, mask=inside, other=0.0)
+        place = kv_cache + block * PAGE + (keys % BLOCK_SIZE) * (RANK + ROPE)
         kind: tl.constexpr = q_rope.dtype
         masked: tl.constexpr = MASKED or RANK != RP or ROPE != PP
-        latent = _vectors(at + columns[None, :], by_key, inside, columns < RANK, kind, masked, QUANTIZED)
-        rope_at = at + RANK + rope_columns[None, :]
-        rope = _vectors(rope_at, by_key, inside, rope_columns < ROPE, kind, masked, QUANTIZED)
+        at = place[:, None]
+        latent = _load(at + columns[None, :], inside[:, None] & (columns < RANK)[None, :], masked).to(kind)
+        rope_here = inside[:, None] & (rope_columns < ROPE)[None, :]
+        rope = _load(at + RANK + rope_columns[None, :], rope_here, masked).to(kind)
         if CHUNK == RP:
             scores = tl.dot(latent, q, input_precision="ieee")
         else:
             scores = tl.zeros([TILE, acc.shape[1]], tl.float32)
             for first in range(0, RP, CHUNK):
                 part = first + tl.arange(0, CHUNK)
-                left = _vectors(at + part[None, :], by_key, inside, part < RANK, kind, True, QUANTIZED)
+                left = _load(at + part[None, :], inside[:, None] & (part < RANK)[None, :], True).to(kind)
                 right = tl.load(q_at[None, :] + part[:, None], mask=(part < RANK)[:, None], other=0.0)
                 scores = tl.dot(left, right, scores, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee")
+        by_key = tl.zeros([TILE], tl.float32) + cache_scale
+        if SCALE_PAGE > 0:
+            by_key = tl.load(token_scales + block * SCALE_PAGE + keys % BLOCK_SIZE, mask=inside, other=0.0)
+        if QUANTIZED:
+            scores *= by_key[:, None]
         if MASKED:
             scores = tl.where(inside[:, None] & (keys[:, None] < lengths[None, :]), scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, 0) * factor)
@@ -75,20 +78,21 @@ def latent_attend(
         weights = tl.math.exp2(scores * factor - base[None, :])
         shrink = tl.math.exp2(max_score - base)
         total = total * shrink[None, :] + weights
-        acc = tl.dot(tl.trans(latent), weights.to(q_rope.dtype), acc * shrink[None, :], input_precision="ieee")
+        if QUANTIZED:
+            # Loaded again, from the L2: a tile that is converted would be copied through registers to be transposed.
+            here = inside[None, :] & (columns < RANK)[:, None]
+            values = _load(place[None, :] + columns[:, None], here, masked).to(kind)
+            weights *= by_key[:, None]
+        else:
+            values = tl.trans(latent)
+        acc = tl.dot(values, weights.to(q_rope.dtype), acc * shrink[None, :], input_precision="ieee")
         max_score = new_max
     return acc, max_score, total
 
 
 @triton.jit
-def _vectors(
-    at, by_key, inside, in_vector, kind: tl.constexpr, MASKED: tl.constexpr, QUANTIZED: tl.constexpr
-):  # fmt: skip
-    """[TILE, columns] of the cache, times their scales, in the compute dtype."""
-    x = tl.load(at, mask=inside[:, None] & in_vector[None, :], other=0.0) if MASKED else tl.load(at)
-    if QUANTIZED:
-        x = x.to(tl.float32) * by_key[:, None]
-    return x.to(kind)
+def _load(at, here, MASKED: tl.constexpr):
+    return tl.load(at, mask=here, other=0.0) if MASKED else tl.load(at)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False) -> Tun
     """`columns`: heads x queries of a program. Sums of more, or a tile that is converted, need registers of more."""
     if dtype is torch.float32:
         return FLOAT32
-    return Tuning(warps=8 if columns > 16 or quantized else 4)
+    return Tuning(warps=8, stages=3) if quantized else Tuning(warps=8 if columns > 16 else 4)
 
 
 def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -242,7 +242,8 @@ def _launch(
     block_k = 32 if full else max(16, triton.next_power_of_2(inputs)) if parts is not None else 64
     many = many or (tokens is None and units > MANY_UNITS)
     block_u = 64 if many and not full and parts is None else 16
-    _dot_kernel[(triton.cdiv(outputs, 64), w.shape[0], triton.cdiv(units, block_u))](
-        *arguments, units, BLOCK_U=block_u, BLOCK_J=64, BLOCK_K=block_k,
+    block_j = 2 * block_u if block_u == 64 else 64
+    _dot_kernel[(triton.cdiv(outputs, block_j), w.shape[0], triton.cdiv(units, block_u))](
+        *arguments, units, BLOCK_U=block_u, BLOCK_J=block_j, BLOCK_K=block_k,
         num_warps=4, num_stages=1 if parts is not None else 3, **shape,
     )  # fmt: skip
