@@ -114,6 +114,10 @@ FAMILIES = {
     "deepseek-v2-lite": ("DeepseekV2Config", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek-v2": ("DeepseekV2Config", DEEPSEEK | {"q_lora_rank": 28, "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", DEEPSEEK | {"q_lora_rank": 28}),
+    "deepseek-v32": (
+        "DeepseekV32Config",
+        DEEPSEEK | {"q_lora_rank": 28, "index_topk": 24, "index_n_heads": 6, "index_head_dim": 16},
+    ),
     "kimi-k2": ("DeepseekV3Config", KIMI | {"q_lora_rank": 28}),
     "moonlight": ("DeepseekV3Config", KIMI | {"q_lora_rank": None, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", KIMI | {"q_lora_rank": 28, "rope_parameters": {"rope_theta": 5000.0}}),

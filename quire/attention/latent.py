@@ -94,6 +94,9 @@ class TorchLatentBackend(LatentBackend):
 
     @classmethod
     def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
+        assert isinstance(spec, LatentSpec)
+        if spec.index_size:
+            return "a cache without keys of an index"
         return None if features.causal else "causal attention"
 
     @classmethod
@@ -172,14 +175,22 @@ def read_latents(
 
 
 def attend_absorbed(
-    q: torch.Tensor, latents: torch.Tensor, weights: LatentWeights, features: LatentFeatures
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    weights: LatentWeights,
+    features: LatentFeatures,
+    masked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H, nope + rope], the queries of the last T of `latents` [L, rank + rope] -> [T, H, v]."""
+    """q [T, H, nope + rope], the queries of the last T of `latents` [L, rank + rope] -> [T, H, v]. `masked` [T, L]:
+    what a query does not see, in place of the later ones."""
     q_nope, q_rope = q.split((features.nope, features.rope), dim=-1)
     absorbed = torch.bmm(q_nope.transpose(0, 1), weights.w_uk)  # [H, T, rank]
     queries = torch.cat((absorbed, q_rope.transpose(0, 1)), dim=-1)
     scores = (queries @ latents.T).float() * features.scale
-    mask_later(scores, 0, len(latents))
+    if masked is None:
+        mask_later(scores, 0, len(latents))
+    else:
+        scores.masked_fill_(masked, -torch.inf)
     compressed = scores.softmax(-1).to(q.dtype) @ latents[:, : features.rank]
     return torch.bmm(compressed, weights.w_uv.transpose(1, 2)).transpose(0, 1)
 

@@ -42,6 +42,8 @@ class NativeLatentBackend(LatentBackend):
             return "a CPU"
         if dtype is not torch.bfloat16 or spec.dtype != "bfloat16":
             return "a model and a cache in bfloat16"
+        if spec.index_size:
+            return "a cache without keys of an index"
         if native.library() is None:
             return "a C compiler"
         if spec.rank > kernels.MAX_RANK:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.attention.base import CacheBackend, GroupFeatures
+from quire.attention.indexed import TorchIndexedBackend
 from quire.attention.latent import TorchLatentBackend
 from quire.attention.latent_native import NativeLatentBackend
 from quire.attention.native import NativeBackend
@@ -57,6 +58,9 @@ class TritonLatentEntry(CacheBackend):
     def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
         if not platform.supports_triton:
             return "a GPU"
+        assert isinstance(spec, LatentSpec)
+        if spec.index_size:
+            return "a cache without keys of an index"
         if not features.causal:
             return "causal attention"
         if features.max_rows > MAX_TRITON_ROWS:
@@ -77,6 +81,7 @@ BACKENDS: list[type[CacheBackend]] = [
     TritonLatentEntry,
     NativeLatentBackend,
     TorchLatentBackend,
+    TorchIndexedBackend,
 ]
 
 

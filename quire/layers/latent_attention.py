@@ -6,12 +6,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.attention.base import Angles, ForwardContext
+from quire.attention.indexed import IndexInputs, TorchIndexedBackend
 from quire.attention.latent import LatentBackend, LatentFeatures, LatentWeights
 from quire.kernels.kv_scales import KVScales
 from quire.kernels.paged_attention import AttentionShape
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import LatentSpec
+
+
+@dataclass(frozen=True)
+class IndexSizes:
+    """Of sparse attention: an index of keys of its own selects the tokens that a query attends to."""
+
+    num_heads: int
+    size: int  # of a head, and of the key that all have
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class LatentSizes:
     rope: int
     v: int
     interleaved: bool  # rotated pairs are neighbours, not halves
+    index: IndexSizes | None = None
 
     @property
     def query(self) -> int:
@@ -77,6 +88,9 @@ class LatentAttention(CacheLayer):
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> LatentSpec:
         return LatentSpec(block_size, self.sizes.rank, self.sizes.rope, str(dtype).removeprefix("torch."))
 
+    def _heads(self, q: torch.Tensor) -> torch.Tensor:
+        return q.view(len(q), self.num_heads, self.sizes.query)
+
     def forward(
         self, q: torch.Tensor, kv: torch.Tensor, norm: RMSNormParams, angles: Angles, ctx: ForwardContext
     ) -> torch.Tensor:
@@ -85,9 +99,46 @@ class LatentAttention(CacheLayer):
             ctx.layer_hooks.wait_for_layer_load(self.layer_index)
         assert self.weights is not None
         slots, metadata = ctx.slot_mapping[self.group], ctx.metadata[self.group]
-        q = q.unflatten(-1, (self.num_heads, self.sizes.query))
+        q = self._heads(q)
         self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features)
         out = self.backend.attend(q, self.weights, self.kv_cache, metadata, self.features)
+        if ctx.layer_hooks is not None:
+            ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
+        return out.view(out.shape[0], -1)
+
+
+class IndexedLatentAttention(LatentAttention):
+    """Attention over the tokens that an index selects."""
+
+    backend: TorchIndexedBackend
+
+    def bind(self, views: Sequence[torch.Tensor], group: int, backend: LatentBackend) -> None:
+        self.index_cache = views[1]
+        super().bind(views[:1], group, backend)
+
+    def kv_cache_spec(self, block_size: int, dtype: torch.dtype) -> LatentSpec:
+        assert self.sizes.index is not None
+        return replace(super().kv_cache_spec(block_size, dtype), index_size=self.sizes.index.size)
+
+    def forward(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        norm: RMSNormParams,
+        angles: Angles,
+        ctx: ForwardContext,
+        index: IndexInputs,
+    ) -> torch.Tensor:
+        if ctx.layer_hooks is not None:
+            ctx.layer_hooks.wait_for_layer_load(self.layer_index)
+        assert self.weights is not None and self.sizes.index is not None
+        slots, metadata, q = ctx.slot_mapping[self.group], ctx.metadata[self.group], self._heads(q)
+        self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features)
+        self.backend.write_index(index, angles, self.index_cache, slots, self.sizes.rope)
+        caches = (self.kv_cache, self.index_cache)
+        out = self.backend.attend_selected(
+            q, self.weights, caches, metadata, self.features, index, self.sizes.index.top_k
+        )
         if ctx.layer_hooks is not None:
             ctx.layer_hooks.save_kv_layer(self.layer_index, self.kv_cache)
         return out.view(out.shape[0], -1)

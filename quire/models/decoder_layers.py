@@ -24,7 +24,7 @@ from quire.layers.linear import (
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
 from quire.models.decoder_config import DecoderConfig
-from quire.models.latent_attention import LatentSelfAttention
+from quire.models.latent_attention import attention_block
 from quire.models.options import ModelOptions
 from quire.quantization.base import LinearMethod
 from quire.quantization.mixed import fused_method
@@ -200,7 +200,7 @@ class DecoderLayer(nn.Module):
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
         self.fusable = c.is_like_llama
         self.attention_norm = build.norm() if c.pre_norm else None
-        self.self_attn = SelfAttention(build, layer) if c.latent is None else LatentSelfAttention(build, layer)
+        self.self_attn = SelfAttention(build, layer) if c.latent is None else attention_block(build, layer)
         self.attention_out_norm = build.norm() if c.post_norm else None
         self.mlp_norm = build.norm() if c.pre_norm and c.mlp_norm else None
         self.mlp = mlp

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import DecoderConfig, require
 from quire.models.draft_head import DraftHead
-from quire.models.latent_attention import LATENT_ATTENTION, latent_config
+from quire.models.latent_attention import INDEX, LATENT_ATTENTION, latent_config
 from quire.models.loading.weight_map import WeightMap
 from quire.models.moe import BIASED_SIGMOID, CORRECTION_BIAS, EXPERTS, SHARED_EXPERTS, Experts, MoEModel
 from quire.models.mtp import MTPHead, ignoring_mtp, mtp_weights
@@ -52,6 +52,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         return ignoring_mtp(super().weight_map(), self.mtp_weights())
 
     def make_mtp_head(self, options: ModelOptions) -> DraftHead:
+        if self.hf.get("num_nextn_predict_layers", 1) == 0:
+            raise ValueError("the model's checkpoint has no prediction layer (num_nextn_predict_layers is 0)")
         c, last = self.config, self.config.num_layers
         names = replace(c.names, layer=f"model.layers.{last}")
         config = replace(c, num_layers=1, windows=c.windows[-1:], ropes=c.ropes[-1:], names=names)
@@ -60,6 +62,17 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
     def mtp_weights(self) -> WeightMap:
         return mtp_weights(self.config.num_layers, self.weights.rules)
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """V3.2: an index selects the tokens that each query attends to."""
+
+    weights: ClassVar[WeightMap] = DeepseekV3ForCausalLM.weights.with_rules(*INDEX)
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        require(hf, "index_topk")
+        return super().configure(hf)
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):

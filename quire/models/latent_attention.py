@@ -1,18 +1,20 @@
 """The attention block of models with a latent cache (DeepSeek's MLA), and how configs and checkpoints describe it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from quire.attention.base import Angles, ForwardContext
-from quire.config.values import finite_number
+from quire.attention.indexed import IndexInputs
+from quire.config.values import finite_number, whole_number
 from quire.kernels.rms_norm import RMSNormParams
-from quire.layers.latent_attention import LatentAttention, LatentSizes
+from quire.layers.latent_attention import IndexedLatentAttention, IndexSizes, LatentAttention, LatentSizes
 from quire.layers.linear import ColumnParallelLinear, QueryAndLatentLinear, RowParallelLinear, can_fuse
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.rope_scaling import MAX_NUMBER, yarn_magnitude
-from quire.layers.rotary import RopeParameters
+from quire.layers.rotary import MAX_POSITIONS, RopeParameters
+from quire.models.config_checks import MAX_HEAD_DIM, MAX_HEADS
 from quire.models.decoder_config import DecoderConfig, require
 from quire.models.loading.weight_map import Rule
 
@@ -31,11 +33,19 @@ LATENT_ATTENTION = (
     Rule(f"{_THEIRS}.kv_a_layernorm.weight", f"{_OURS}.kv_norm.weight"),
     Rule(f"{_THEIRS}.kv_b_proj.{{p}}", f"{_OURS}.kv_b_proj.{{p}}"),
 )
+INDEX = (
+    Rule(f"{_THEIRS}.indexer.wq_b.{{p}}", f"{_OURS}.index_q.{{p}}"),
+    Rule(f"{_THEIRS}.indexer.wk.{{p}}", f"{_OURS}.index_k.{{p}}"),
+    Rule(f"{_THEIRS}.indexer.k_norm.{{p}}", f"{_OURS}.index_norm.{{p}}"),
+    Rule(f"{_THEIRS}.indexer.weights_proj.{{p}}", f"{_OURS}.index_weights.{{p}}"),
+)
 
 
 class LatentSelfAttention(nn.Module):
     """Queries and latents are one product. What makes keys and values of latents is part of attention itself, in the
     compute dtype: absorbed, it is multiplied head by head."""
+
+    attention_class: ClassVar[type[LatentAttention]] = LatentAttention
 
     def __init__(self, build: "BuildContext", layer: int) -> None:
         super().__init__()
@@ -68,7 +78,7 @@ class LatentSelfAttention(nn.Module):
         out = build.method(layer, module, (c.names.out,))
         self.o_proj = RowParallelLinear(c.num_heads * s.v, c.hidden_size, c.o_bias, *placed, out)
         scale = c.attention_scale if c.attention_scale is not None else s.query**-0.5
-        self.attn = LatentAttention(layer, heads, s, scale)
+        self.attn = self.attention_class(layer, heads, s, scale)
         self.dtype, self.device = options.dtype, options.device
 
     def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
@@ -100,6 +110,43 @@ class LatentSelfAttention(nn.Module):
         self.kv_b_proj = None
 
 
+class IndexedSelfAttention(LatentSelfAttention):
+    """With the index of DeepSeek's sparse attention, which every rank has whole: all select the same tokens."""
+
+    attention_class = IndexedLatentAttention
+    fuses = False
+
+    def __init__(self, build: "BuildContext", layer: int) -> None:
+        super().__init__(build, layer)
+        hidden, options = build.config.hidden_size, build.options
+        assert self.sizes.index is not None and self.sizes.q_rank is not None
+        self.index, placed = self.sizes.index, (options.dtype, options.device)
+        module, width = f"{build.config.names.attention}.indexer", self.sizes.index.num_heads
+        methods = {name: build.method(layer, module, (name,)) for name in ("wq_b", "wk", "weights_proj")}
+        sizes = (self.sizes.q_rank, width * self.index.size)
+        self.index_q = ColumnParallelLinear(*sizes, False, *placed, method=methods["wq_b"])
+        self.index_k = ColumnParallelLinear(hidden, self.index.size, False, *placed, method=methods["wk"])
+        self.index_norm = LayerNorm(self.index.size, EPS, True, options.device)
+        self.index_weights = ColumnParallelLinear(hidden, width, False, *placed, method=methods["weights_proj"])
+
+    def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        assert angles is not None and self.q_norm is not None and self.q_b_proj is not None
+        inputs, width = self.in_proj(x), self.in_proj.out_partition_sizes[0]
+        compressed = self.q_norm(inputs[:, :width])
+        heads = self.index_q(compressed).unflatten(-1, (self.index.num_heads, self.index.size))
+        # Both factors of a score, of the product and of a head.
+        weights = self.index_weights(x).float() * (self.index.num_heads * self.index.size) ** -0.5
+        index = IndexInputs(heads, self.index_norm(self.index_k(x)), weights)
+        q = self.q_b_proj(compressed)
+        return self.o_proj(self.attn(q, inputs[:, width:], self.kv_norm.params, angles, ctx, index))
+
+
+def attention_block(build: "BuildContext", layer: int) -> LatentSelfAttention:
+    assert build.config.latent is not None
+    kind = LatentSelfAttention if build.config.latent.index is None else IndexedSelfAttention
+    return kind(build, layer)
+
+
 def latent_sizes(hf: dict[str, Any], interleaved: bool) -> LatentSizes:
     """`interleaved`: the family's default."""
     require(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -111,7 +158,19 @@ def latent_sizes(hf: dict[str, Any], interleaved: bool) -> LatentSizes:
         rope=hf["qk_rope_head_dim"],
         v=hf["v_head_dim"],
         interleaved=interleaved if given is None else bool(given),
+        index=_index_sizes(hf) if hf.get("index_topk") is not None else None,
     )
+
+
+def _index_sizes(hf: dict[str, Any]) -> IndexSizes:
+    require(hf, "q_lora_rank", "index_n_heads", "index_head_dim")
+    most = {"index_n_heads": MAX_HEADS, "index_head_dim": MAX_HEAD_DIM, "index_topk": MAX_POSITIONS}
+    sizes = IndexSizes(*(whole_number(name, hf[name], maximum=limit) for name, limit in most.items()))
+    if sizes.size < hf["qk_rope_head_dim"]:
+        raise ValueError(
+            f"index_head_dim is {sizes.size}; it must be at least qk_rope_head_dim, {hf['qk_rope_head_dim']}"
+        )
+    return sizes
 
 
 def latent_config(hf: dict[str, Any], interleaved: bool, **differences: Any) -> DecoderConfig:

@@ -70,8 +70,23 @@ BUILT_IN = (
         "",
         LATENT,
     ),
+    BuiltIn(
+        "DeepseekV32ForCausalLM",
+        "deepseek:DeepseekV32ForCausalLM",
+        "DeepSeek-V3.2",
+        "MoE",
+        "",
+        "sparse latent attention, by torch alone",
+    ),
     BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "MoE", "", LATENT),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
+)
+# Architectures that neither we nor transformers' code can serve here, and what they need.
+MISSING = MappingProxyType(
+    {
+        "DeepseekV4ForCausalLM": "attention over compressed tokens beside a window of single ones, chosen by an index; "
+        "hyper-connections between layers; output projections in groups; layers whose experts are chosen by token id",
+    }
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})
 
@@ -123,7 +138,15 @@ class Registry:
         model = self._registered.get(name) or f"quire.models.{ARCHITECTURES[name].target}"
         return _imported(name, model) if isinstance(model, str) else model
 
+    def missing(self, hf_config: dict[str, Any]) -> str | None:
+        """What a known architecture needs that there is not yet; None: it is not among those."""
+        name = next((name for name in hf_config.get("architectures") or () if name in MISSING), None)
+        return None if name is None else f"{name} is not supported yet; missing: {MISSING[name]}"
+
     def refusal(self, hf_config: dict[str, Any]) -> str:
+        missing = self.missing(hf_config)
+        if missing is not None:
+            return missing
         given = ", ".join(hf_config.get("architectures") or ()) or "none is named in the model's config"
         return f"architecture not supported: {given}; supported: {', '.join(self.get_supported_archs())}"
 
