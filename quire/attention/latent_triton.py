@@ -96,7 +96,7 @@ class TritonLatentBackend(LatentBackend):
             into_latent(q_nope, weights.w_uk, tokens), q_rope, kv_cache, step.rows, query_start, step.seq_lens, table,
             features.scale, scales, queries, step.prefix_len,
         )  # fmt: skip
-        out_of_latent(parts, weights.w_uv, out, tokens, scales.k if scales is not None else 1.0)
+        out_of_latent(parts, weights.w_uv, out, tokens)
         return out
 
     def _plan(
@@ -130,8 +130,9 @@ class TritonLatentBackend(LatentBackend):
         count = max(self.queries_per_block, SLICE_BYTES // (2 * q.shape[1] * features.rank * q.element_size()))
         for first in range(0, len(q), count):
             tokens = plan.prompt_tokens[first : first + count]
+            queries = into_latent(q_nope, weights.w_uk, tokens, many=True)
             latent = absorbed_prefill(
-                into_latent(q_nope, weights.w_uk, tokens), q_rope, kv_cache, plan, step.query_blocks, step.rows, *rows,
+                queries, q_rope, kv_cache, plan, step.query_blocks, step.rows, *rows,
                 metadata.block_table, first, features.scale, scales,
             )  # fmt: skip
-            out_of_latent(latent, weights.w_uv, out, tokens)
+            out_of_latent(latent, weights.w_uv, out, tokens, many=True)

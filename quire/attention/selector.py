@@ -76,9 +76,9 @@ class TritonLatentEntry(CacheBackend):
 # In order of preference.
 BACKENDS: list[type[CacheBackend]] = [
     TritonEntry,
-    TritonLatentEntry,
     NativeBackend,
     TorchBackend,
+    TritonLatentEntry,
     NativeLatentBackend,
     TorchLatentBackend,
     TorchIndexedBackend,

@@ -1,4 +1,4 @@
-"""The loop that kernels over latent pages share: each tile of a page is loaded once, as keys and as values.
+"""The loop that kernels over latent pages share: a tile of keys is loaded once, and is also that of values.
 
 Everything is transposed, with keys or latent columns as rows and queries as columns: the left operand of a Hopper
 matrix instruction has 64 rows and is read from shared memory, the right one has as few columns as there are heads.
@@ -30,6 +30,7 @@ def latent_attend(
     lengths,  # [M]: keys from it on are masked
     factor,  # from scores to powers of two; > 0
     token_scales,  # [pages, BLOCK_SIZE] float32; unused without SCALE_PAGE
+    cache_scale,  # of all vectors; unused unless QUANTIZED
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     RP: tl.constexpr,
@@ -38,6 +39,7 @@ def latent_attend(
     BLOCK_SIZE: tl.constexpr,
     PAGE: tl.constexpr,  # elements from a page to the next
     SCALE_PAGE: tl.constexpr,  # scales from a page to the next; 0: there are none of tokens
+    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,  # False: every key from begin to end is seen by every query, and fills whole tiles
 ):
@@ -46,23 +48,28 @@ def latent_attend(
         keys = tile + tl.arange(0, TILE)
         inside = keys < end
         block = tl.load(pages + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        at = kv_cache + (block * PAGE + (keys % BLOCK_SIZE) * (RANK + ROPE))[:, None]
-        latent = _vectors(at + columns[None, :], inside, columns < RANK, MASKED or RANK != RP).to(q_rope.dtype)
-        rope_at = at + RANK + rope_columns[None, :]
-        rope = _vectors(rope_at, inside, rope_columns < ROPE, MASKED or ROPE != PP).to(q_rope.dtype)
+        place = kv_cache + block * PAGE + (keys % BLOCK_SIZE) * (RANK + ROPE)
+        kind: tl.constexpr = q_rope.dtype
+        masked: tl.constexpr = MASKED or RANK != RP or ROPE != PP
+        at = place[:, None]
+        latent = _load(at + columns[None, :], inside[:, None] & (columns < RANK)[None, :], masked).to(kind)
+        rope_here = inside[:, None] & (rope_columns < ROPE)[None, :]
+        rope = _load(at + RANK + rope_columns[None, :], rope_here, masked).to(kind)
         if CHUNK == RP:
             scores = tl.dot(latent, q, input_precision="ieee")
         else:
             scores = tl.zeros([TILE, acc.shape[1]], tl.float32)
             for first in range(0, RP, CHUNK):
                 part = first + tl.arange(0, CHUNK)
-                left = tl.load(at + part[None, :], mask=inside[:, None] & (part < RANK)[None, :], other=0.0)
+                left = _load(at + part[None, :], inside[:, None] & (part < RANK)[None, :], True).to(kind)
                 right = tl.load(q_at[None, :] + part[:, None], mask=(part < RANK)[:, None], other=0.0)
-                scores = tl.dot(left.to(q_rope.dtype), right, scores, input_precision="ieee")
+                scores = tl.dot(left, right, scores, input_precision="ieee")
         scores = tl.dot(rope, q_rope, scores, input_precision="ieee")
+        by_key = tl.zeros([TILE], tl.float32) + cache_scale
         if SCALE_PAGE > 0:
-            scale = tl.load(token_scales + block * SCALE_PAGE + keys % BLOCK_SIZE, mask=inside, other=0.0)
-            scores *= scale[:, None]
+            by_key = tl.load(token_scales + block * SCALE_PAGE + keys % BLOCK_SIZE, mask=inside, other=0.0)
+        if QUANTIZED:
+            scores *= by_key[:, None]
         if MASKED:
             scores = tl.where(inside[:, None] & (keys[:, None] < lengths[None, :]), scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, 0) * factor)
@@ -71,19 +78,21 @@ def latent_attend(
         weights = tl.math.exp2(scores * factor - base[None, :])
         shrink = tl.math.exp2(max_score - base)
         total = total * shrink[None, :] + weights
-        if SCALE_PAGE > 0:
-            weights *= scale[:, None]
-        acc = tl.dot(tl.trans(latent), weights.to(q_rope.dtype), acc * shrink[None, :], input_precision="ieee")
+        if QUANTIZED:
+            # Loaded again, from the L2: a tile that is converted would be copied through registers to be transposed.
+            here = inside[None, :] & (columns < RANK)[:, None]
+            values = _load(place[None, :] + columns[:, None], here, masked).to(kind)
+            weights *= by_key[:, None]
+        else:
+            values = tl.trans(latent)
+        acc = tl.dot(values, weights.to(q_rope.dtype), acc * shrink[None, :], input_precision="ieee")
         max_score = new_max
     return acc, max_score, total
 
 
 @triton.jit
-def _vectors(at, inside, in_vector, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(at, mask=inside[:, None] & in_vector[None, :], other=0.0)
-    else:
-        return tl.load(at)
+def _load(at, here, MASKED: tl.constexpr):
+    return tl.load(at, mask=here, other=0.0) if MASKED else tl.load(at)
 
 
 @triton.jit
@@ -130,9 +139,6 @@ def page_arguments(kv_cache: torch.Tensor, scales: KVScales | None) -> dict[str,
         "PAGE": kv_cache.stride(0),
         "token_scales": by_token if by_token is not None else kv_cache,
         "SCALE_PAGE": by_token.stride(0) if by_token is not None else 0,
+        "cache_scale": scales.k if scales is not None else 1.0,
+        "QUANTIZED": scales is not None,
     }
-
-
-def score_factor(scale: float, scales: KVScales | None) -> float:
-    """By which the product of a query and a key as stored is a score, as a power of two."""
-    return scale * LOG2E * (scales.k if scales is not None else 1.0)

@@ -14,11 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 from quire.kernels.kv_scales import KVScales
-from quire.kernels.triton.latent_attend import latent_attend, load_queries, padded, page_arguments, score_factor
+from quire.kernels.triton.latent_attend import LOG2E, latent_attend, load_queries, padded, page_arguments
 from quire.kernels.triton.latent_product import Parts
 
 MAX_SPLITS = 64
-MIXED_SPLITS = 8  # in a mixed step, rows of one token are few among those it is padded to
+# In a mixed step, rows of one token are few among those it is padded to.
+MIXED_SPLITS, MIXED_ROWS = 8, 64
 MULTIPROCESSORS = 132
 MIN_USE = 0.9  # of multiprocessors, for which keys are split further
 
@@ -35,11 +36,11 @@ class Tuning:
 FLOAT32 = Tuning(tile=16, stages=1, min_tiles=4)
 
 
-def tuning_for(columns: int, dtype: torch.dtype) -> Tuning:
-    """`columns`: heads x queries of a program."""
+def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False) -> Tuning:
+    """`columns`: heads x queries of a program. Sums of more, or a tile that is converted, need registers of more."""
     if dtype is torch.float32:
         return FLOAT32
-    return Tuning(warps=4 if columns <= 16 else 8)
+    return Tuning(warps=8, stages=3) if quantized else Tuning(warps=8 if columns > 16 else 4)
 
 
 def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -81,6 +82,7 @@ def _decode_kernel(
     counts,
     factor,
     token_scales,
+    cache_scale,
     splits,
     prefix_splits,
     rope_token,
@@ -97,6 +99,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE_PAGE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     PREFIX: tl.constexpr,  # whether there is a shared one
@@ -147,11 +150,11 @@ def _decode_kernel(
     masked_from = begin + (tl.maximum(seen - begin, 0) // TILE) * TILE
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, begin, masked_from, lengths, factor,
-        token_scales, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, TILE, False,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, False,
     )  # fmt: skip
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, masked_from, end, lengths, factor,
-        token_scales, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, TILE, True,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True,
     )  # fmt: skip
     part = (unit.to(tl.int64) * H + head) * (prefix_splits + splits) + prefix_splits + split
     _store_part(out, sums, acc, max_score, total, part, real, RANK, RP)
@@ -180,6 +183,7 @@ def _shared_prefix_kernel(
     num_tokens,
     factor,
     token_scales,
+    cache_scale,
     splits,
     prefix_splits,
     rope_token,
@@ -194,6 +198,7 @@ def _shared_prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE_PAGE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -220,11 +225,11 @@ def _shared_prefix_kernel(
     total = tl.zeros([TILE, M], tl.float32)
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, begin, whole, lengths, factor,
-        token_scales, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, TILE, False,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, False,
     )  # fmt: skip
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, whole, end, lengths, factor,
-        token_scales, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, TILE, True,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True,
     )  # fmt: skip
     part = (token.to(tl.int64) * H + head) * (prefix_splits + splits) + split
     _store_part(out, sums, acc, max_score, total, part, real, RANK, RP)
@@ -251,10 +256,10 @@ def latent_decode(
     """
     units, num_heads, rank = q.shape
     heads, columns = tile_of_heads(num_heads, queries, q.dtype)
-    tuning = tuning or tuning_for(columns, q.dtype)
+    tuning = tuning or tuning_for(columns, q.dtype, scales is not None)
     tiles, at_once = triton.cdiv(num_heads, heads), MULTIPROCESSORS * tuning.per_multiprocessor
     splits = num_splits(units // queries * tiles, at_once)
-    if query_start is not None:
+    if query_start is not None and units <= MIXED_ROWS:
         splits = max(splits, MIXED_SPLITS)
     prefix_splits = 0
     if prefix_len is not None:
@@ -263,13 +268,13 @@ def latent_decode(
         prefix_splits = min(8, num_splits(triton.cdiv(units * num_heads, width), MULTIPROCESSORS))
     parts = Parts.empty(units, num_heads, prefix_splits + splits, rank, q.device)
     shape = dict(
-        splits=splits, prefix_splits=prefix_splits, factor=score_factor(scale, scales), H=num_heads,
+        splits=splits, prefix_splits=prefix_splits, factor=scale * LOG2E, H=num_heads,
         rope_token=q_rope.stride(0), rope_head=q_rope.stride(1),
         **padded(rank, q_rope.shape[2], q.dtype), **page_arguments(kv_cache, scales), **early_launch(q),
     )  # fmt: skip
     table = (block_table, block_table.stride(0))
     if prefix_len is not None:
-        chosen = tuning_for(width, q.dtype)
+        chosen = tuning_for(width, q.dtype, scales is not None)
         _shared_prefix_kernel[(triton.cdiv(units * num_heads, width), prefix_splits)](
             q, q_rope, kv_cache, rows, *table, prefix_len, parts.out, parts.sums, units, M=width, TILE=chosen.tile,
             num_warps=chosen.warps, num_stages=chosen.stages, **shape,

@@ -113,8 +113,8 @@ def _expand_kernel(
     keys,  # of Expanded
     values,
     ropes,
-    scale,  # of all vectors
     token_scales,
+    cache_scale,
     H: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -126,6 +126,7 @@ def _expand_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE_PAGE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -142,7 +143,7 @@ def _expand_kernel(
     inside = place < count
     slot = tl.load(sources + place, mask=inside, other=0).to(tl.int64)
     at = kv_cache + slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * (RANK + ROPE)
-    by_token = tl.zeros([BLOCK], tl.float32) + scale
+    by_token = tl.zeros([BLOCK], tl.float32) + cache_scale
     if SCALE_PAGE > 0:
         by_token = tl.load(token_scales + slot // BLOCK_SIZE * SCALE_PAGE + slot % BLOCK_SIZE, mask=inside, other=0.0)
     n, v = tl.arange(0, NP), tl.arange(0, VP)
@@ -159,8 +160,11 @@ def _expand_kernel(
         value = tl.dot(latent, weight, value, input_precision="ieee")
     line = (place.to(tl.int64) * H + head)[:, None]
     factor = by_token[:, None]
-    tl.store(keys + line * NOPE + n[None, :], (key * factor).to(kind), mask=inside[:, None] & (n < NOPE)[None, :])
-    tl.store(values + line * V + v[None, :], (value * factor).to(kind), mask=inside[:, None] & (v < V)[None, :])
+    if QUANTIZED:
+        key *= factor
+        value *= factor
+    tl.store(keys + line * NOPE + n[None, :], key.to(kind), mask=inside[:, None] & (n < NOPE)[None, :])
+    tl.store(values + line * V + v[None, :], value.to(kind), mask=inside[:, None] & (v < V)[None, :])
     if head == 0:
         p = tl.arange(0, PP)
         here = inside[:, None] & (p < ROPE)[None, :]
@@ -211,7 +215,7 @@ def latent_expand(
     )
     block = 32 if full else BLOCK
     _expand_kernel[(heads, triton.cdiv(capacity, block))](
-        kv_cache, plan.sources, plan.used, w_uk, w_uv, keys, values, ropes, scales.k if scales is not None else 1.0,
+        kv_cache, plan.sources, plan.used, w_uk, w_uv, keys, values, ropes,
         H=heads, RANK=rank, ROPE=rope, NOPE=nope, V=v, PP=max(16, triton.next_power_of_2(rope)),
         NP=max(16, triton.next_power_of_2(nope)), VP=max(16, triton.next_power_of_2(v)), BLOCK=block,
         BLOCK_K=16 if full else 64, num_warps=8, num_stages=1 if full else 3,

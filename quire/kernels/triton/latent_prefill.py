@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 from quire.kernels.kv_scales import KVScales
-from quire.kernels.triton.latent_attend import LOG2E, latent_attend, load_queries, padded, page_arguments, score_factor
+from quire.kernels.triton.latent_attend import LOG2E, latent_attend, load_queries, padded, page_arguments
 from quire.kernels.triton.latent_decode import tile_of_heads, tuning_for
 from quire.kernels.triton.latent_expand import Expanded, ExpansionPlan
 
@@ -140,8 +140,8 @@ def _absorbed_kernel(
     first_unit,
     units,
     factor,
-    scale,  # of all vectors
     token_scales,
+    cache_scale,
     rope_token,
     rope_head,
     H: tl.constexpr,
@@ -157,6 +157,7 @@ def _absorbed_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     SCALE_PAGE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -193,14 +194,14 @@ def _absorbed_kernel(
     total = tl.zeros([TILE, M], tl.float32)
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, 0, masked_from, lengths, factor,
-        token_scales, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, TILE, False,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, False,
     )  # fmt: skip
     acc, max_score, total = latent_attend(
         vectors, turned, q_at, acc, max_score, total, kv_cache, pages, masked_from, context + past, lengths, factor,
-        token_scales, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, TILE, True,
+        token_scales, cache_scale, RANK, ROPE, RP, PP, CHUNK, BLOCK_SIZE, PAGE, SCALE_PAGE, QUANTIZED, TILE, True,
     )  # fmt: skip
     sums = tl.sum(total, 0)
-    acc *= (scale / tl.where(sums > 0, sums, 1.0))[None, :]
+    acc *= (1.0 / tl.where(sums > 0, sums, 1.0))[None, :]
     column = tl.arange(0, RP)
     to = out + ((unit.to(tl.int64) * H + head) * RANK)[None, :] + column[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[None, :] & (column < RANK)[:, None])
@@ -249,12 +250,12 @@ def absorbed_prefill(
     heads, _ = tile_of_heads(num_heads, 1, q.dtype)
     queries = max(1, (16 if q.dtype is torch.float32 else 64) // heads)
     columns = max(16, triton.next_power_of_2(heads * queries))
-    tuning, block = tuning_for(columns, q.dtype), queries_per_block(q.dtype)
+    tuning, block = tuning_for(columns, q.dtype, scales is not None), queries_per_block(q.dtype)
     out = torch.empty_like(q)
     _absorbed_kernel[(len(query_blocks) * triton.cdiv(block, queries), triton.cdiv(num_heads, heads))](
         q, q_rope, out, kv_cache, plan.starts, query_blocks, rows, query_start, seq_lens,
-        block_table, block_table.stride(0), first_unit, units, score_factor(scale, scales),
-        scales.k if scales is not None else 1.0, rope_token=q_rope.stride(0), rope_head=q_rope.stride(1),
+        block_table, block_table.stride(0), first_unit, units, scale * LOG2E,
+        rope_token=q_rope.stride(0), rope_head=q_rope.stride(1),
         H=num_heads, HB=heads, Q=queries, M=columns, QUERIES=block, TILE=tuning.tile,
         num_warps=tuning.warps, num_stages=tuning.stages,
         **padded(rank, q_rope.shape[2], q.dtype), **page_arguments(kv_cache, scales), **early_launch(q),

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.dispatch import early_launch
 
-MAX_GEMV_UNITS = 8
+MAX_GEMV_UNITS, MANY_UNITS = 8, 64
 PARTS_AT_ONCE = 16
 
 
@@ -42,7 +42,6 @@ def _gemv_kernel(
     w,  # [H, ...]: element (j, k) of a head is at j * W_J + k * W_K
     y,  # [units or N, H, J]
     tokens,  # [units]: -1: nothing to do; unused without MAPPED
-    factor,
     x_token,
     x_head,
     H: tl.constexpr,
@@ -91,7 +90,7 @@ def _gemv_kernel(
             vector = vector * old + tl.sum(values * new[:, None], 0)
             total = total * old + tl.sum(part_total * new, 0)
             max_score = new_max
-        vector *= factor / tl.where(total > 0, total, 1.0)
+        vector *= 1.0 / tl.where(total > 0, total, 1.0)
     else:
         source = unit if FROM_UNITS else token
         vector = tl.load(x + source * x_token + head * x_head + k, mask=k < K, other=0.0).to(tl.float32)
@@ -109,7 +108,6 @@ def _dot_kernel(
     w,
     y,
     tokens,
-    factor,
     x_token,
     x_head,
     units,
@@ -169,7 +167,7 @@ def _dot_kernel(
                 place = first_part + part
                 here = part < count
                 part_max = tl.load(sums + place * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
-                share = tl.math.exp2(part_max - max_score) * (factor / total)
+                share = tl.math.exp2(part_max - max_score) / total
                 mask = here[None, :] & (k < K)[:, None]
                 values = tl.load(x + place[None, :] * K + k[:, None], mask=mask, other=0.0, cache_modifier=".cg")
                 sum_of_parts += values * share[None, :]
@@ -185,13 +183,13 @@ def _dot_kernel(
 def into_latent(
     q: torch.Tensor,  # [N, H, nope], with strides of its own
     w_uk: torch.Tensor,  # [H, nope, rank]
-    tokens: torch.Tensor | None = None,  # [units]; None: the first tokens
-    units: int | None = None,
+    tokens: torch.Tensor | None = None,  # [units]; None: unit i is token i
+    many: bool = False,  # of the units are likely to have a token
 ) -> torch.Tensor:  # [units, H, rank]
     heads, nope, rank = w_uk.shape
-    units = len(tokens) if tokens is not None else units or len(q)
+    units = len(tokens) if tokens is not None else len(q)
     y = torch.empty(units, heads, rank, dtype=q.dtype, device=q.device)
-    _launch(q, None, w_uk, y, tokens, units, 1.0, (rank, nope), (1, rank), from_units=False)
+    _launch(q, None, w_uk, y, tokens, units, (rank, nope), (1, rank), False, many)
     return y
 
 
@@ -199,13 +197,13 @@ def out_of_latent(
     x: torch.Tensor | Parts,  # [units, H, rank]
     w_uv: torch.Tensor,  # [H, v, rank]
     out: torch.Tensor,  # [N, H, v]
-    tokens: torch.Tensor | None = None,  # [units]; None: the first tokens
-    factor: float = 1.0,  # of parts
+    tokens: torch.Tensor | None = None,  # [units]; None: unit i is token i
+    many: bool = False,  # of the units are likely to have a token
 ) -> None:
     _, v, rank = w_uv.shape
     parts = x if isinstance(x, Parts) else None
     vectors = x.out if isinstance(x, Parts) else x
-    _launch(vectors, parts, w_uv, out, tokens, len(vectors), factor, (v, rank), (rank, 1), from_units=True)
+    _launch(vectors, parts, w_uv, out, tokens, len(vectors), (v, rank), (rank, 1), True, many)
 
 
 def _launch(
@@ -215,23 +213,24 @@ def _launch(
     y: torch.Tensor,
     tokens: torch.Tensor | None,
     units: int,
-    factor: float,
     sizes: tuple[int, int],
     strides: tuple[int, int],
     from_units: bool,
+    many: bool,
 ) -> None:
     assert w.is_contiguous() and y.is_contiguous() and x.stride(-1) == 1
     outputs, inputs = sizes
     arguments = (
         x, parts.sums if parts is not None else x, parts.counts if parts is not None else x,
-        parts.out.shape[2] if parts is not None else 1, w, y, tokens if tokens is not None else x, factor,
+        parts.out.shape[2] if parts is not None else 1, w, y, tokens if tokens is not None else x,
         x.stride(0), x.stride(1),
     )  # fmt: skip
     shape = dict(
         H=w.shape[0], J=outputs, K=inputs, W_J=strides[0], W_K=strides[1], PARTS=parts is not None,
         FROM_UNITS=from_units, MAPPED=tokens is not None, **early_launch(x),
     )  # fmt: skip
-    if units <= MAX_GEMV_UNITS:
+    # With a map, units are as many as a step is padded to: the kernel is the same for any number.
+    if units <= MAX_GEMV_UNITS and tokens is None:
         width = max(16, triton.next_power_of_2(inputs))
         block = min(max(8192 // width, 16), triton.next_power_of_2(outputs))
         _gemv_kernel[(triton.cdiv(outputs, block), w.shape[0], units)](
@@ -241,8 +240,10 @@ def _launch(
     full = w.dtype is torch.float32
     # Parts are combined for all columns at once: each step of a loop over them waits for memory.
     block_k = 32 if full else max(16, triton.next_power_of_2(inputs)) if parts is not None else 64
-    block_u = 16 if full or parts is not None or units <= 16 else 64
-    _dot_kernel[(triton.cdiv(outputs, 64), w.shape[0], triton.cdiv(units, block_u))](
-        *arguments, units, BLOCK_U=block_u, BLOCK_J=64, BLOCK_K=block_k,
+    many = many or (tokens is None and units > MANY_UNITS)
+    block_u = 64 if many and not full and parts is None else 16
+    block_j = 2 * block_u if block_u == 64 else 64
+    _dot_kernel[(triton.cdiv(outputs, block_j), w.shape[0], triton.cdiv(units, block_u))](
+        *arguments, units, BLOCK_U=block_u, BLOCK_J=block_j, BLOCK_K=block_k,
         num_warps=4, num_stages=1 if parts is not None else 3, **shape,
     )  # fmt: skip
