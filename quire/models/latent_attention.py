@@ -122,12 +122,12 @@ class IndexedSelfAttention(LatentSelfAttention):
         assert self.sizes.index is not None and self.sizes.q_rank is not None
         self.index, placed = self.sizes.index, (options.dtype, options.device)
         module, width = f"{build.config.names.attention}.indexer", self.sizes.index.num_heads
-        methods = {name: build.method(layer, module, (name,)) for name in ("wq_b", "wk", "weights_proj")}
+        methods = {name: build.method(layer, module, (name,)) for name in ("wq_b", "wk")}
         sizes = (self.sizes.q_rank, width * self.index.size)
         self.index_q = ColumnParallelLinear(*sizes, False, *placed, method=methods["wq_b"])
         self.index_k = ColumnParallelLinear(hidden, self.index.size, False, *placed, method=methods["wk"])
         self.index_norm = LayerNorm(self.index.size, EPS, True, options.device)
-        self.index_weights = ColumnParallelLinear(hidden, width, False, *placed, method=methods["weights_proj"])
+        self.index_weights = ColumnParallelLinear(hidden, width, False, *placed)
 
     def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
         assert angles is not None and self.q_norm is not None and self.q_b_proj is not None

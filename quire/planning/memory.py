@@ -121,7 +121,8 @@ def cache_specs(shape: ModelShape, limits: Limits, tensor: int, layers: range) -
     found: dict[int, KVCacheSpec] = {}
     for layer in layers:
         if shape.latent is not None:
-            found[layer] = LatentSpec(limits.block_size, shape.latent.rank, shape.latent.rope, dtype)
+            latent = (shape.latent.rank, shape.latent.rope, dtype)
+            found[layer] = LatentSpec(limits.block_size, *latent, index_size=shape.latent.index_size)
             continue
         window = shape.windows[layer]
         found[layer] = FullAttentionSpec(*sizes) if window is None else SlidingWindowSpec(*sizes, sliding_window=window)

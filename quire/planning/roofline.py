@@ -117,7 +117,7 @@ class Roofline:
         key_bytes = 2 * kv_heads_of_rank(shape, tensor) * shape.head_size * item
         pair_flops = 4 * shape.heads / tensor * shape.head_size
         if shape.latent is not None:
-            key_bytes = shape.latent.width * item  # on every rank
+            key_bytes = (shape.latent.width + shape.latent.index_size) * item  # on every rank
             pair_flops = 2 * shape.heads / tensor * (shape.head_size + shape.latent.v)
         total = 0.0
         for window, count in Counter(shape.windows[layers.start : layers.stop]).items():

@@ -50,10 +50,12 @@ class Latent:
     nope: int
     rope: int
     v: int
+    index_heads: int = 0  # of the index that selects tokens; 0: there is none
+    index_size: int = 0
 
     @property
     def width(self) -> int:
-        """Of a token in the cache."""
+        """Of a token's latent."""
         return self.rank + self.rope
 
 
@@ -95,7 +97,8 @@ class ModelShape:
             return self.hidden * self.head_size * 2 * (heads + max(1, self.kv_heads // tensor))
         queries = heads * (m.nope + m.rope)
         queries = m.q_rank * (self.hidden + queries) if m.q_rank else self.hidden * queries
-        return queries + self.hidden * m.width + heads * (m.rank * (m.nope + m.v) + m.v * self.hidden)
+        index = self.hidden * (m.index_size + m.index_heads) + m.q_rank * m.index_heads * m.index_size
+        return index + queries + self.hidden * m.width + heads * (m.rank * (m.nope + m.v) + m.v * self.hidden)
 
     @property
     def attention_outputs(self) -> int:
@@ -191,13 +194,15 @@ def _kv_heads(hf: dict[str, Any], kind: str, heads: int) -> int:
 def _latent(hf: dict[str, Any]) -> Latent | None:
     if not hf.get("kv_lora_rank"):
         return None
-    if hf.get("index_topk"):
-        raise ValueError("the model has sparse latent attention (index_topk), which cannot be planned yet")
     v = hf.get("v_head_dim") or _size(hf, NAMES["hidden size"], "") // _size(hf, NAMES["attention heads"], "")
     given = {name: hf.get(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
     rank, nope, rope = (whole_number(name, value, maximum=MAX_SIZE) for name, value in given.items())
     q_rank = whole_number("q_lora_rank", hf.get("q_lora_rank") or 0, minimum=0, maximum=MAX_SIZE)
-    return Latent(q_rank, rank, nope, rope, whole_number("v_head_dim", v, maximum=MAX_SIZE))
+    index = (0, 0)
+    if hf.get("index_topk"):
+        heads, size = (whole_number(key, hf.get(key), maximum=MAX_SIZE) for key in ("index_n_heads", "index_head_dim"))
+        index = (heads, size)
+    return Latent(q_rank, rank, nope, rope, whole_number("v_head_dim", v, maximum=MAX_SIZE), *index)
 
 
 def _dtype(hf: dict[str, Any]) -> str:

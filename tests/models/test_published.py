@@ -7,6 +7,7 @@ import torch
 
 from quire.layers.load_slot import all_load_slots
 from quire.layers.parallel import TensorParallel
+from quire.messages.kv_cache import KVCacheConfig, make_groups
 from quire.models.mtp import SupportsMTP
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
@@ -69,3 +70,11 @@ def test_ranks_have_their_share(name):
     assert half.attn.num_heads * 2 == whole.attn.num_heads
     assert half.in_proj.out_partition_sizes[1] == whole.in_proj.out_partition_sizes[1] == half.sizes.latent
     assert half.attn.kv_cache_spec(16, torch.bfloat16) == whole.attn.kv_cache_spec(16, torch.bfloat16)
+
+
+def test_a_token_of_v2_lite_is_27_vectors_of_576_numbers():
+    hf = published_config("DeepSeek-V2-Lite")
+    model = model_class(hf)(hf, ModelOptions(torch.bfloat16, META))
+    groups = make_groups({layer.layer_index: layer.kv_cache_spec(16, torch.bfloat16) for layer in model.cache_layers()})
+    cache = KVCacheConfig(100, groups)
+    assert len(groups) == 1 and cache.page_bytes * cache.num_tensors == 16 * 27 * 576 * 2
