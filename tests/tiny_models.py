@@ -50,6 +50,24 @@ GPT_OSS = {
     "sliding_window": 24,
     "rope_parameters": YARN | {"truncate": False},
 }
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+}
+ERNIE_EXPERTS = {
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_interval": 2,
+}
 
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -94,6 +112,14 @@ FAMILIES = {
     "olmoe": ("OlmoeConfig", EXPERTS | {"clip_qkv": 0.8}),
     "granite-moe": ("GraniteMoeConfig", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "gpt-oss": ("GptOssConfig", GPT_OSS),
+    "glm4-moe": ("Glm4MoeConfig", DEEPSEEK_EXPERTS | {"head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-air": ("Glm4MoeConfig", DEEPSEEK_EXPERTS | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+    "dots1": ("Dots1Config", DEEPSEEK_EXPERTS | {"head_dim": 32, "sliding_window": 24, "max_window_layers": 2}),
+    "ernie-moe": ("Ernie4_5_MoeConfig", ERNIE_EXPERTS),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    ),
 }
 
 # Those that the whole matrix of settings is tried on in every run of the tests; on the others by `make test-models`.
@@ -129,6 +155,9 @@ def save_tiny(family: str, folder: Path, **overrides: object):
                 parameter.normal_(0, 0.1)  # initialised to zero, they would test nothing
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)  # nor would norms that are all alike
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return model
 

@@ -58,6 +58,10 @@ BUILT_IN = (
     BuiltIn("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE", "qwen3moe"),
     BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE", "olmoe"),
     BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE", "granitemoe"),
+    BuiltIn("Glm4MoeForCausalLM", "glm4_moe:Glm4MoeForCausalLM", "GLM-4.5, 4.6", "MoE", "", "shared expert"),
+    BuiltIn("Dots1ForCausalLM", "dots1:Dots1ForCausalLM", "dots.llm1", "MoE", "", "shared experts"),
+    BuiltIn("Ernie4_5_MoeForCausalLM", "ernie_moe:Ernie4_5_MoeForCausalLM", "ERNIE 4.5", "MoE", "", "shared experts"),
+    BuiltIn("MiniMaxM2ForCausalLM", "minimax_m2:MiniMaxM2ForCausalLM", "MiniMax-M2", "MoE"),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})
