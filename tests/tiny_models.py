@@ -50,6 +50,24 @@ GPT_OSS = {
     "sliding_window": 24,
     "rope_parameters": YARN | {"truncate": False},
 }
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+}
+ERNIE_EXPERTS = {
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_interval": 2,
+}
 
 # All sizes differ, and none divides the others.
 LATENT = ALL_KV | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20}
@@ -122,6 +140,14 @@ FAMILIES = {
     "moonlight": ("DeepseekV3Config", KIMI | {"q_lora_rank": None, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", KIMI | {"q_lora_rank": 28, "rope_parameters": {"rope_theta": 5000.0}}),
     "gpt-oss": ("GptOssConfig", GPT_OSS),
+    "glm4-moe": ("Glm4MoeConfig", DEEPSEEK_EXPERTS | {"head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-air": ("Glm4MoeConfig", DEEPSEEK_EXPERTS | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+    "dots1": ("Dots1Config", DEEPSEEK_EXPERTS | {"head_dim": 32, "sliding_window": 24, "max_window_layers": 2}),
+    "ernie-moe": ("Ernie4_5_MoeConfig", ERNIE_EXPERTS),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    ),
 }
 
 # Those that the whole matrix of settings is tried on in every run of the tests; on the others by `make test-models`.

@@ -79,6 +79,10 @@ BUILT_IN = (
         "sparse latent attention, by torch alone",
     ),
     BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "MoE", "", LATENT),
+    BuiltIn("Glm4MoeForCausalLM", "glm4_moe:Glm4MoeForCausalLM", "GLM-4.5, 4.6", "MoE", "", "shared expert"),
+    BuiltIn("Dots1ForCausalLM", "dots1:Dots1ForCausalLM", "dots.llm1", "MoE", "", "shared experts"),
+    BuiltIn("Ernie4_5_MoeForCausalLM", "ernie_moe:Ernie4_5_MoeForCausalLM", "ERNIE 4.5", "MoE", "", "shared experts"),
+    BuiltIn("MiniMaxM2ForCausalLM", "minimax_m2:MiniMaxM2ForCausalLM", "MiniMax-M2", "MoE"),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
 )
 # Architectures that neither we nor transformers' code can serve here, and what they need.

@@ -1,48 +1,59 @@
-"""Configs and tensor indexes of published checkpoints, as data: `{0-26}` in a name stands for each of these numbers."""
+"""Published checkpoints as data: their configs, and the names and shapes of their tensors. Each must have a place in
+our model, and each of our parameters a tensor.
+
+A file of data/published is {"config": {...}, "tensors": {pattern: shape}}. In a pattern, {0-3} stands for each of the
+numbers from 0 to 3.
+"""
 
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "data" / "published"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+import torch
+
+from quire.layers.load_slot import all_load_slots
+from quire.models.decoder import DecoderModel
+from quire.models.options import ModelOptions
+from quire.models.registry import model_class
+from quire.quantization.select import choose_quantization
+
+DATA = Path(__file__).parent / "data" / "published"
+META = torch.device("meta")
+Shapes = dict[str, list[int]]
 
 
-def published_config(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text())["config"]
+def load_published(name: str) -> tuple[dict[str, Any], Shapes]:
+    """The config of a checkpoint, and the shapes of all its tensors by name."""
+    data = json.loads((DATA / f"{name}.json").read_text())
+    return data["config"], {tensor: shape for pattern, shape in data["tensors"].items() for tensor in expanded(pattern)}
 
 
-def published_tensors(name: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape."""
-    patterns = json.loads((FOLDER / f"{name}.json").read_text())["tensors"]
-    return {each: tuple(shape) for pattern, shape in patterns.items() for each in spelled_out(pattern)}
-
-
-def spelled_out(pattern: str) -> list[str]:
+def expanded(pattern: str) -> Iterator[str]:
     parts = re.split(r"\{(\d+)-(\d+)\}", pattern)
-    numbers = [range(int(a), int(b) + 1) for a, b in zip(parts[1::3], parts[2::3], strict=True)]
-    texts = parts[0::3]
-    return [
-        "".join(itertools.chain(*zip(texts, [*map(str, each), ""], strict=True)))
-        for each in itertools.product(*numbers)
-    ]
+    ranges = [range(int(a), int(b) + 1) for a, b in zip(parts[1::3], parts[2::3], strict=True)]
+    for numbers in itertools.product(*ranges):
+        yield "".join(itertools.chain.from_iterable(itertools.zip_longest(parts[::3], map(str, numbers), fillvalue="")))
 
 
-def cut_to(
-    config: dict[str, Any], tensors: dict[str, tuple[int, ...]], layers: int, experts: int = 16
-) -> tuple[Any, Any]:
-    """The first layers, and the prediction layer behind the last, with fewer experts."""
-    last = config["num_hidden_layers"]
-    kept = {}
+def build_empty(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> DecoderModel:
+    """The model of a config, without memory for its weights."""
+    quantization = choose_quantization(None, config, dtype, torch.device("cpu"))
+    return model_class(config)(config, ModelOptions(dtype, META, quantization=quantization))
+
+
+def misses(model: DecoderModel, tensors: Shapes) -> list[str]:
+    """Tensors without a place, of a wrong shape, and parameters without a tensor: what loading would refuse."""
+    weights, slots, found = model.weight_map(), all_load_slots(model), []
     for name, shape in tensors.items():
-        number = re.match(r"model\.layers\.(\d+)\.", name)
-        expert = re.search(r"\.experts\.(\d+)\.", name)
-        if (number and layers <= int(number[1]) < last) or (expert and int(expert[1]) >= experts):
+        if weights.is_ignored(name):
             continue
-        if number and int(number[1]) == last:
-            name = name.replace(f"layers.{last}.", f"layers.{layers}.", 1)
-        kept[name] = (experts, *shape[1:]) if ".mlp.gate." in name else shape
-    changed = {"num_hidden_layers": layers} | ({"n_routed_experts": experts} if "n_routed_experts" in config else {})
-    return config | changed, kept
+        target = weights.target(name)
+        matched = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else [None]
+        if any(slot is None for slot in matched):
+            found.append(f"{name} has no place")
+        elif len(matched) == 1 and not matched[0].any_shape and list(matched[0].full_shape) != shape:
+            found.append(f"{name} is {shape}, not {list(matched[0].full_shape)}")
+    return found + [f"{weights.checkpoint_name(*key)} is missing" for key, slot in slots.items() if not slot.optional]

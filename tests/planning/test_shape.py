@@ -12,7 +12,7 @@ from quire.planning.memory import Limits, cache_specs, weight_bytes
 from quire.planning.shape import read_shape
 from quire.planning.sizes import Layout
 from quire.planning.weight_format import dense_format
-from tests.models.published import published_config
+from tests.models.published import load_published
 from tests.tiny_models import COMMON, FAMILIES
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_weights_of_a_rank(family: str) -> None:
 
 def test_bytes_of_a_latent_cache() -> None:
     """DeepSeek-V2-Lite: 27 layers of 512 + 64 numbers in bf16, on every rank."""
-    config = published_config("DeepSeek-V2-Lite")
+    config, _ = load_published("latent/DeepSeek-V2-Lite")
     for tensor in (1, 4):
         specs = cache_specs(read_shape(config), Limits(4096), tensor, range(27))
         assert sum(spec.page_bytes for spec in specs.values()) == 16 * 27 * 576 * 2
