@@ -18,6 +18,7 @@ from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, LatentSpec, 
 from quire.platforms.base import Platform
 
 MAX_TRITON_HEAD_SIZE, MAX_TRITON_GROUP = 256, 128  # more would not fit the registers of a program
+MAX_TRITON_LATENT = (512, 64)  # compressed and rotated: with more, a tile would not fit shared memory
 MAX_TRITON_ROWS = 65_535  # of a dimension of the launch grid
 
 
@@ -61,6 +62,8 @@ class TritonLatentEntry(CacheBackend):
         assert isinstance(spec, LatentSpec)
         if spec.index_size:
             return "a cache without keys of an index"
+        if spec.rank > MAX_TRITON_LATENT[0] or spec.rope_size > MAX_TRITON_LATENT[1]:
+            return "latents of at most {} + {}, not {} + {}".format(*MAX_TRITON_LATENT, spec.rank, spec.rope_size)
         if not features.causal:
             return "causal attention"
         if features.max_rows > MAX_TRITON_ROWS:

@@ -11,7 +11,8 @@ FP8 = torch.float8_e4m3fn
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """As many as on a GPU, most without work, would take the interpreter long."""
-    monkeypatch.setattr(latent_decode, "MULTIPROCESSORS", 8)
+    monkeypatch.setattr(latent_decode, "MULTIPROCESSORS", 16)
+    monkeypatch.setattr(latent_decode, "MANY_MIN_TILES", 2)
 
 
 @pytest.mark.parametrize("shape", ["small", "uneven"])

@@ -26,7 +26,7 @@ LATENT = {"RANK": RANK, "ROPE": ROPE, "RP": RANK, "PP": ROPE}
 INTS = dict.fromkeys(("rows", "query_start", "seq_lens", "block_table", "prefix_len", "counts", "starts"), INT)
 INTS |= dict.fromkeys(("query_blocks", "sources", "used", "decode_tokens", "prompt_tokens", "tokens"), INT)
 INTS |= dict.fromkeys(
-    ("table_stride", "prefix_splits", "rope_token", "rope_head", "q_token", "q_head", "num_tokens"), "i32"
+    ("table_stride", "min_tiles", "prefix_splits", "rope_token", "rope_head", "q_token", "q_head", "num_tokens"), "i32"
 )
 INTS |= dict.fromkeys(("first_unit", "units", "most", "x_token", "x_head", "kv_token"), "i32")
 INTS |= dict.fromkeys(("num_rows", "num_tokens", "capacity", "min_queries"), "i32")
@@ -69,7 +69,7 @@ def test_decode(heads, queries, kind, cache):
     types = {"q": kind, "q_rope": kind, "kv_cache": cache, "out": FLOAT}
     constants = LATENT | pages(cache == FP8) | {
         "H": heads, "HB": tile, "Q": queries, "M": columns, "CHUNK": 32 if kind == FLOAT else RANK,
-        "TILE": tuning.tile, "MIN_TILES": 1, "PREFIX": False, "DECODE_ONLY": True,
+        "TILE": tuning.tile, "PREFIX": False, "DECODE_ONLY": True,
     }  # fmt: skip
     made = compiles(latent_decode._decode_kernel, types, constants, tuning.warps, tuning.stages)
     if cache == HALF:

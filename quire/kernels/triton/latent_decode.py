@@ -22,6 +22,8 @@ MAX_SPLITS = 64
 MIXED_SPLITS, MIXED_ROWS = 8, 64
 MULTIPROCESSORS = 132
 MIN_USE = 0.9  # of multiprocessors, for which keys are split further
+# Many rows are split so that those of uneven length end together, but not into parts that cost more than they save.
+MANY_WAVES, MANY_MIN_TILES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,10 @@ class Tuning:
     tile: int = 64  # keys: the rows of a matrix instruction
     warps: int = 4
     stages: int = 2
-    min_tiles: int = 1  # of a split
     per_multiprocessor: int = 1  # programs
 
 
-FLOAT32 = Tuning(tile=16, stages=1, min_tiles=4)
+FLOAT32 = Tuning(tile=16, stages=1)
 
 
 def tuning_for(columns: int, dtype: torch.dtype, quantized: bool = False) -> Tuning:
@@ -53,20 +54,17 @@ def tile_of_heads(num_heads: int, queries: int, dtype: torch.dtype) -> tuple[int
 
 
 @cache
-def num_splits(programs: int, at_once: int) -> int:
-    """Of the keys of each of so many programs, `at_once` of which run at the same time: the fewest that use most of
-    these, or those that use most."""
-    best, most = 1, 0.0
-    for splits in range(1, MAX_SPLITS + 1):
-        use = programs * splits / (-(-programs * splits // at_once) * at_once)
-        if use >= MIN_USE:
-            return splits
-        if use > most:
-            best, most = splits, use
-    return best
+def split_keys(programs: int, at_once: int) -> tuple[int, int]:
+    """The most splits of the keys of each of so many programs, `at_once` of which run at the same time, and the fewest
+    tiles of a split. Few programs are split as often as uses most of these."""
+    if 2 * programs > at_once:
+        return min(MAX_SPLITS, -(-MANY_WAVES * at_once // programs)), MANY_MIN_TILES
+    use = [programs * n / (-(-programs * n // at_once) * at_once) for n in range(1, MAX_SPLITS + 1)]
+    enough = [n for n, part in enumerate(use, 1) if part >= MIN_USE]
+    return enough[0] if enough else 1 + use.index(max(use)), 1
 
 
-@triton.jit(do_not_specialize=["splits", "prefix_splits", "table_stride"])
+@triton.jit(do_not_specialize=["splits", "min_tiles", "prefix_splits", "table_stride"])
 def _decode_kernel(
     q,  # [N, H, RANK]
     q_rope,  # [N, H, ROPE], with strides of its own
@@ -84,6 +82,7 @@ def _decode_kernel(
     token_scales,
     cache_scale,
     splits,
+    min_tiles,  # of a split
     prefix_splits,
     rope_token,
     rope_head,
@@ -101,7 +100,6 @@ def _decode_kernel(
     SCALE_PAGE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     PREFIX: tl.constexpr,  # whether there is a shared one
     DECODE_ONLY: tl.constexpr,  # every row has Q queries; otherwise those of one are attended to
     PDL: tl.constexpr,
@@ -128,8 +126,8 @@ def _decode_kernel(
     if PREFIX:
         first = tl.minimum(tl.load(prefix_len), length)
     tiles = tl.cdiv(length - first, TILE)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
-    used_splits = tl.maximum(1, tl.cdiv(tiles, tiles_per_split))
+    tiles_per_split = tl.cdiv(tiles, tl.maximum(1, tl.minimum(splits, tiles // min_tiles)))
+    used_splits = tl.maximum(1, tl.cdiv(tiles, tl.maximum(1, tiles_per_split)))
     if split >= used_splits:
         return
     if (split == 0) & (tl.program_id(1) == 0):
@@ -258,14 +256,14 @@ def latent_decode(
     heads, columns = tile_of_heads(num_heads, queries, q.dtype)
     tuning = tuning or tuning_for(columns, q.dtype, scales is not None)
     tiles, at_once = triton.cdiv(num_heads, heads), MULTIPROCESSORS * tuning.per_multiprocessor
-    splits = num_splits(units // queries * tiles, at_once)
+    splits, min_tiles = split_keys(units // queries * tiles, at_once)
     if query_start is not None and units <= MIXED_ROWS:
         splits = max(splits, MIXED_SPLITS)
     prefix_splits = 0
     if prefix_len is not None:
         assert query_start is None
         width = 16 if q.dtype is torch.float32 else 64
-        prefix_splits = min(8, num_splits(triton.cdiv(units * num_heads, width), MULTIPROCESSORS))
+        prefix_splits = max(1, min(8, MULTIPROCESSORS // triton.cdiv(units * num_heads, width)))
     parts = Parts.empty(units, num_heads, prefix_splits + splits, rank, q.device)
     shape = dict(
         splits=splits, prefix_splits=prefix_splits, factor=scale * LOG2E, H=num_heads,
@@ -282,7 +280,7 @@ def latent_decode(
     _decode_kernel[(splits, tiles, units // queries)](
         q, q_rope, kv_cache, rows, query_start if query_start is not None else rows, seq_lens, *table,
         prefix_len if prefix_len is not None else rows, parts.out, parts.sums, parts.counts,
-        HB=heads, Q=queries, M=columns, TILE=tuning.tile, MIN_TILES=tuning.min_tiles, PREFIX=prefix_len is not None,
+        HB=heads, Q=queries, M=columns, TILE=tuning.tile, min_tiles=min_tiles, PREFIX=prefix_len is not None,
         DECODE_ONLY=query_start is None, num_warps=tuning.warps, num_stages=tuning.stages, **shape,
     )  # fmt: skip
     return parts
