@@ -1,7 +1,7 @@
 """Decoders with mixture-of-experts layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -105,6 +105,16 @@ class Experts:
 BIASED_SIGMOID = MappingProxyType({"scores": "sigmoid", "group_score": "top2_sum", "epsilon": 1e-20})
 
 
+class Router(ColumnParallelLinear):
+    """Replicated on every worker. With dummy weights its rows are orthogonal and of equal norm, so that experts are
+    used evenly, as in a trained model: benchmarks read as many of them as a user's model would."""
+
+    def dummy_slots(self) -> Slots:
+        slots = self.load_slots()
+        slots["weight", None] = replace(slots["weight", None], dummy="orthogonal")
+        return slots
+
+
 class SparseMLP(nn.Module):
     """A router and its experts, in place of an MLP."""
 
@@ -112,7 +122,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         hidden, options = build.config.hidden_size, build.options
         placed = (options.dtype, options.device)
-        self.router = ColumnParallelLinear(hidden, experts.count, experts.bias, *placed)  # replicated on every worker
+        self.router = Router(hidden, experts.count, experts.bias, *placed)
         self.correction_bias: nn.Parameter | None = None
         if experts.correction_bias:
             self.correction_bias = new_parameter(experts.count, dtype=torch.float32, device=options.device)

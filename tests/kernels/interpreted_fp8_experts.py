@@ -11,12 +11,14 @@ from quire.kernels.moe import (
     fused_layer,
     fused_layer_torch,
     moe_triton,
-    route_torch,
 )
-from quire.kernels.moe_routing import Routing
+from quire.kernels.moe_routing import Routing, route_torch
 from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, SlabConfig, TileConfig
 from quire.kernels.quantize_fp8 import quantize_fp8_torch
 from quire.kernels.triton import moe_grouped
+from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from quire.layers.linear_experts import LinearExperts
+from quire.quantization.fp8_linear import OnlineFp8LinearMethod
 
 torch.set_num_threads(1)  # tensors are tiny
 E, TOP_K, H, WIDTH = 4, 2, 96, 32
@@ -75,3 +77,30 @@ def test_a_layer_with_norm_and_router(layout):
     wanted = fused_layer_torch(*layer, w, ROUTING, residual=x)
     got = fused_layer(*layer, w, ROUTING, residual=x, config=CONFIGS["few, one step"])
     assert off(got, wanted) < 5e-3
+
+
+def test_a_shared_expert_joins_those_that_are_in_fp8_as_it_is(monkeypatch):
+    monkeypatch.setattr(LinearExperts, "can_sort", True)
+    placed = (torch.float16, torch.device("cpu"))
+    method = OnlineFp8LinearMethod(True)
+    for joins in (True, False):
+        own = method if joins else None
+        shared = (
+            MergedColumnParallelLinear(H, [WIDTH, WIDTH], False, *placed, method=own),
+            RowParallelLinear(WIDTH, H, False, *placed, method=own),
+        )
+        experts = LinearExperts(E, ROUTING, H, WIDTH, *placed, [(method, method)] * E, shared=shared)
+        for layer in (*experts.gate_up, *experts.down, *shared):
+            for slot in layer.load_slots().values():
+                with slot.opened() as view:
+                    view.copy_(torch.randn(view.shape) * 0.3)
+            layer.process_after_loading()
+        experts.process_after_loading()
+        packed = experts.packed
+        assert experts.has_shared == joins and isinstance(packed, Fp8ExpertWeights)
+        if joins:
+            assert shared[1].weight.data_ptr() == packed.down.data[E].data_ptr()  # a view: nothing is kept twice
+        x, logits = tensor(3, H), tensor(3, E)
+        routing = Routing(TOP_K, shared=int(joins))
+        wanted = experts_torch(x, *route_torch(logits, routing), packed.dequantized(torch.float16))
+        assert off(experts(x, logits), wanted) < 5e-3
