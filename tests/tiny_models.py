@@ -50,6 +50,41 @@ GPT_OSS = {
     "sliding_window": 24,
     "rope_parameters": YARN | {"truncate": False},
 }
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+}
+ERNIE_EXPERTS = {
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "moe_layer_interval": 2,
+}
+
+# All sizes differ, and none divides the others.
+LATENT = ALL_KV | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20}
+
+# Experts in groups; both of YaRN's scales, which differ.
+DEEPSEEK = LATENT | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
+}
+KIMI = DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 
 FAMILIES = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -88,12 +123,31 @@ FAMILIES = {
     "cohere2": ("Cohere2Config", {"sliding_window": 24, "logit_scale": 0.25}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
+    "minicpm3": ("MiniCPM3Config", LATENT | {"q_lora_rank": 28, "dim_model_base": 32, "tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
     "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", EXPERTS | {"clip_qkv": 0.8}),
     "granite-moe": ("GraniteMoeConfig", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "deepseek-v2-lite": ("DeepseekV2Config", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v2": ("DeepseekV2Config", DEEPSEEK | {"q_lora_rank": 28, "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": ("DeepseekV3Config", DEEPSEEK | {"q_lora_rank": 28}),
+    "deepseek-v32": (
+        "DeepseekV32Config",
+        DEEPSEEK | {"q_lora_rank": 28, "index_topk": 24, "index_n_heads": 6, "index_head_dim": 16},
+    ),
+    "kimi-k2": ("DeepseekV3Config", KIMI | {"q_lora_rank": 28}),
+    "moonlight": ("DeepseekV3Config", KIMI | {"q_lora_rank": None, "rope_interleave": False}),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", KIMI | {"q_lora_rank": 28, "rope_parameters": {"rope_theta": 5000.0}}),
     "gpt-oss": ("GptOssConfig", GPT_OSS),
+    "glm4-moe": ("Glm4MoeConfig", DEEPSEEK_EXPERTS | {"head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-air": ("Glm4MoeConfig", DEEPSEEK_EXPERTS | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+    "dots1": ("Dots1Config", DEEPSEEK_EXPERTS | {"head_dim": 32, "sliding_window": 24, "max_window_layers": 2}),
+    "ernie-moe": ("Ernie4_5_MoeConfig", ERNIE_EXPERTS),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    ),
 }
 
 # Those that the whole matrix of settings is tried on in every run of the tests: without windows, with, and with both
@@ -130,6 +184,9 @@ def save_tiny(family: str, folder: Path, **overrides: object):
                 parameter.normal_(0, 0.1)  # initialised to zero, they would test nothing
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)  # nor would norms that are all alike
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return model
 

@@ -33,6 +33,7 @@ from quire.kernels.int_linear import (
 )
 from quire.kernels.int_table import BUCKETS, IntConfig, candidates, few_candidates, grouped_candidates
 from quire.kernels.moe import IntExpertWeights, fused_layer, moe_triton, prepare_moe
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig
 from quire.kernels.rms_norm import rms_norm
 
@@ -277,15 +278,13 @@ class Experts:
         return [(x, torch.randn(rows, self.shape[0], device=DEVICE).to(DTYPE)) for x in xs]
 
     def run(self, w: Any, config: MoeConfig | None) -> Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-        return lambda pair: moe_triton(*pair, w, self.top_k, config=config, **bf16_moe.KIND)
+        return lambda pair: moe_triton(*pair, w, Routing(self.top_k), config=config)
 
     def run_fused(
         self, w: Any, config: FewConfig | None
     ) -> Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
         around = ((self.gain, 1e-6), self.router, None)
-        return lambda pair: fused_layer(
-            pair[0], *around, w, self.top_k, residual=pair[0], config=config, **bf16_moe.KIND
-        )
+        return lambda pair: fused_layer(pair[0], *around, w, Routing(self.top_k), residual=pair[0], config=config)
 
 
 def compile_experts(jobs: list[tuple[str, int, int, MoeConfig]]) -> int:

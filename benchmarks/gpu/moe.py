@@ -1,6 +1,8 @@
 """Times every candidate kernel of a mixture of experts, and prints the lines of quire/kernels/moe_table.py.
 
-    python -m benchmarks.gpu.moe [--json FILE] [--shape experts,chosen,hidden,intermediate]
+    python -m benchmarks.gpu.moe [--json FILE] [--shape experts,chosen,hidden,intermediate] [--shared N]
+
+DeepSeek-V2-Lite is --shape 66,8,2048,1408 --shared 2, DeepSeek-V3 --shape 257,9,7168,2048 --shared 1 (in bfloat16).
 
 Every figure is one layer's share (top-k, sort, products, sum; not the router's product) of a CUDA graph of layers. Each
 of them has rows of its own, so that few rows find their experts in memory and not in the cache.
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from quire.kernels.moe import ExpertWeights, fused_layer, moe_triton, prepare_moe
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import (
     BUCKETS,
     FewConfig,
@@ -40,7 +43,6 @@ MAX_FEW_ROWS = 32  # for which unsorted pairs are tried
 FUSED_ROWS = (1, 2, 4, 8, 16)
 PROFILED_ROWS = (1, 64, 256, 4096, 16384)
 GRAPH_US = 4000  # of work in a graph
-KIND: dict[str, Any] = {"renormalize": True, "scoring": "softmax"}
 DEVICE = torch.device("cuda", 0)
 
 
@@ -60,13 +62,14 @@ def grouped_candidates(rows: int, shape: Shape) -> list[GroupedConfig]:
 
 
 class Layer:
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, shared: int = 0) -> None:
         num_experts, self.top_k, hidden, width = self.shape = shape
+        self.routing, self.num_routed = Routing(self.top_k - shared, shared=shared), num_experts - shared
         torch.manual_seed(0)
         gate_up = torch.empty(num_experts, 2 * width, hidden, device=DEVICE, dtype=torch.bfloat16)
         down = torch.empty(num_experts, hidden, width, device=DEVICE, dtype=torch.bfloat16)
         self.weights = ExpertWeights(gate_up.normal_(0, hidden**-0.5), down.normal_(0, width**-0.5))
-        self.router = torch.randn(num_experts, hidden, device=DEVICE).bfloat16() * hidden**-0.5
+        self.router = torch.randn(self.num_routed, hidden, device=DEVICE).bfloat16() * hidden**-0.5
         self.gain = torch.ones(hidden, device=DEVICE)
         self.expert_bytes = 3 * hidden * width * 2
 
@@ -74,14 +77,14 @@ class Layer:
         """x and logits, different each time."""
         torch.manual_seed(rows)
         xs = [torch.randn(rows, self.shape[2], device=DEVICE).bfloat16() for _ in range(count)]
-        return [(x, torch.randn(rows, self.shape[0], device=DEVICE).bfloat16()) for x in xs]
+        return [(x, torch.randn(rows, self.num_routed, device=DEVICE).bfloat16()) for x in xs]
 
     def run(self, config: MoeConfig | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        return lambda x, logits: moe_triton(x, logits, self.weights, self.top_k, config=config, **KIND)
+        return lambda x, logits: moe_triton(x, logits, self.weights, self.routing, config=config)
 
     def run_fused(self, config: FewConfig, pdl: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        layer = ((self.gain, 1e-6), self.router, None, self.weights, self.top_k)
-        return lambda x, logits: fused_layer(x, *layer, residual=x, config=config, pdl=pdl, **KIND)
+        layer = ((self.gain, 1e-6), self.router, None, self.weights, self.routing)
+        return lambda x, logits: fused_layer(x, *layer, residual=x, config=config, pdl=pdl)
 
 
 def microseconds(run: Callable[..., torch.Tensor], inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -110,7 +113,7 @@ def compile_some(shape: Shape, jobs: list[tuple[int, MoeConfig]]) -> int:
     for rows, config in jobs:
         x = torch.zeros(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
         logits = torch.zeros(rows, num_experts, device=DEVICE, dtype=torch.bfloat16)
-        moe_triton(x, logits, w, top_k, config=config, **KIND)
+        moe_triton(x, logits, w, Routing(top_k), config=config)
     torch.cuda.synchronize()
     return len(jobs)
 
@@ -168,7 +171,8 @@ def measure(layer: Layer, rows: int) -> dict[str, Any]:
         if config not in [c for _, c in tried]:
             attempt(config)
     us, best = min(tried, key=lambda t: t[0])
-    distinct = [len(logits.float().topk(top_k).indices.unique()) for _, logits in inputs]
+    routed, shared = layer.routing.top_k, layer.routing.shared
+    distinct = [len(logits.float().topk(routed).indices.unique()) + shared for _, logits in inputs]
     read = layer.expert_bytes * sum(distinct) / len(distinct)
     by_kind = {
         kind.__name__: min((t for t in tried if isinstance(t[1], kind)), key=lambda t: t[0], default=None)
@@ -225,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", default=str(Path(os.environ.get("OUT", ".")) / "moe.json"))
     parser.add_argument("--shape", default=",".join(map(str, QWEN3_30B)))
+    parser.add_argument("--shared", type=int, default=0, help="experts that every row has, of those chosen")
     parser.add_argument("--rows", default=",".join(map(str, BUCKETS)))
     arguments = parser.parse_args()
     num_experts, top_k, hidden, width = map(int, arguments.shape.split(","))
@@ -233,7 +238,7 @@ def main() -> None:
     began = time.time()
     print(f"{compile_all(shape)} configurations compiled in {time.time() - began:.0f} s", flush=True)
     prepare_moe(DEVICE)
-    layer = Layer(shape)
+    layer = Layer(shape, arguments.shared)
     results: list[dict[str, Any]] = []
     fused: list[dict[str, Any]] = []
     profiles: dict[int, dict[str, float]] = {}

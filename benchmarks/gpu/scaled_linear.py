@@ -29,8 +29,9 @@ from benchmarks.gpu.int_linear import (
     in_processes,
     microseconds,
 )
-from benchmarks.gpu.moe import KIND, QWEN3_30B
+from benchmarks.gpu.moe import QWEN3_30B
 from quire.kernels.moe import Fp8ExpertWeights, ScaledWeight, fused_layer, moe_triton, prepare_moe
+from quire.kernels.moe_routing import Routing
 from quire.kernels.quantize_fp8 import FP8, quantize_fp8, quantize_int8
 from quire.kernels.scaled_linear import _library_blocks, has_library_blocks, scaled_linear
 from quire.kernels.scaled_table import BUCKETS, Kind, ScaledConfig, candidates
@@ -184,8 +185,8 @@ def measure_experts(rows: int) -> dict[str, Any]:
 
             def run(x: torch.Tensor, weights: Any = weights) -> torch.Tensor:
                 if rows <= 4:
-                    return fused_layer(x, norm, router, None, weights, top_k, residual=x, **KIND)
-                return moe_triton(x, F.linear(x, router), weights, top_k, residual=x, **KIND)
+                    return fused_layer(x, norm, router, None, weights, Routing(top_k), residual=x)
+                return moe_triton(x, F.linear(x, router), weights, Routing(top_k), residual=x)
 
             found[called] = microseconds(run, inputs, len(inputs))
     return found

@@ -7,14 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.attention.base import CacheBackend, GroupFeatures
+from quire.attention.indexed import TorchIndexedBackend
+from quire.attention.latent import TorchLatentBackend
+from quire.attention.latent_native import NativeLatentBackend
 from quire.attention.native import NativeBackend
 from quire.attention.simple_pages import needs_simple_pages
 from quire.attention.torch import TorchBackend
 from quire.config.vllm.choices import to_come
-from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from quire.messages.kv_cache import FullAttentionSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec
 from quire.platforms.base import Platform
 
 MAX_TRITON_HEAD_SIZE, MAX_TRITON_GROUP = 256, 128  # more would not fit the registers of a program
+MAX_TRITON_LATENT = (512, 64)  # compressed and rotated: with more, a tile would not fit shared memory
 MAX_TRITON_ROWS = 65_535  # of a dimension of the launch grid
 
 
@@ -45,8 +49,43 @@ class TritonEntry(CacheBackend):
         return backend.create(platform, dtype, features)
 
 
+class TritonLatentEntry(CacheBackend):
+    """Stands for TritonLatentBackend, likewise."""
+
+    name = "triton_mla"
+    kinds = (LatentSpec,)
+
+    @classmethod
+    def supports(cls, platform: Platform, dtype: torch.dtype, spec: KVCacheSpec, features: GroupFeatures) -> str | None:
+        if not platform.supports_triton:
+            return "a GPU"
+        assert isinstance(spec, LatentSpec)
+        if spec.index_size:
+            return "a cache without keys of an index"
+        if spec.rank > MAX_TRITON_LATENT[0] or spec.rope_size > MAX_TRITON_LATENT[1]:
+            return "latents of at most {} + {}, not {} + {}".format(*MAX_TRITON_LATENT, spec.rank, spec.rope_size)
+        if not features.causal:
+            return "causal attention"
+        if features.max_rows > MAX_TRITON_ROWS:
+            return f"fewer rows than {features.max_rows}: at most {MAX_TRITON_ROWS} (--max-num-seqs)"
+        return None
+
+    @classmethod
+    def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> CacheBackend:
+        backend: type[CacheBackend] = importlib.import_module("quire.attention.latent_triton").TritonLatentBackend
+        return backend.create(platform, dtype, features)
+
+
 # In order of preference.
-BACKENDS: list[type[CacheBackend]] = [TritonEntry, NativeBackend, TorchBackend]
+BACKENDS: list[type[CacheBackend]] = [
+    TritonEntry,
+    NativeBackend,
+    TorchBackend,
+    TritonLatentEntry,
+    NativeLatentBackend,
+    TorchLatentBackend,
+    TorchIndexedBackend,
+]
 
 
 def register_backend(backend: type[CacheBackend], first: bool = True) -> None:

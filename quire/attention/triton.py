@@ -18,6 +18,20 @@ from quire.platforms.base import Platform
 NO_QUERY_BLOCKS = np.full((1, 2), -1, np.int32)
 
 
+def plan_query_blocks(num_tokens: np.ndarray, queries_per_block: int) -> np.ndarray:
+    """[blocks, 2] int32: (row of the step, first query), for rows of more than one token. A row's later blocks have
+    more keys and come first, so that the longest do not run last."""
+    rows = np.flatnonzero(num_tokens > 1)
+    if not len(rows):
+        return NO_QUERY_BLOCKS
+    counts = -(-num_tokens[rows] // queries_per_block)
+    last = np.cumsum(counts)
+    block = np.arange(last[-1]) - np.repeat(last - counts, counts)
+    order = np.argsort(-block, kind="stable")
+    plan = np.stack((np.repeat(rows, counts), block * queries_per_block), axis=1)
+    return plan[order].astype(np.int32)
+
+
 @dataclass
 class TritonMetadata:
     step: StepInputs
@@ -41,17 +55,7 @@ class TritonBackend(AttentionBackend):
         self.workspace = DecodeWorkspace(max_rows, shapes, device)
 
     def plan_queries(self, num_tokens: np.ndarray) -> np.ndarray:
-        """[blocks, 2] int32: (row of the step, first query), for rows of more than one token. A row's later blocks have
-        more keys and come first, so that the longest do not run last."""
-        rows = np.flatnonzero(num_tokens > 1)
-        if not len(rows):
-            return NO_QUERY_BLOCKS
-        counts = -(-num_tokens[rows] // self.queries_per_block)
-        last = np.cumsum(counts)
-        block = np.arange(last[-1]) - np.repeat(last - counts, counts)
-        order = np.argsort(-block, kind="stable")
-        plan = np.stack((np.repeat(rows, counts), block * self.queries_per_block), axis=1)
-        return plan[order].astype(np.int32)
+        return plan_query_blocks(num_tokens, self.queries_per_block)
 
     def max_query_blocks(self, num_tokens: int, num_rows: int) -> int:
         return num_tokens // self.queries_per_block + num_rows

@@ -6,7 +6,13 @@ from quire.config.fields import option, validate
 from quire.config.values import whole_number
 
 # vLLM's names of attention backends that do what ours does.
-ATTENTION_ALIASES = {"TRITON_ATTN": "triton", "CPU_ATTN": "native", "TORCH_SDPA": "torch"}
+ATTENTION_ALIASES = {
+    "TRITON_ATTN": "triton",
+    "CPU_ATTN": "native",
+    "TORCH_SDPA": "torch",
+    "TRITON_MLA": "triton_mla",
+    "CPU_MLA": "native_mla",
+}
 
 
 @dataclass

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from quire.kernels.dispatch import early_launch, supports_triton, use_triton
 from quire.kernels.int_linear import PackedIntWeight, dequantize
 from quire.kernels.int_table import choose_experts, choose_few_experts, grouped_candidates
+from quire.kernels.moe_routing import Routes, Routing, route_torch
 from quire.kernels.moe_table import MAX_FUSED_ROWS, FewConfig, GroupedConfig, MoeConfig, Shape, choose, choose_few
 from quire.kernels.rms_norm import RMSNormParams, rms_norm_torch
 from quire.kernels.round_fp4 import round_mxfp4, round_nvfp4_by_expert
 from quire.kernels.scaled_linear import dequantize_fp8
 from quire.kernels.skinny_linear import Groups
 
-RouterScoring = Literal["softmax", "topk_softmax"]
 Activation = Literal["silu", "swigluoai"]
-Routes = tuple[torch.Tensor, torch.Tensor]  # weights [N, k] float32, experts [N, k] int32
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ class ExpertWeights:
         num_experts, hidden, width = self.down.shape
         return num_experts, hidden, width
 
-    def shape(self, top_k: int) -> Shape:
+    def shape(self, slots: int) -> Shape:
         num_experts, hidden, width = self.sizes
-        return num_experts, top_k, hidden, width
+        return num_experts, slots, hidden, width
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class IntExpertWeights:
     def sizes(self) -> tuple[int, int, int]:
         return len(self.down.words), self.down.outputs, self.down.inputs
 
-    def shape(self, top_k: int) -> Shape:
+    def shape(self, slots: int) -> Shape:
         num_experts, hidden, width = self.sizes
-        return num_experts, top_k, hidden, width
+        return num_experts, slots, hidden, width
 
     def dequantized(self) -> ExpertWeights:
         gate_up, down = dequantize(self.gate_up), dequantize(self.down)
@@ -108,9 +107,9 @@ class Fp8ExpertWeights:
         num_experts, hidden, width = self.down.data.shape
         return num_experts, hidden, width
 
-    def shape(self, top_k: int) -> Shape:
+    def shape(self, slots: int) -> Shape:
         num_experts, hidden, width = self.sizes
-        return num_experts, top_k, hidden, width
+        return num_experts, slots, hidden, width
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
         gate_up, down = (dequantize_fp8(w.data, w.scale, w.groups, dtype) for w in (self.gate_up, self.down))
@@ -127,18 +126,6 @@ def activate_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tenso
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
     return F.silu(gate) * up
-
-
-def route_torch(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
-    """logits [N, E] -> weights and experts, the likeliest first; of equal ones the lower index first."""
-    wide = logits.float()
-    experts = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    if scoring == "topk_softmax":
-        return wide.gather(1, experts).softmax(-1), experts.int()
-    weights = wide.softmax(-1).gather(1, experts)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts.int()
 
 
 def experts_torch(
@@ -189,12 +176,13 @@ def _expert_torch(x: torch.Tensor, w: ExpertWeights, e: int) -> torch.Tensor:
     return F.linear(inner, w.down[e], None if w.down_bias is None else w.down_bias[e]).float()
 
 
-def route(logits: torch.Tensor, top_k: int, *, renormalize: bool, scoring: RouterScoring) -> Routes:
+def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> Routes:
+    """See `Routing`; the bias is of the choice."""
     if not use_triton(logits):
-        return route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
+        return route_torch(logits, routing, bias)
     from quire.kernels.triton import moe_route as kernel
 
-    weights, experts, _ = kernel.route(logits, top_k, renormalize or scoring == "topk_softmax")
+    weights, experts, _ = kernel.route(logits, routing, bias)
     return weights, experts
 
 
@@ -202,10 +190,9 @@ def moe_triton(
     x: torch.Tensor,  # [N, H]
     logits: torch.Tensor,  # [N, E]
     w: AnyExpertWeights,
-    top_k: int,
+    routing: Routing,
+    correction_bias: torch.Tensor | None = None,  # [E] float32, of the choice
     *,
-    renormalize: bool,
-    scoring: RouterScoring,
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     config: MoeConfig | None = None,  # default: by the table
     pdl: bool | None = None,  # start kernels while the one before still runs; default: where the device can
@@ -217,14 +204,16 @@ def moe_triton(
         return torch.empty_like(x)
     x, logits = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, logits))
     if config is None and isinstance(w, IntExpertWeights):
-        config = choose_experts(w.gate_up.bits, len(x), w.shape(top_k))
+        config = choose_experts(w.gate_up.bits, len(x), w.shape(routing.slots))
         if config is None and w.rounding is not None:
-            config = grouped_candidates(len(x), w.shape(top_k))[0]  # the kernels of dequantized ones do not round
+            config = grouped_candidates(len(x), w.shape(routing.slots))[
+                0
+            ]  # the kernels of dequantized ones do not round
         w = w if config is not None else w.dequantized()
-    config = config or choose(len(x), w.shape(top_k), x.element_size())
+    config = config or choose(len(x), w.shape(routing.slots), x.element_size())
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
-    of_chosen = renormalize or scoring == "topk_softmax"
-    weights, experts, places = moe_route.route(logits, top_k, of_chosen, count=isinstance(config, GroupedConfig))
+    counted = isinstance(config, GroupedConfig)
+    weights, experts, places = moe_route.route(logits, routing, correction_bias, count=counted)
     if isinstance(config, FewConfig):
         return _few_experts(x, weights, experts, w, config, None, residual, pdl)
     assert places is not None
@@ -255,16 +244,15 @@ def fused_layer_torch(
     router: torch.Tensor,
     router_bias: torch.Tensor | None,
     w: AnyExpertWeights,
-    top_k: int,
+    routing: Routing,
+    correction_bias: torch.Tensor | None = None,
     *,
-    renormalize: bool,
-    scoring: RouterScoring,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The reference, in float32: see `fused_layer`."""
     wide = x.float() if norm is None else rms_norm_torch(x.float(), norm[0].float(), norm[1])
     logits = F.linear(wide, router.float(), None if router_bias is None else router_bias.float())
-    routes = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
+    routes = route_torch(logits, routing, correction_bias)
     if isinstance(w, Fp8ExpertWeights):
         w = w.dequantized(torch.float32)
     elif isinstance(w, IntExpertWeights):
@@ -280,33 +268,30 @@ def fused_layer(
     router: torch.Tensor,  # [E, H]
     router_bias: torch.Tensor | None,  # [E]
     w: AnyExpertWeights,
-    top_k: int,
+    routing: Routing,
+    correction_bias: torch.Tensor | None = None,  # [E] float32, of the choice
     *,
-    renormalize: bool,
-    scoring: RouterScoring,
     residual: torch.Tensor | None = None,  # added to the result; contiguous
     config: FewConfig | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """Norm, router, experts and residual of few rows, in three kernels."""
     if not use_triton(x):
-        return fused_layer_torch(
-            x, norm, router, router_bias, w, top_k, renormalize=renormalize, scoring=scoring, residual=residual
-        )
+        return fused_layer_torch(x, norm, router, router_bias, w, routing, correction_bias, residual=residual)
     from quire.kernels.triton import moe_route
 
     assert len(x) <= MAX_FUSED_ROWS
     if config is None and isinstance(w, IntExpertWeights):
-        config = choose_few_experts(w.gate_up.bits, len(x), w.shape(top_k))
-    config = config or choose_few(len(x), w.shape(top_k))
+        config = choose_few_experts(w.gate_up.bits, len(x), w.shape(routing.slots))
+    config = config or choose_few(len(x), w.shape(routing.slots))
     pdl = early_launch(x)["PDL"] if pdl is None else pdl
-    of_chosen = renormalize or scoring == "topk_softmax"
+    choice = (routing, correction_bias)
     if norm is not None and isinstance(w, IntExpertWeights):
         # Their products are too short to hide a norm in each program.
         normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        routes = moe_route.router(x, router, router_bias, norm, top_k, of_chosen, normed)
+        routes = moe_route.router(x, router, router_bias, norm, *choice, normed)
         return _few_experts(normed, *routes, w, config, None, residual, pdl)
-    routes = moe_route.router(x, router, router_bias, norm, top_k, of_chosen)
+    routes = moe_route.router(x, router, router_bias, norm, *choice)
     return _few_experts(x, *routes, w, config, norm, residual, pdl)
 
 

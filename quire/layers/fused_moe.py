@@ -1,5 +1,7 @@
 """The mixture-of-experts layer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -10,15 +12,14 @@ from quire.kernels import native
 from quire.kernels.moe import (
     Activation,
     ExpertWeights,
-    RouterScoring,
     activate_torch,
     experts_torch,
     fused_layer,
     moe_triton,
     prepare_moe,
-    route_torch,
     sum_experts,
 )
+from quire.kernels.moe_routing import Routing, route_torch
 from quire.kernels.moe_table import max_fused_rows
 from quire.kernels.native import moe as native_moe
 from quire.kernels.rms_norm import RMSNormParams
@@ -44,10 +45,26 @@ class HalvesSlot(LoadSlot):
         return [(half, 1, start) for half, start in zip(view.chunk(2, dim=1), starts, strict=True)]
 
 
-class FusedMoE(nn.Module):
-    """Every expert is down(activation(gate(x)) * up(x)); a row's result is the weighted sum of its top_k experts'.
+class SharedSlot(LoadSlot):
+    """For the shared experts, which a checkpoint has as one of their widths together: a worker holds a shard of that,
+    split again into experts. The view is [experts, outputs, inputs]."""
 
-    Workers each have a part of every expert's intermediate size.
+    @contextmanager
+    def opened(self) -> Iterator[torch.Tensor]:
+        count, outputs, inputs = self.view.shape
+        shape = (count * outputs, inputs) if self.dim == 0 else (outputs, count * inputs)
+        whole = torch.empty(shape, dtype=self.view.dtype, device=self.view.device)
+        yield whole
+        self.view.copy_(whole.unflatten(self.dim, (count, -1)).movedim(self.dim, 0))
+
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
+        return full.narrow(self.dim, self.start, self.view.shape[0] * self.view.shape[1 + self.dim])
+
+
+class FusedMoE(nn.Module):
+    """Every expert is down(activation(gate(x)) * up(x)); a row's result is the weighted sum of its experts'.
+
+    Workers each have a part of every expert's intermediate size. The shared experts of the routing are the last of all.
     """
 
     gate_up: nn.Parameter  # [E, 2 * I, H], gate before up
@@ -55,27 +72,27 @@ class FusedMoE(nn.Module):
 
     def __init__(
         self,
-        num_experts: int,
-        top_k: int,
+        num_experts: int,  # without the shared ones
+        routing: Routing,
         hidden_size: int,
         intermediate_size: int,
         dtype: torch.dtype,
         device: torch.device,
         tp: TensorParallel = SINGLE,
         *,
-        renormalize: bool = True,
-        scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
         bias: bool = False,
         checkpoint: ExpertCheckpoint = "per_expert",
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if not 0 < top_k <= num_experts:
-            raise ValueError(f"top_k is {top_k}, but there are {num_experts} experts; allowed: 1 to {num_experts}")
-        self.num_experts, self.top_k = num_experts, top_k
+        routing.check(num_experts)
+        if bias and routing.shared:
+            raise ValueError("shared experts have no biases, and cannot be among experts that have")
+        self.num_routed, self.routing = num_experts, routing
+        self.num_experts = num_experts = num_experts + routing.shared
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.tp, self.renormalize, self.scoring, self.activation = tp, renormalize, scoring, activation
+        self.tp, self.activation = tp, activation
         self.checkpoint = checkpoint
         self.terms: ExpertTerms | None = None  # of adapters
         self.backend = choose_moe_backend(device.type, dtype, num_experts, backend)
@@ -85,9 +102,11 @@ class FusedMoE(nn.Module):
         self.gate_up_bias = new_parameter(num_experts, 2 * width, dtype=dtype, device=device) if bias else None
         self.down_bias = new_parameter(num_experts, hidden_size, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden], router_logits [N, experts] -> [N, hidden]."""
-        return self.tp.all_reduce(self._local(x, router_logits))
+    def forward(
+        self, x: torch.Tensor, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [N, hidden], router_logits [N, routed experts], bias of their choice [routed experts] -> [N, hidden]."""
+        return self.tp.all_reduce(self._local(x, router_logits, correction_bias))
 
     def forward_fused(
         self,
@@ -96,6 +115,7 @@ class FusedMoE(nn.Module):
         router_weight: torch.Tensor,
         residual: torch.Tensor | None = None,
         router_bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
         out = fused_layer(
@@ -104,18 +124,22 @@ class FusedMoE(nn.Module):
             router_weight,
             router_bias,
             self._weights(),
-            self.top_k,
-            renormalize=self.renormalize,
-            scoring=self.scoring,
+            self.routing,
+            correction_bias,
             residual=residual if self.tp.rank == 0 else None,  # once in the sum
         )
         return self.tp.all_reduce(out)
 
     @property
+    def has_shared(self) -> bool:
+        """Whether shared experts are among these."""
+        return self.routing.shared > 0
+
+    @property
     def max_fused_rows(self) -> int:
         if not self.backend.fuses_layer:
             return 0
-        return max_fused_rows((self.num_experts, self.top_k, self.hidden_size, self.width))
+        return max_fused_rows((self.num_experts, self.routing.slots, self.hidden_size, self.width))
 
     def process_after_loading(self) -> None:
         """Packs the weights, and frees the originals, if the backend multiplies by packed ones."""
@@ -135,7 +159,7 @@ class FusedMoE(nn.Module):
         slots: Slots = {}
         if self.checkpoint == "per_expert":
             half, whole = (full, self.hidden_size), (self.hidden_size, full)
-            for e in range(self.num_experts):
+            for e in range(self.num_routed):
                 for shard, view in enumerate(self.gate_up.data[e].split(self.width)):
                     slots[f"gate_up.{e}.weight", shard] = LoadSlot(view, half, 0, start)
                 slots[f"down.{e}.weight", None] = LoadSlot(self.down.data[e], whole, 1, start)
@@ -144,13 +168,24 @@ class FusedMoE(nn.Module):
                         slots[f"gate_up.{e}.bias", shard] = LoadSlot(view, half[:1], 0, start, "zeros")
                     slots[f"down.{e}.bias", None] = LoadSlot(self.down_bias.data[e], whole[:1], dummy="zeros")
             return slots
-        experts, hidden = self.num_experts, self.hidden_size
-        slots["gate_up", None] = HalvesSlot(self.gate_up.data, (experts, 2 * full, hidden), 1, start)
-        slots["down", None] = LoadSlot(self.down.data, (experts, hidden, full), 2, start)
+        experts, hidden = self.num_routed, self.hidden_size
+        slots["gate_up", None] = HalvesSlot(self.gate_up.data[:experts], (experts, 2 * full, hidden), 1, start)
+        slots["down", None] = LoadSlot(self.down.data[:experts], (experts, hidden, full), 2, start)
         if self.gate_up_bias is not None and self.down_bias is not None:
             slots["gate_up_bias", None] = HalvesSlot(self.gate_up_bias.data, (experts, 2 * full), 1, start, "zeros")
             slots["down_bias", None] = LoadSlot(self.down_bias.data, (experts, hidden), dummy="zeros")
         return slots
+
+    def shared_slots(self) -> Slots:
+        """Of the shared experts as an MLP of their widths together, by the names of that."""
+        first, width, hidden, shared = self.num_routed, self.width, self.hidden_size, self.routing.shared
+        full, start = shared * self.intermediate_size, shared * width * self.tp.rank
+        gate, up = self.gate_up.data[first:].split(width, dim=1)
+        return {
+            ("up_proj.weight", 0): SharedSlot(gate, (full, hidden), 0, start),
+            ("up_proj.weight", 1): SharedSlot(up, (full, hidden), 0, start),
+            ("down_proj.weight", None): SharedSlot(self.down.data[first:], (hidden, full), 1, start),
+        }
 
     def dummy_slots(self) -> Slots:
         """Whole tensors, to fill at random: slots of single experts would be thousands."""
@@ -160,22 +195,20 @@ class FusedMoE(nn.Module):
             for name, parameter in self.named_parameters(recurse=False)
         }
 
-    def _local(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _local(self, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """This worker's summand of the all-reduce."""
         if self.terms is not None and self.terms.active:
-            return self._local_with_terms(x, logits, self.terms)
+            return self._local_with_terms(x, logits, bias, self.terms)
         if self.backend.name == "triton":
-            return moe_triton(
-                x, logits, self._weights(), self.top_k, renormalize=self.renormalize, scoring=self.scoring
-            )
+            return moe_triton(x, logits, self._weights(), self.routing, bias)
         packed: native_moe.PackedExperts | None = getattr(self, "packed_experts", None)
         if packed is not None:
-            routes = native_moe.route(logits, self.top_k, self.renormalize or self.scoring == "topk_softmax")
-            return native_moe.moe(x, *routes, packed)
-        routes = route_torch(logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
-        return experts_torch(x, *routes, self._weights())
+            return native_moe.moe(x, *native_moe.route(logits, self.routing, bias), packed)
+        return experts_torch(x, *route_torch(logits, self.routing, bias), self._weights())
 
-    def _local_with_terms(self, x: torch.Tensor, logits: torch.Tensor, terms: ExpertTerms) -> torch.Tensor:
+    def _local_with_terms(
+        self, x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None, terms: ExpertTerms
+    ) -> torch.Tensor:
         """One expert at a time: a term of gate and up comes before the activation, inside the kernels of mixtures."""
 
         def expert(x: torch.Tensor, e: int, rows: torch.Tensor | None) -> torch.Tensor:
@@ -183,8 +216,7 @@ class FusedMoE(nn.Module):
             inner = activate_torch(gate_up.float(), self.activation).to(x.dtype)
             return terms.add_down(self._multiply("down", inner, e), inner, e, rows).float()
 
-        routes = route_torch(logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
-        return sum_experts(x, *routes, self.num_experts, expert)
+        return sum_experts(x, *route_torch(logits, self.routing, bias), self.num_experts, expert)
 
     def _multiply(self, name: Literal["gate_up", "down"], x: torch.Tensor, e: int) -> torch.Tensor:
         biases = self.gate_up_bias if name == "gate_up" else self._own_down_bias()

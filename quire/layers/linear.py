@@ -149,6 +149,27 @@ class QKVParallelLinear(ColumnPartitionedLinear):
         ]
 
 
+class QueryAndLatentLinear(ColumnPartitionedLinear):
+    """Of latent attention: queries, whose heads are split among workers, or the vector that they are compressed to, and
+    the latents. What is compressed every worker has whole."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        queries: int,
+        latent: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+        method: LinearMethod | None = None,
+        compressed: bool = True,
+    ) -> None:
+        share = queries if compressed else tp.share(queries, "features of queries")
+        super().__init__(hidden_size, [share, latent], bias, dtype, device, method)
+        self.shards = [("q", queries, 0 if compressed else share * tp.rank), ("kv", latent, 0)]
+
+
 class RowParallelLinear(ParallelLinear):
     """Inputs split among workers, outputs summed over them."""
 
@@ -192,3 +213,8 @@ class RowParallelLinear(ParallelLinear):
         if self.bias is not None:
             slots["bias", None] = LoadSlot(self.bias.data, self.full_shape[:1], dummy="zeros")
         return slots
+
+
+def can_fuse(*linears: ParallelLinear) -> bool:
+    """Whether all have `fused`; known once weights are loaded."""
+    return all(linear.method.can_fuse(linear) for linear in linears)

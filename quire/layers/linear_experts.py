@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from quire.kernels.int_linear import PANEL, stack_experts
-from quire.kernels.moe import Activation, Fp8ExpertWeights, RouterScoring
+from quire.kernels.moe import Activation, Fp8ExpertWeights
+from quire.kernels.moe_routing import Routing
+from quire.kernels.moe_table import MAX_EXPERTS
+from quire.kernels.quantize_fp8 import FP8
 from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from quire.layers.packed_experts import PackedExperts
 from quire.layers.parallel import SINGLE, TensorParallel
@@ -19,6 +22,7 @@ from quire.quantization.int_triton import IntPart, packed_of
 
 logger = logging.getLogger("quire")
 
+SharedLinears = tuple[MergedColumnParallelLinear, RowParallelLinear]
 ExpertMethods = tuple[LinearMethod | None, LinearMethod | None]  # gate and up; down
 
 
@@ -32,7 +36,7 @@ class LinearExperts(PackedExperts):
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         hidden_size: int,
         intermediate_size: int,
         dtype: torch.dtype,
@@ -40,15 +44,15 @@ class LinearExperts(PackedExperts):
         methods: list[ExpertMethods],  # of each expert
         tp: TensorParallel = SINGLE,
         *,
-        renormalize: bool = True,
-        scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
         bias: bool = False,
+        shared: SharedLinears | None = None,
     ) -> None:
-        super().__init__(
-            num_experts, top_k, hidden_size, intermediate_size, device, tp,
-            renormalize=renormalize, scoring=scoring, activation=activation,
-        )  # fmt: skip
+        """`shared`: gate and up, and down of one more expert, which every row has. It is multiplied with the others if
+        it is packed as they are (`has_shared`); else its owner multiplies by it."""
+        super().__init__(num_experts, routing, hidden_size, intermediate_size, device, tp, activation=activation)
+        self.shared: SharedLinears | None
+        keep(self, "shared", shared)
         placed = (bias, dtype, device, tp)
         self.gate_up = nn.ModuleList(
             MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, *placed, method) for method, _ in methods
@@ -58,7 +62,11 @@ class LinearExperts(PackedExperts):
         )
 
     def process_after_loading(self) -> None:
-        """After that of the experts' layers."""
+        """After that of the experts' layers, and of the shared one's."""
+        if self.shared is not None and self._stacks_with(self.shared):
+            self.routing, self.num_experts = self.routing.with_shared(1), self.num_experts + 1
+            for layers, linear in zip((self.gate_up, self.down), self.shared, strict=True):
+                layers.append(linear)
         gate_up, down = (stack_experts([packed_of(e) for e in layers]) for layers in (self.gate_up, self.down))
         biases = self._biases()
         can_round, rounding = input_rounding(list(self.gate_up), list(self.down))
@@ -75,6 +83,14 @@ class LinearExperts(PackedExperts):
             self.keep_dense(*self._dequantized(), *biases)
         elif self.device.type != "cpu":
             _warn_slow()
+
+    def _stacks_with(self, shared: SharedLinears) -> bool:
+        """Whether it is in fp8 as all others are, and there are kernels for that."""
+        layers = [*self._linears(), *shared]
+        groups = {getattr(layer, "scale_groups", None) for layer in layers}
+        in_fp8 = all(getattr(getattr(layer, "weight", None), "dtype", None) is FP8 for layer in layers)
+        alike = in_fp8 and len(groups) == 1 and len({quantizes_rows(layer) for layer in layers}) == 1
+        return alike and self.can_sort and self.num_experts < MAX_EXPERTS and self.width % PANEL == 0
 
     def _stacked_fp8(self) -> Fp8ExpertWeights | None:
         quantizes = {quantizes_rows(layer) for layer in self._linears()}

@@ -17,7 +17,7 @@ class LoadSlot:
     full_shape: tuple[int, ...]  # of the tensor in the checkpoint, all workers together
     dim: int = 0  # split among workers along this dimension,
     start: int = 0  # this worker's part beginning here
-    dummy: Literal["normal", "ones", "zeros"] = "normal"  # how it is filled without a checkpoint
+    dummy: Literal["normal", "ones", "zeros", "orthogonal"] = "normal"  # how it is filled without a checkpoint
     any_shape: bool = False  # the checkpoint may have more or fewer dimensions of one
     optional: bool = False  # the checkpoint need not have it
     has_rows: bool = True  # the tensor is [outputs, ...], as transforms of a family's weights expect

@@ -3,7 +3,8 @@
 import torch
 
 from quire.kernels.int_linear import PackedIntWeight, linear, pack_int_weight, prepare_int_linear, stack_experts
-from quire.kernels.moe import Activation, RouterScoring
+from quire.kernels.moe import Activation
+from quire.kernels.moe_routing import Routing
 from quire.layers.fused_moe import HalvesSlot, Slots
 from quire.layers.load_slot import LoadSlot, new_parameter
 from quire.layers.packed_experts import PackedExperts
@@ -21,22 +22,17 @@ class Mxfp4Experts(PackedExperts):
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         hidden_size: int,
         intermediate_size: int,
         dtype: torch.dtype,
         device: torch.device,
         tp: TensorParallel = SINGLE,
         *,
-        renormalize: bool = True,
-        scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
         bias: bool = False,
     ) -> None:
-        super().__init__(
-            num_experts, top_k, hidden_size, intermediate_size, device, tp,
-            renormalize=renormalize, scoring=scoring, activation=activation,
-        )  # fmt: skip
+        super().__init__(num_experts, routing, hidden_size, intermediate_size, device, tp, activation=activation)
         for what, size in (("hidden size", hidden_size), ("intermediate size of a worker", self.width)):
             if size % MXFP4_GROUP:
                 raise ValueError(f"the experts' {what} is {size}; in mxfp4 it must be a multiple of {MXFP4_GROUP}")

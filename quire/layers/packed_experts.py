@@ -14,14 +14,13 @@ from quire.kernels.moe import (
     Fp8ExpertWeights,
     InputRounding,
     IntExpertWeights,
-    RouterScoring,
     activate_torch,
     fused_layer,
     moe_triton,
     prepare_moe,
-    route_torch,
     sum_experts,
 )
+from quire.kernels.moe_routing import Routing, route_torch
 from quire.kernels.moe_table import MAX_EXPERTS
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.expert_terms import ExpertTerms
@@ -37,22 +36,21 @@ class PackedExperts(nn.Module):
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
+        routing: Routing,
         hidden_size: int,
         intermediate_size: int,
         device: torch.device,
         tp: TensorParallel = SINGLE,
         *,
-        renormalize: bool = True,
-        scoring: RouterScoring = "softmax",
         activation: Activation = "silu",
     ) -> None:
         super().__init__()
-        self.num_experts, self.top_k, self.tp, self.device = num_experts, top_k, tp, device
+        routing.check(num_experts)
+        self.num_experts, self.routing, self.tp, self.device = num_experts, routing, tp, device
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.width = tp.share(intermediate_size, "the experts' intermediate size")
         self.terms: ExpertTerms | None = None  # of adapters
-        self.renormalize, self.scoring, self.activation = renormalize, scoring, activation
+        self.activation = activation
 
     def multiply_gate_up(self, x: torch.Tensor, e: int) -> torch.Tensor:
         """By one expert, with its bias: [N, hidden] -> [N, 2 * width], gate before up."""
@@ -93,6 +91,11 @@ class PackedExperts(nn.Module):
         keep(self, "packed", weights)
 
     @property
+    def has_shared(self) -> bool:
+        """Whether shared experts are among these."""
+        return self.routing.shared > 0
+
+    @property
     def can_sort(self) -> bool:
         """Whether there are kernels of mixtures for so many experts here."""
         return self.num_experts <= MAX_EXPERTS and supports_triton(self.device)
@@ -101,7 +104,7 @@ class PackedExperts(nn.Module):
     def max_fused_rows(self) -> int:
         if self.packed is None:
             return 0
-        shape = self.packed.shape(self.top_k)
+        shape = self.packed.shape(self.routing.slots)
         if isinstance(self.packed, ExpertWeights | Fp8ExpertWeights):
             return moe_table.max_fused_rows(shape)
         return max_fused_rows(self.packed.gate_up.bits, shape) if self.packed.rounding is None else 0
@@ -113,29 +116,30 @@ class PackedExperts(nn.Module):
         router_weight: torch.Tensor,
         residual: torch.Tensor | None = None,
         router_bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Norm, router, experts, and the sum with the residual, for at most `max_fused_rows` rows on a GPU."""
         assert self.packed is not None
-        kind = {"renormalize": self.renormalize, "scoring": self.scoring}
         out = fused_layer(
             stream,
             norm,
             router_weight,
             router_bias,
             self.packed,
-            self.top_k,
+            self.routing,
+            correction_bias,
             residual=residual if self.tp.rank == 0 else None,  # once in the sum
-            **kind,  # type: ignore[arg-type]
         )
         return self.tp.all_reduce(out)
 
-    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden], router_logits [N, experts] -> [N, hidden]."""
+    def forward(
+        self, x: torch.Tensor, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [N, hidden], router_logits [N, experts], bias of their choice [experts] -> [N, hidden]."""
         if self.packed is not None and not (self.terms is not None and self.terms.active):
-            kind = {"renormalize": self.renormalize, "scoring": self.scoring}
-            return self.tp.all_reduce(moe_triton(x, router_logits, self.packed, self.top_k, **kind))  # type: ignore[arg-type]
-        weights, experts = route_torch(router_logits, self.top_k, renormalize=self.renormalize, scoring=self.scoring)
-        return self.tp.all_reduce(sum_experts(x, weights, experts, self.num_experts, self._expert))
+            return self.tp.all_reduce(moe_triton(x, router_logits, self.packed, self.routing, correction_bias))
+        routes = route_torch(router_logits, self.routing, correction_bias)
+        return self.tp.all_reduce(sum_experts(x, *routes, self.num_experts, self._expert))
 
     def _expert(self, x: torch.Tensor, e: int, rows: torch.Tensor | None) -> torch.Tensor:
         """This worker's summand of one expert, [n, hidden] in float32."""

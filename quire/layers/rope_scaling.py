@@ -137,10 +137,10 @@ class Yarn:
         if given.get("attention_factor") is not None:
             attention_factor = source.number("attention_factor")
         elif given.get("mscale") and given.get("mscale_all_dim"):
-            magnitudes = [_magnitude(factor, source.number(name)) for name in ("mscale", "mscale_all_dim")]
+            magnitudes = [yarn_magnitude(factor, source.number(name)) for name in ("mscale", "mscale_all_dim")]
             attention_factor = magnitudes[0] / magnitudes[1]
         else:
-            attention_factor = _magnitude(factor)
+            attention_factor = yarn_magnitude(factor)
         return cls(
             factor,
             source.original_positions,
@@ -169,7 +169,8 @@ class Yarn:
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def _magnitude(factor: float, scale: float = 1.0) -> float:
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """Of attention's queries and keys in a context that is `factor` times as long (mscale)."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -115,6 +115,7 @@ class LatentSpec(KVCacheSpec):
     rope_size: int
     dtype: str
     scale_dtype: str | None = None  # of a scale for each token, inside the page; None: there are none
+    index_size: int = 0  # of a key by which tokens are selected, beside the vector; 0: all are attended to
 
     def with_scales(self, dtype: str) -> "LatentSpec":
         return replace(self, scale_dtype=dtype)
@@ -122,7 +123,8 @@ class LatentSpec(KVCacheSpec):
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         count = num_tokens or self.block_size
         vectors = PagePart((count, self.rank + self.rope_size), self.dtype)
-        return (vectors,) if self.scale_dtype is None else (vectors, PagePart((count,), self.scale_dtype))
+        scales = () if self.scale_dtype is None else (PagePart((count,), self.scale_dtype),)
+        return (vectors, *scales, *((PagePart((count, self.index_size), self.dtype),) if self.index_size else ()))
 
 
 @dataclass(frozen=True)

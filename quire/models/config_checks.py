@@ -7,6 +7,8 @@ from quire.config.values import finite_number, whole_number
 from quire.layers.rotary import MAX_POSITIONS, MAX_THETA
 
 if TYPE_CHECKING:
+    from quire.layers.latent_attention import LatentSizes
+    from quire.layers.rotary import RopeParameters
     from quire.models.decoder_config import DecoderConfig
 
 # Far above any model there is, and low enough that no product of them overflows.
@@ -27,11 +29,18 @@ SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "word_embed_proj_dim"), MAX_WIDTH),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), MAX_WIDTH),
     "vocab_size": MAX_VOCAB,
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), MAX_EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), MAX_EXPERTS),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), MAX_WIDTH),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_HEAD_DIM),
+    "moe_layer_freq": MAX_LAYERS,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     **dict.fromkeys(("sliding_window_pattern", "decoder_sparse_step", "no_rope_layer_interval"), MAX_LAYERS),
 }
-COUNTS = {"max_window_layers": MAX_LAYERS, "shared_expert_intermediate_size": MAX_WIDTH}
+COUNTS = {
+    **dict.fromkeys(("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"), MAX_LAYERS),
+    "shared_expert_intermediate_size": MAX_WIDTH,
+    "n_shared_experts": MAX_EXPERTS,
+}
 POSITIVE = ("query_pre_attn_scalar", "logits_scaling", "rope_theta", "rope_local_base_freq", "rotary_emb_base")
 OBJECTS = ("rope_parameters", "rope_scaling")
 LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
@@ -81,9 +90,21 @@ def check_decoder(c: "DecoderConfig") -> None:
                 f"{rope.table_width} elements of each head are rotated, but head_dim is {c.head_dim}; "
                 "partial_rotary_factor and head_dim must give an even number that is not larger"
             )
+    if c.latent is not None:
+        _check_latent(c.latent, c.ropes)
     _check_numbers(c)
     if (count := count_parameters(c)) > MAX_PARAMETERS:
         raise ValueError(f"the model's config specifies {count:,} parameters; at most {MAX_PARAMETERS:,} are supported")
+
+
+def _check_latent(sizes: "LatentSizes", ropes: "tuple[RopeParameters | None, ...]") -> None:
+    ranks = {"kv_lora_rank": sizes.rank} | ({} if sizes.q_rank is None else {"q_lora_rank": sizes.q_rank})
+    heads = {"qk_nope_head_dim": sizes.nope, "qk_rope_head_dim": sizes.rope, "v_head_dim": sizes.v}
+    for names, most in ((ranks, MAX_WIDTH), (heads, MAX_HEAD_DIM)):
+        for name, size in names.items():
+            whole_number(name, size, maximum=most)
+    if sizes.rope % 2 or any(rope is None or rope.rotary_dim != sizes.rope for rope in ropes):
+        raise ValueError(f"qk_rope_head_dim is {sizes.rope}; it must be even, and all of it is rotated")
 
 
 def _check_numbers(c: "DecoderConfig") -> None:

@@ -125,7 +125,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         """Parameters are left uninitialised; models/loading/weight_loader.py loads them."""
         super().__init__()
-        self.hf = hf
+        self.hf, self.options = hf, options
         self.config = c = self.read_config(hf).limited_to(options.max_model_len)
         build, dtype, device = BuildContext(c, options), options.dtype, options.device
         vocab = (c.vocab_size, c.hidden_size, dtype, device)

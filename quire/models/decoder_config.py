@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.kernels.activation import ACTIVATIONS, SILU
+from quire.layers.latent_attention import LatentSizes
 from quire.layers.rotary import RopeParameters
 from quire.models.config_checks import check_decoder, check_keys
 
@@ -65,6 +66,7 @@ class DecoderConfig:
     alibi: float = 0.0  # factor on ALiBi's slopes; 0: no ALiBi
     sinks: bool = False
     causal: bool = True  # False: a prompt's tokens see each other, and nothing is kept in a cache
+    latent: LatentSizes | None = None  # of latent attention; None: each head has keys and values of its own
 
     # MLP
     activation: str = SILU

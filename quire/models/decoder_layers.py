@@ -15,10 +15,17 @@ from quire.kernels.skinny_table import MAX_FUSED_ROWS
 from quire.layers.alibi import alibi_slopes
 from quire.layers.attention import Attention
 from quire.layers.encoder_attention import EncoderAttention
-from quire.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
+from quire.layers.linear import (
+    MergedColumnParallelLinear,
+    ParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    can_fuse,
+)
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm, Norm, RMSNorm, SharedRMSNorm
 from quire.models.decoder_config import DecoderConfig
+from quire.models.latent_attention import attention_block
 from quire.models.options import ModelOptions
 from quire.quantization.base import LinearMethod
 from quire.quantization.encoder_linear import EncoderLinearMethod
@@ -115,6 +122,18 @@ class SelfAttention(nn.Module):
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
         return self.o_proj(self.attn(qkv, ctx, angles, self.qk_norm_params()))
 
+    def forward_fused(
+        self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """stream + attention(norm(stream)), if it `fuses`."""
+        qkv = self.qkv_proj.fused(stream, norm=norm)
+        return self.o_proj.fused(self.attn(qkv, ctx, angles, self.qk_norm_params()), residual=stream)
+
+    @property
+    def fuses(self) -> bool:
+        """Known once weights are loaded."""
+        return can_fuse(self.qkv_proj, self.o_proj)
+
     def qk_norm_params(self) -> QKNormParams | None:
         """Those that the rotary kernel applies."""
         if self.qk_norm != "head":
@@ -191,7 +210,7 @@ class DecoderLayer(nn.Module):
         self.parallel, self.residual_scale = c.parallel, c.residual_scale
         self.fusable = c.is_like_llama
         self.attention_norm = build.norm() if c.pre_norm else None
-        self.self_attn = SelfAttention(build, layer)
+        self.self_attn = SelfAttention(build, layer) if c.latent is None else attention_block(build, layer)
         self.attention_out_norm = build.norm() if c.post_norm else None
         self.mlp_norm = build.norm() if c.pre_norm and c.mlp_norm else None
         self.mlp = mlp
@@ -217,11 +236,9 @@ class DecoderLayer(nn.Module):
 
     def forward_fused(self, stream: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
         """Residual stream in and out, in fewer kernel launches, for few rows on a GPU."""
-        attention, attention_norm, mlp_norm = self.self_attn, self.attention_norm, self.mlp_norm
+        attention_norm, mlp_norm = self.attention_norm, self.mlp_norm
         assert isinstance(attention_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
-        qkv = attention.qkv_proj.fused(stream, norm=attention_norm.params)
-        heads = attention.attn(qkv, ctx, angles, attention.qk_norm_params())
-        stream = attention.o_proj.fused(heads, residual=stream)
+        stream = self.self_attn.forward_fused(stream, attention_norm.params, angles, ctx)
         return self.mlp.forward_fused(stream, mlp_norm.params)
 
     @property
@@ -233,7 +250,7 @@ class DecoderLayer(nn.Module):
     @property
     def max_fused_rows(self) -> int:
         """Limit of rows for forward_fused(); known once weights are loaded."""
-        fuses = self.fusable and can_fuse(self.self_attn.qkv_proj, self.self_attn.o_proj)
+        fuses = self.fusable and self.self_attn.fuses
         return min(MAX_FUSED_ROWS, self.mlp.max_fused_rows) if fuses else 0
 
     def _block_output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -250,7 +267,3 @@ def _block_input(
         return norm.add(x, residual)
     stream = x if residual is None else x + residual
     return (stream if norm is None else norm(stream)), stream
-
-
-def can_fuse(*linears: ParallelLinear) -> bool:
-    return all(linear.method.can_fuse(linear) for linear in linears)

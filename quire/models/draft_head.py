@@ -1,5 +1,7 @@
 """What heads that draft from a model's hidden states share (EAGLE, multi-token prediction)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.base import FINAL
 from quire.models.decoder import DecoderModel, HasProcessAfterLoading
 from quire.models.decoder_config import DecoderConfig
-from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer
+from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward
 from quire.models.options import ModelOptions
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
@@ -33,9 +35,10 @@ class DraftHead(nn.Module):
         draft_vocab: int | None = None,
         fc_inputs: int = 0,
         fc_bias: bool = False,
+        make_mlp: Callable[[BuildContext, int], FeedForward] = MLP,
     ) -> None:
         """`draft_vocab`: of its own LM head; None: it has none. `fc_inputs`: of the layer that widths come together in;
-        0: there is none."""
+        0: there is none. `make_mlp`: of a layer, by its number."""
         super().__init__()
         self.config = c = config
         dtype, device = options.dtype, options.device
@@ -50,7 +53,7 @@ class DraftHead(nn.Module):
         # Whole on every rank: it is small, and its outputs would have to be gathered.
         self.fc = ColumnParallelLinear(fc_inputs, c.hidden_size, fc_bias, dtype, device) if fc_inputs else None
         build = BuildContext(c, options)
-        self.layers = nn.ModuleList(DecoderLayer(build, i, MLP(build, i)) for i in range(c.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(build, i, make_mlp(build, i)) for i in range(c.num_layers))
         self.lm_head = LMHead(draft_vocab, c.hidden_size, dtype, device, tp=options.tp) if draft_vocab else None
         assert c.ropes[0] is not None
         self.rotary = RotaryEmbedding(c.ropes[0], dtype, device)

@@ -84,7 +84,9 @@ class GptOssForCausalLM(MoEModel):
         if (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0)) != (1.702, 7.0):
             raise ValueError("swiglu_alpha and swiglu_limit are supported as 1.702 and 7.0 only")
         checkpoint = hf.get("experts_checkpoint", "fused")
-        return Experts.from_hf(hf, scoring="topk_softmax", activation="swigluoai", bias=True, checkpoint=checkpoint)
+        return Experts.from_hf(
+            hf, routing={"scores": "topk_softmax"}, activation="swigluoai", bias=True, checkpoint=checkpoint
+        )
 
     def regroup_tensors(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
         as_stored = any(isinstance(module, Mxfp4Experts) for module in self.modules())

@@ -26,4 +26,4 @@ class GraniteMoeForCausalLM(MoEModel):
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
         checkpoint = hf.get("experts_checkpoint", "fused")
-        return Experts.from_hf(hf, scoring="topk_softmax", checkpoint=checkpoint, module="block_sparse_moe")
+        return Experts.from_hf(hf, routing={"scores": "topk_softmax"}, checkpoint=checkpoint, module="block_sparse_moe")

@@ -25,7 +25,8 @@ def choose_implementation(
     found = registry.find(hf_config)
     if found is not None and model_impl != "transformers":
         return ImplementationChoice("quire", f"{found} is {registry.origin(found)}")
-    if model_impl == "quire":
+    missing = registry.missing(hf_config) if found is None else None
+    if model_impl == "quire" or (missing is not None and model_impl == "auto"):
         return ImplementationChoice(None, registry.refusal(hf_config))
     problem = _transformers_problem(hf_config, trust_remote_code, is_gguf)
     if problem is None:

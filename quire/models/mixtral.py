@@ -10,14 +10,16 @@ from quire.models.moe import EXPERTS, Experts, MoEModel
 BLOCK = "model.layers.{i}.block_sparse_moe"
 
 
+MIXTRAL_EXPERTS = (
+    Rule(f"{BLOCK}.gate.weight", "layers.{i}.mlp.router.weight"),
+    Rule(f"{BLOCK}.experts.{{e}}.w1.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 0),
+    Rule(f"{BLOCK}.experts.{{e}}.w3.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 1),
+    Rule(f"{BLOCK}.experts.{{e}}.w2.{{p}}", "layers.{i}.mlp.experts.down.{e}.{p}"),
+)
+
+
 class MixtralForCausalLM(MoEModel):
-    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(
-        Rule(f"{BLOCK}.gate.weight", "layers.{i}.mlp.router.weight"),
-        Rule(f"{BLOCK}.experts.{{e}}.w1.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 0),
-        Rule(f"{BLOCK}.experts.{{e}}.w3.{{p}}", "layers.{i}.mlp.experts.gate_up.{e}.{p}", 1),
-        Rule(f"{BLOCK}.experts.{{e}}.w2.{{p}}", "layers.{i}.mlp.experts.down.{e}.{p}"),
-        *EXPERTS,
-    )
+    weights: ClassVar[WeightMap] = DECODER_WEIGHTS.with_rules(*MIXTRAL_EXPERTS, *EXPERTS)
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> DecoderConfig:

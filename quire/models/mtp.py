@@ -1,6 +1,6 @@
 """Multi-token prediction: layers of a model's own checkpoint that predict the token after the next."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,7 +9,7 @@ from quire.attention.base import ForwardContext
 from quire.kernels.add import add
 from quire.models.decoder import DecoderModel
 from quire.models.decoder_config import DecoderConfig
-from quire.models.decoder_layers import BuildContext
+from quire.models.decoder_layers import MLP, BuildContext, FeedForward
 from quire.models.draft_head import DraftHead
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.options import ModelOptions
@@ -30,8 +30,14 @@ class MTPHead(DraftHead):
     """One layer: embedding and hidden state, each normed, come together in eh_proj; LM head and embedding are the
     model's. A chain continues its own hidden states."""
 
-    def __init__(self, config: DecoderConfig, options: ModelOptions, target: DecoderModel) -> None:
-        super().__init__(config, options, target, fc_inputs=2 * config.hidden_size)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        options: ModelOptions,
+        target: DecoderModel,
+        make_mlp: Callable[[BuildContext, int], FeedForward] = MLP,
+    ) -> None:
+        super().__init__(config, options, target, fc_inputs=2 * config.hidden_size, make_mlp=make_mlp)
         build = BuildContext(config, options)
         self.enorm, self.hnorm, self.norm = build.norm(), build.norm(), build.norm()
 

@@ -19,4 +19,4 @@ class OlmoeForCausalLM(MoEModel):
 
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
-        return Experts.from_hf(hf, renormalize=bool(hf.get("norm_topk_prob", False)))
+        return Experts.from_hf(hf, routing={"renormalize": bool(hf.get("norm_topk_prob", False))})

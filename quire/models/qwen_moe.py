@@ -6,13 +6,11 @@ from typing import Any, ClassVar
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
 from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of_types
 from quire.models.loading.weight_map import Rule, WeightMap
-from quire.models.moe import EXPERTS, Experts, MoEModel
+from quire.models.moe import EXPERTS, Experts, MoEModel, shared_rules
 from quire.models.qwen3 import Qwen3ForCausalLM
 
 SHARED = (
-    Rule("model.layers.{i}.mlp.shared_expert.gate_proj.{p}", "layers.{i}.mlp.shared.up_proj.{p}", 0),
-    Rule("model.layers.{i}.mlp.shared_expert.up_proj.{p}", "layers.{i}.mlp.shared.up_proj.{p}", 1),
-    Rule("model.layers.{i}.mlp.shared_expert.down_proj.{p}", "layers.{i}.mlp.shared.down_proj.{p}"),
+    *shared_rules("mlp.shared_expert"),
     Rule("model.layers.{i}.mlp.shared_expert_gate.weight", "layers.{i}.mlp.shared_gate.weight"),
 )
 
@@ -27,11 +25,14 @@ class QwenMoE(MoEModel):
 
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        shared = hf.get("shared_expert_intermediate_size") or 0
         return Experts.from_hf(
             hf,
             "moe_intermediate_size",
-            renormalize=bool(hf.get("norm_topk_prob", False)),
-            shared_size=hf.get("shared_expert_intermediate_size") or 0,
+            {"renormalize": bool(hf.get("norm_topk_prob", False))},
+            shared_size=shared,
+            shared_gate=shared > 0,
+            shared_module="mlp.shared_expert",
         )
 
 

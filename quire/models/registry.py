@@ -30,6 +30,8 @@ def _encoder(prefix: str, target: str, family: str, note: str = "") -> tuple[Bui
     return tuple(BuiltIn(prefix + suffix, target, family, "encoder", "", note) for suffix in suffixes)
 
 
+LATENT = "latent attention"
+
 BUILT_IN = (
     BuiltIn("LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 2, 3.x, SmolLM", "dense", "llama"),
     BuiltIn("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral", "dense", "llama", "sliding window"),
@@ -52,6 +54,7 @@ BUILT_IN = (
     BuiltIn("Cohere2ForCausalLM", "cohere:Cohere2ForCausalLM", "Command R7B, A", "dense", "cohere2", "mixed windows"),
     BuiltIn("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4", "dense", "chatglm"),
     BuiltIn("Glm4ForCausalLM", "glm:Glm4ForCausalLM", "GLM-4-0414", "dense", "glm4"),
+    BuiltIn("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM3", "dense", "", LATENT),
     BuiltIn("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral", "MoE", "llama"),
     BuiltIn(
         "Qwen2MoeForCausalLM",
@@ -64,6 +67,28 @@ BUILT_IN = (
     BuiltIn("Qwen3MoeForCausalLM", "qwen_moe:Qwen3MoeForCausalLM", "Qwen3-MoE", "MoE", "qwen3moe"),
     BuiltIn("OlmoeForCausalLM", "olmoe:OlmoeForCausalLM", "OLMoE", "MoE", "olmoe"),
     BuiltIn("GraniteMoeForCausalLM", "granite_moe:GraniteMoeForCausalLM", "Granite 3.x MoE", "MoE", "granitemoe"),
+    BuiltIn("DeepseekV2ForCausalLM", "deepseek:DeepseekV2ForCausalLM", "DeepSeek-V2, V2-Lite", "MoE", "", LATENT),
+    BuiltIn(
+        "DeepseekV3ForCausalLM",
+        "deepseek:DeepseekV3ForCausalLM",
+        "DeepSeek-V3, R1, V3.1, Kimi-K2, Moonlight",
+        "MoE",
+        "",
+        LATENT,
+    ),
+    BuiltIn(
+        "DeepseekV32ForCausalLM",
+        "deepseek:DeepseekV32ForCausalLM",
+        "DeepSeek-V3.2",
+        "MoE",
+        "",
+        "sparse latent attention, by torch alone",
+    ),
+    BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "MoE", "", LATENT),
+    BuiltIn("Glm4MoeForCausalLM", "glm4_moe:Glm4MoeForCausalLM", "GLM-4.5, 4.6", "MoE", "", "shared expert"),
+    BuiltIn("Dots1ForCausalLM", "dots1:Dots1ForCausalLM", "dots.llm1", "MoE", "", "shared experts"),
+    BuiltIn("Ernie4_5_MoeForCausalLM", "ernie_moe:Ernie4_5_MoeForCausalLM", "ERNIE 4.5", "MoE", "", "shared experts"),
+    BuiltIn("MiniMaxM2ForCausalLM", "minimax_m2:MiniMaxM2ForCausalLM", "MiniMax-M2", "MoE"),
     BuiltIn("GptOssForCausalLM", "gpt_oss:GptOssForCausalLM", "gpt-oss", "MoE", "gpt-oss", "mixed windows; mxfp4"),
     *_encoder("Bert", "bert:BertModel", "BERT, MiniLM, BGE, E5, GTE"),
     *_encoder("Roberta", "bert:RobertaModel", "RoBERTa"),
@@ -77,6 +102,13 @@ BUILT_IN = (
     *_encoder("New", "gte:GteModel", "GTE v1.5 and multilingual, as first published"),
     *_encoder("EuroBert", "eurobert:EuroBertModel", "EuroBERT", "no heads for sequences"),
     BuiltIn("Gemma3TextModel", "gemma:Gemma3TextModel", "EmbeddingGemma", "encoder", "", "mixed windows"),
+)
+# Architectures that neither we nor transformers' code can serve here, and what they need.
+MISSING = MappingProxyType(
+    {
+        "DeepseekV4ForCausalLM": "attention over compressed tokens beside a window of single ones, chosen by an index; "
+        "hyper-connections between layers; output projections in groups; layers whose experts are chosen by token id",
+    }
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})
 
@@ -128,7 +160,15 @@ class Registry:
         model = self._registered.get(name) or f"quire.models.{ARCHITECTURES[name].target}"
         return _imported(name, model) if isinstance(model, str) else model
 
+    def missing(self, hf_config: dict[str, Any]) -> str | None:
+        """What a known architecture needs that there is not yet; None: it is not among those."""
+        name = next((name for name in hf_config.get("architectures") or () if name in MISSING), None)
+        return None if name is None else f"{name} is not supported yet; missing: {MISSING[name]}"
+
     def refusal(self, hf_config: dict[str, Any]) -> str:
+        missing = self.missing(hf_config)
+        if missing is not None:
+            return missing
         given = ", ".join(hf_config.get("architectures") or ()) or "none is named in the model's config"
         return f"architecture not supported: {given}; supported: {', '.join(self.get_supported_archs())}"
 

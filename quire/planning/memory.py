@@ -7,6 +7,7 @@ from quire.messages.kv_cache import (
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
+    LatentSpec,
     SlidingWindowSpec,
     make_groups,
     shared_page_bytes,
@@ -64,10 +65,12 @@ def kv_heads_of_rank(shape: ModelShape, tensor: int) -> int:
 
 
 def layer_bytes(shape: ModelShape, weights: WeightFormat, layer: int, tensor: int) -> float:
-    """Of a rank's share of a layer; KV heads are repeated if there are fewer than ranks, the router always."""
+    """Of a rank's share of a layer; the router is repeated on every rank."""
     dense = 8.0 * shape.dtype_bytes if weights.experts_only else weights.bits
-    heads = shape.heads / tensor + kv_heads_of_rank(shape, tensor)
-    found = shape.hidden * shape.head_size * 2 * heads * dense
+    found = shape.attention_of_rank(tensor) * dense
+    if shape.latent is not None:  # what latents are expanded by is not kept quantized
+        expanding = shape.heads // tensor * shape.latent.rank * (shape.latent.nope + shape.latent.v)
+        found += expanding * (8.0 * shape.dtype_bytes - dense)
     if shape.sparse[layer] and shape.experts is not None:
         routed = shape.matrices * shape.hidden * shape.experts.count * shape.experts.width
         shared = shape.matrices * shape.hidden * shape.experts.shared_width
@@ -117,6 +120,10 @@ def cache_specs(shape: ModelShape, limits: Limits, tensor: int, layers: range) -
     sizes = (limits.block_size, kv_heads_of_rank(shape, tensor), shape.head_size, dtype)
     found: dict[int, KVCacheSpec] = {}
     for layer in layers:
+        if shape.latent is not None:
+            latent = (shape.latent.rank, shape.latent.rope, dtype)
+            found[layer] = LatentSpec(limits.block_size, *latent, index_size=shape.latent.index_size)
+            continue
         window = shape.windows[layer]
         found[layer] = FullAttentionSpec(*sizes) if window is None else SlidingWindowSpec(*sizes, sliding_window=window)
     return found
@@ -155,7 +162,8 @@ def _stage_memory(
     requests = blocks / request
     kinds: dict[str, int] = {}
     for spec in specs.values():
-        name = f"window {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else "full"
+        name = "latent" if isinstance(spec, LatentSpec) else "full"
+        name = f"window {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else name
         kinds[name] = kinds.get(name, 0) + spec.page_bytes // spec.block_size
     tokens = int(requests * limits.max_model_len)
     return RankMemory(total, usable, weights, activations, CONTEXT_BYTES, left, kinds, tokens, requests)

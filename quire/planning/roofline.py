@@ -92,8 +92,7 @@ class Roofline:
         for kind, count in Counter(shape.sparse[layers.start : layers.stop]).items():
             layer = shape.sparse.index(kind)
             size = layer_bytes(shape, self.weights, layer, tensor)
-            heads = shape.heads / tensor + kv_heads_of_rank(shape, tensor)
-            products = shape.hidden * shape.head_size * 2 * heads
+            products: float = shape.attention_of_rank(tensor)
             seconds = 0.0
             if kind and shape.experts is not None:
                 each = shape.matrices * shape.hidden * shape.experts.width / tensor
@@ -117,6 +116,9 @@ class Roofline:
         item = shape.dtype_bytes if dtype is None else 1 if dtype.startswith("float8") else 2
         key_bytes = 2 * kv_heads_of_rank(shape, tensor) * shape.head_size * item
         pair_flops = 4 * shape.heads / tensor * shape.head_size
+        if shape.latent is not None:
+            key_bytes = (shape.latent.width + shape.latent.index_size) * item  # on every rank
+            pair_flops = 2 * shape.heads / tensor * (shape.head_size + shape.latent.v)
         total = 0.0
         for window, count in Counter(shape.windows[layers.start : layers.stop]).items():
             keys, pairs = step.decode_keys.get(window, 0.0), step.prompt_pairs.get(window, 0.0)

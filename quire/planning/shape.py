@@ -26,7 +26,6 @@ WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")  # every layer, if the c
 ONE_WIDTH = ("mixtral", "olmoe", "granitemoe", "gpt_oss")  # experts are as wide as intermediate_size says
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNPLANNED = {  # keys of models whose cache or layers are of another kind
-    "kv_lora_rank": "latent attention (MLA)",
     "state_size": "state-space layers",
     "ssm_state_size": "state-space layers",
     "linear_num_key_heads": "linear attention",
@@ -40,6 +39,24 @@ class Experts:
     top_k: int
     width: int
     shared_width: int = 0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Of latent attention (MLA)."""
+
+    q_rank: int  # 0: queries are not compressed
+    rank: int
+    nope: int
+    rope: int
+    v: int
+    index_heads: int = 0  # of the index that selects tokens; 0: there is none
+    index_size: int = 0
+
+    @property
+    def width(self) -> int:
+        """Of a token's latent."""
+        return self.rank + self.rope
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,7 @@ class ModelShape:
     experts: Experts | None
     positions: int = 0  # learned position embeddings
     dtype_bytes: int = 2
+    latent: Latent | None = None
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +88,21 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         """Of a layer's projections; norms and biases are left out, here and below."""
-        return self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
+        return self.attention_of_rank(1)
+
+    def attention_of_rank(self, tensor: int) -> int:
+        """KV heads are repeated if there are fewer than ranks, what is compressed always."""
+        heads, m = self.heads // tensor, self.latent
+        if m is None:
+            return self.hidden * self.head_size * 2 * (heads + max(1, self.kv_heads // tensor))
+        queries = heads * (m.nope + m.rope)
+        queries = m.q_rank * (self.hidden + queries) if m.q_rank else self.hidden * queries
+        index = self.hidden * (m.index_size + m.index_heads) + m.q_rank * m.index_heads * m.index_size
+        return index + queries + self.hidden * m.width + heads * (m.rank * (m.nope + m.v) + m.v * self.hidden)
+
+    @property
+    def attention_outputs(self) -> int:
+        return self.heads * (self.head_size if self.latent is None else self.latent.v)
 
     def mlp_parameters(self, layer: int) -> int:
         """Of a layer's MLP, or of all its experts."""
@@ -116,10 +148,12 @@ def _read(hf: dict[str, Any]) -> ModelShape:
     hidden, layers, heads, vocab = (_size(hf, names, what) for what, names in NAMES.items())
     stated = _first(hf, INTERMEDIATE)
     width = 4 * hidden if stated is None else whole_number(INTERMEDIATE[0], stated, maximum=MAX_SIZE)
-    kv_heads = _kv_heads(hf, kind, heads)
+    latent = _latent(hf)
+    kv_heads = _kv_heads(hf, kind, heads) if latent is None else heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide")
     head_size = whole_number("head_dim", hf.get("head_dim") or HEAD_SIZES.get(kind) or max(1, hidden // heads))
+    head_size = head_size if latent is None else latent.nope + latent.rope
     experts = _experts(hf, kind)
     positions = _first(hf, ("max_position_embeddings", "n_positions")) if kind in ("gpt2", "opt") else 0
     return ModelShape(
@@ -136,6 +170,7 @@ def _read(hf: dict[str, Any]) -> ModelShape:
         experts=experts,
         positions=positions or 0,
         dtype_bytes=DTYPE_BYTES.get(_dtype(hf), 2),
+        latent=latent,
     )
 
 
@@ -156,13 +191,27 @@ def _kv_heads(hf: dict[str, Any], kind: str, heads: int) -> int:
     return whole_number(KV_HEADS[0], _first(hf, KV_HEADS) or heads, maximum=MAX_SIZE)
 
 
+def _latent(hf: dict[str, Any]) -> Latent | None:
+    if not hf.get("kv_lora_rank"):
+        return None
+    v = hf.get("v_head_dim") or _size(hf, NAMES["hidden size"], "") // _size(hf, NAMES["attention heads"], "")
+    given = {name: hf.get(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}
+    rank, nope, rope = (whole_number(name, value, maximum=MAX_SIZE) for name, value in given.items())
+    q_rank = whole_number("q_lora_rank", hf.get("q_lora_rank") or 0, minimum=0, maximum=MAX_SIZE)
+    index = (0, 0)
+    if hf.get("index_topk"):
+        heads, size = (whole_number(key, hf.get(key), maximum=MAX_SIZE) for key in ("index_n_heads", "index_head_dim"))
+        index = (heads, size)
+    return Latent(q_rank, rank, nope, rope, whole_number("v_head_dim", v, maximum=MAX_SIZE), *index)
+
+
 def _dtype(hf: dict[str, Any]) -> str:
     stated = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return "bfloat16" if stated == "float32" else stated  # served in bfloat16 on GPUs (--dtype auto)
 
 
 def _experts(hf: dict[str, Any], kind: str) -> Experts | None:
-    count = _first(hf, ("num_experts", "num_local_experts"))
+    count = _first(hf, ("num_experts", "num_local_experts", "n_routed_experts"))
     if not count:
         return None
     own = () if kind in ONE_WIDTH else ("moe_intermediate_size",)
@@ -171,13 +220,21 @@ def _experts(hf: dict[str, Any], kind: str) -> Experts | None:
     if top_k > whole_number("num_experts", count):
         raise ValueError(f"num_experts_per_tok is {top_k}; there are {count} experts (num_experts)")
     shared = whole_number("shared_expert_intermediate_size", hf.get("shared_expert_intermediate_size") or 0, minimum=0)
+    shared += whole_number("n_shared_experts", hf.get("n_shared_experts") or 0, minimum=0) * width
     return Experts(count, top_k, whole_number("moe_intermediate_size", width, maximum=MAX_SIZE), shared)
 
 
 def _sparse(hf: dict[str, Any], layers: int, experts: Experts | None) -> tuple[bool, ...]:
     every = whole_number("decoder_sparse_step", hf.get("decoder_sparse_step") or 1)
-    dense = hf.get("mlp_only_layers") or []
-    return tuple(experts is not None and i not in dense and (i + 1) % every == 0 for i in range(layers))
+    dense, types = hf.get("mlp_only_layers") or [], hf.get("mlp_layer_types")
+    if types is not None and len(types) == layers:
+        return tuple(experts is not None and kind == "sparse" for kind in types)
+    first = whole_number("first_k_dense_replace", hf.get("first_k_dense_replace") or 0, minimum=0)
+    freq = whole_number("moe_layer_freq", hf.get("moe_layer_freq") or 1)
+    return tuple(
+        experts is not None and i >= first and i % freq == 0 and i not in dense and (i + 1) % every == 0
+        for i in range(layers)
+    )
 
 
 def _windows(hf: dict[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:

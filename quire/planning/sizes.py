@@ -48,7 +48,7 @@ def tensor_obstacle(shape: ModelShape, weights: WeightFormat, size: int) -> str 
 def _widths(shape: ModelShape, weights: WeightFormat) -> list[tuple[str, int, bool]]:
     """What is divided among ranks as inputs of a linear, and whether its weights are quantized."""
     dense = not weights.experts_only
-    found = [("attention output", shape.heads * shape.head_size, dense)]
+    found = [("attention output", shape.attention_outputs, dense)]
     if not all(shape.sparse):
         found.append(("intermediate size", shape.width, dense))
     if shape.experts is not None and any(shape.sparse):

@@ -14,7 +14,7 @@ from quire.layers.norm import Norm
 from quire.models.base import FINAL
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
 from quire.models.decoder_config import DecoderConfig
-from quire.models.decoder_layers import BuildContext, DecoderLayer
+from quire.models.decoder_layers import BuildContext, DecoderLayer, SelfAttention
 from quire.models.draft_head import DraftHead
 from quire.models.llama import LlamaForCausalLM
 from quire.models.loading.weight_map import Rule, WeightMap
@@ -89,7 +89,7 @@ class Eagle3Head(DraftHead):
 
     def pair_linear(self) -> ParallelLinear:
         first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
+        assert isinstance(first, DecoderLayer) and isinstance(first.self_attn, SelfAttention)
         return first.self_attn.qkv_proj
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -102,6 +102,7 @@ class Eagle3Head(DraftHead):
         assert isinstance(first, DecoderLayer) and first.attention_norm is not None and first.mlp_norm is not None
         normed = self.hidden_norm(hidden)
         attention = first.self_attn
+        assert isinstance(attention, SelfAttention)
         qkv = self.apply_pair(first.attention_norm(embeds), normed)
         x = attention.o_proj(attention.attn(qkv, ctx, angles, attention.qk_norm_params()))
         residual = normed if self.norm_before_residual else hidden  # the sum is written over it

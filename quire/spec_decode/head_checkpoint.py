@@ -80,7 +80,7 @@ def load_head(head: nn.Module, checkpoint: Checkpoint, tensors: Iterable[Checkpo
         with slot.opened() as view:
             read_shard(tensor, slot, view)
             # Its layers would write them into blocks of the cache, which other layers own later.
-            if not bool(view.isfinite().all()):
+            if view.dtype.itemsize > 1 and not bool(view.isfinite().all()):
                 raise ValueError(f"{checkpoint.name}: {tensor.name} has infinite numbers or NaN; all must be finite")
     missing = [names.checkpoint_name(*key) for key, slot in slots.items() if not slot.optional]
     for what, found in (("lacks", missing), ("has unknown", unexpected)):

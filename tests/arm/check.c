@@ -18,7 +18,7 @@ int quire_pack_quantized(int, const uint8_t *, uint8_t *, int64_t, int64_t, int6
 int quire_quantized_lookup(int, const uint8_t *, const int64_t *, void *, int64_t, int64_t, int64_t, int);
 int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *, void *, int64_t, int64_t, int64_t, int,
                             int);
-int quire_rms_norm(const void *, void *, const float *, void *, int64_t, int64_t, float, int);
+int quire_rms_norm(const void *, void *, const float *, void *, int64_t, int64_t, int64_t, float, int);
 int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
 int quire_argmax(const void *, int64_t *, int64_t, int64_t, int);
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
@@ -128,7 +128,7 @@ static void check_elements(void) {
     int64_t best[N];
     for (int i = 0; i < N * DIM; i++) x[i] = random_number();
     for (int i = 0; i < DIM; i++) weight[i] = random_number();
-    quire_rms_norm(x, NULL, weight, out, N, DIM, 1e-5f, 0);
+    quire_rms_norm(x, NULL, weight, out, N, DIM, DIM, 1e-5f, 0);
     quire_activate(x, gated, N, DIM / 2, 1, 0, 0);
     quire_argmax(x, best, N, DIM, 0);
     int norm = 1, silu = 1, argmax = 1;

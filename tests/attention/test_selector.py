@@ -10,7 +10,7 @@ from quire.attention.cache_format import cache_format, checkpoint_scheme
 from quire.attention.selector import choose_backends, register_backend
 from quire.kernels import native
 from quire.kernels.paged_attention import AttentionShape
-from quire.messages.kv_cache import FullAttentionSpec, LatentSpec, SlidingWindowSpec
+from quire.messages.kv_cache import FullAttentionSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from quire.platforms import current_platform
 
 CPU = current_platform("cpu")
@@ -132,9 +132,15 @@ def test_bidirectional_windows_are_served_by_none():
         choose(CPU, torch.bfloat16, spec=window, causal=False)
 
 
+def test_latents_on_a_gpu():
+    assert choose(GPU, torch.bfloat16, spec=LATENT)[0] == "triton_mla"
+    with pytest.raises(ValueError, match=r"at most 512 \+ 64, not 1024 \+ 64.*allowed here: torch_mla"):
+        choose(GPU, torch.bfloat16, spec=replace(LATENT, rank=1024, rope_size=64))
+
+
 def test_a_registered_backend_serves_its_kind_and_groups_share_backends(monkeypatch):
-    with pytest.raises(ValueError, match=r"kind LatentSpec here: .*torch needs a cache of kind FullAttentionSpec"):
-        choose(CPU, torch.float16, spec=LATENT)
+    with pytest.raises(ValueError, match=r"kind StateSpec here: .*torch needs a cache of kind FullAttentionSpec"):
+        choose(CPU, torch.float16, spec=StateSpec(16, ()))
 
     class Latent(CacheBackend):
         name = "latent"

@@ -89,13 +89,13 @@ def check_kernel(data: bytes) -> str:
     import torch
 
     from quire.kernels import native
-    from quire.kernels.native import build, moe, quantized
+    from quire.kernels.native import build, latent, moe, quantized
 
     if SANITIZED[0] not in build.FLAGS:
         build.FLAGS = (*build.FLAGS, *SANITIZED)
         torch.set_num_threads(2)
     case = json.loads(data)
-    for module in (native, moe, quantized):
+    for module in (native, moe, quantized, latent):
         module.has_amx = lambda: case["amx"] and case["level"] == "native"  # type: ignore[attr-defined]
     torch.manual_seed(case["seed"])
     KERNELS[case["kernel"]](random.Random(case["seed"]))
@@ -254,6 +254,7 @@ def check_attention(rng: random.Random) -> None:
 def check_experts(rng: random.Random) -> None:
     import torch
 
+    from quire.kernels.moe_routing import Routing
     from quire.kernels.native.moe import PackedExperts, moe, pack_experts, route
 
     count, rows = some_size(rng, 9), some_size(rng, 30)
@@ -261,7 +262,7 @@ def check_experts(rng: random.Random) -> None:
     logits = torch.randn(rows, count).to(some_dtype(rng))
     if rng.random() < 0.2:
         logits[rng.randrange(rows)] = rng.choice((float("nan"), float("inf"), -float("inf")))
-    weights, experts = route(logits, top_k, rng.random() < 0.5)
+    weights, experts = route(logits, Routing(top_k, renormalize=rng.random() < 0.5))
     assert int(experts.min()) >= 0 and int(experts.max()) < count
     biases = [torch.randn(count, size).bfloat16() if rng.random() < 0.5 else None for size in (2 * width, hidden)]
     up, down = torch.randn(count, 2 * width, hidden), torch.randn(count, hidden, width)
@@ -272,6 +273,28 @@ def check_experts(rng: random.Random) -> None:
     assert moe(torch.randn(rows, hidden).bfloat16(), weights, experts, packed).shape == (rows, hidden)
 
 
+def check_latent(rng: random.Random) -> None:
+    import torch
+
+    from quire.attention.latent import TorchLatentBackend
+    from quire.attention.latent_native import NativeLatentBackend
+    from tests.attention.test_latent import Step
+
+    unit = rng.choice((1, 32))
+    nope, rank, half, v, heads = (some_size(rng, most) for most in (70, 256 // unit, 20, 70, 9))
+    rope = 2 * half if unit == 1 else 32 * rng.randrange(1, 3)
+    sizes = (nope, rank * unit, rope, v)
+    rows = []
+    for _ in range(some_size(rng, 5)):
+        queries = rng.choice((1, 1, some_size(rng, 40)))
+        rows.append((queries, queries + rng.choice((0, some_size(rng, 300), 1100))))
+    step = Step(rows, sizes, heads, torch.bfloat16, rng.random() < 0.5)
+    *_, cache, expected = step.run(TorchLatentBackend())
+    *_, ours, found = step.run(NativeLatentBackend(heads, sizes[1] + rope))
+    near(ours, cache, 0.03)
+    near(found, expected, 0.06)
+
+
 KERNELS: dict[str, Callable[[random.Random], None]] = {
     "norms": check_norms,
     "elementwise": check_elementwise,
@@ -280,4 +303,5 @@ KERNELS: dict[str, Callable[[random.Random], None]] = {
     "rope": check_rope,
     "attention": check_attention,
     "experts": check_experts,
+    "latent": check_latent,
 }

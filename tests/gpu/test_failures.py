@@ -69,17 +69,18 @@ def test_a_failed_capture_leaves_its_steps_eager_and_right(model, monkeypatch, c
 
 def test_a_step_that_fails_between_experts_kernels_leaves_no_counts():
     from quire.kernels.moe import ExpertWeights, moe_triton
+    from quire.kernels.moe_routing import Routing
     from quire.kernels.triton.moe_route import route
     from quire.kernels.workspace import reset_shared_workspaces
 
     device = torch.device("cuda", 0)
     x, logits = torch.randn(200, 64, device=device).bfloat16(), torch.randn(200, 8, device=device)
     gate_up, down = (torch.randn(8, *shape, device=device).bfloat16() * 0.1 for shape in ((64, 64), (64, 32)))
-    w, kind = ExpertWeights(gate_up, down), {"renormalize": True, "scoring": "softmax"}
-    wanted = moe_triton(x, logits, w, 2, **kind)
-    route(logits, 2, True, count=True)  # and no kernel that resets the counts
+    w, routing = ExpertWeights(gate_up, down), Routing(2)
+    wanted = moe_triton(x, logits, w, routing)
+    route(logits, routing, count=True)  # and no kernel that resets the counts
     reset_shared_workspaces()
-    assert torch.equal(moe_triton(x, logits, w, 2, **kind), wanted)
+    assert torch.equal(moe_triton(x, logits, w, routing), wanted)
 
 
 def test_the_logits_of_all_graphs_share_memory(model):

@@ -24,6 +24,7 @@ from quire.kernels.moe import (
     route_torch,
 )
 from quire.kernels.moe import prepare_moe as prepare_experts
+from quire.kernels.moe_routing import Routing
 from quire.kernels.round_fp4 import round_mxfp4, round_mxfp4_torch, round_nvfp4, round_nvfp4_torch
 from tests.gpu.test_int_linear import off, replayed_equals, tensor
 from tests.kernels.int_cases import Layout, make_weight, rounded_experts_torch
@@ -38,7 +39,6 @@ pytestmark = [
 ]
 
 MXFP4, NVFP4 = Layout(4, 2880, 32, kind="e2m1"), Layout(4, 4096, 16, kind="e2m1", factors=True)
-KIND = {"renormalize": True, "scoring": "topk_softmax"}
 EXPERTS = (16, 4, 1440, 736)  # experts, chosen, hidden size, intermediate size
 
 
@@ -120,12 +120,12 @@ def test_experts(rows, group):
     num_experts, top_k, hidden, _ = EXPERTS
     w = make_experts(group)
     x, logits, residual = tensor(rows, hidden), tensor(rows, num_experts), tensor(rows, hidden)
-    wanted = experts_torch(x, *route_torch(logits, top_k, **KIND), w.dequantized(), residual)
+    wanted = experts_torch(x, *route_torch(logits, Routing(top_k, "topk_softmax")), w.dequantized(), residual)
     few = few_candidates() if rows <= 3 else []
     for config in (None, *few, *grouped_candidates(rows, EXPERTS)):
 
         def run(config=config) -> torch.Tensor:
-            return moe_triton(x, logits, w, top_k, residual=residual, config=config, **KIND)
+            return moe_triton(x, logits, w, Routing(top_k, "topk_softmax"), residual=residual, config=config)
 
         assert off(run(), wanted) < 1e-2, config
         if rows in (1, 64, 256):
@@ -143,12 +143,12 @@ def test_experts_whose_inputs_are_rounded(rows, group):
     else:
         w = replace(w, rounding=InputRounding())
     x, logits = tensor(rows, hidden), tensor(rows, num_experts)
-    wanted = rounded_experts_torch(x, *route_torch(logits, top_k, **KIND), w.dequantized(), w.rounding)
+    wanted = rounded_experts_torch(x, *route_torch(logits, Routing(top_k, "topk_softmax")), w.dequantized(), w.rounding)
     few = few_candidates() if rows == 1 else []
     for config in (None, *few, *grouped_candidates(rows, EXPERTS)):
 
         def run(config=config) -> torch.Tensor:
-            return moe_triton(x, logits, w, top_k, config=config, **KIND)
+            return moe_triton(x, logits, w, Routing(top_k, "topk_softmax"), config=config)
 
         assert off(run(), wanted) < 5e-2, config
         if rows in (1, 64, 256):
@@ -161,9 +161,11 @@ def test_a_whole_layer_of_experts(rows, group):
     num_experts, top_k, hidden, _ = EXPERTS
     w, x, gain = make_experts(group), tensor(rows, hidden), torch.rand(hidden, device="cuda") + 0.5
     layer = (x, (gain, 1e-6), tensor(num_experts, hidden, scale=0.1), tensor(num_experts))
-    wanted = fused_layer_torch(*layer, w, top_k, residual=x, **KIND)
+    wanted = fused_layer_torch(*layer, w, Routing(top_k, "topk_softmax"), residual=x)
     for config in (None, *few_candidates()):
-        assert off(fused_layer(*layer, w, top_k, residual=x, config=config, **KIND), wanted) < 1e-2, config
+        assert off(fused_layer(*layer, w, Routing(top_k, "topk_softmax"), residual=x, config=config), wanted) < 1e-2, (
+            config
+        )
 
 
 def test_experts_of_gpt_oss_take_little_more_than_4_bits():

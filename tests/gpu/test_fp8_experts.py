@@ -13,6 +13,7 @@ from quire.kernels.moe import (
     prepare_moe,
     route_torch,
 )
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import GroupedConfig, tile_candidates
 from quire.kernels.quantize_fp8 import FP8
 from quire.layers.linear_experts import LinearExperts
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 E, TOP_K, H, WIDTH = 32, 8, 2048, 768
-KIND = {"renormalize": True, "scoring": "softmax"}
+ROUTING = Routing(TOP_K)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -50,10 +51,10 @@ def fresh():
 def test_by_the_table(rows, groups):
     w = weights(groups)
     x, logits, residual = tensor(rows, H), tensor(rows, E), tensor(rows, H)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), w.dequantized(), residual)
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), w.dequantized(), residual)
 
     def run() -> torch.Tensor:
-        return moe_triton(x, logits, w, TOP_K, residual=residual, **KIND)
+        return moe_triton(x, logits, w, ROUTING, residual=residual)
 
     assert off(run(), wanted) < 0.05
     replayed_equals(run, rows)
@@ -65,11 +66,11 @@ def test_by_the_table(rows, groups):
 def test_every_tile(block_m, groups, quantizes):
     w, rows = weights(groups, quantizes), 400
     x, logits = tensor(rows, H), tensor(rows, E)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), w.dequantized())
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), w.dequantized())
     limit = 0.06 if quantizes and block_m >= 64 else 1e-2
     for first, second in zip(tile_candidates(block_m, True), tile_candidates(block_m, False), strict=False):
         config = GroupedConfig(block_m, first, second)
-        assert off(moe_triton(x, logits, w, TOP_K, config=config, **KIND), wanted) < limit, config
+        assert off(moe_triton(x, logits, w, ROUTING, config=config), wanted) < limit, config
 
 
 @pytest.mark.parametrize("groups", [None, (128, 128)], ids=["channel", "blocks"])
@@ -77,13 +78,13 @@ def test_every_tile(block_m, groups, quantizes):
 def test_a_whole_layer(rows, groups):
     w, x, gain = weights(groups), tensor(rows, H), torch.rand(H, device="cuda") + 0.5
     layer = (x, (gain, 1e-6), tensor(E, H, scale=0.1), None)
-    wanted = fused_layer_torch(*layer, w, TOP_K, residual=x, **KIND)
-    assert off(fused_layer(*layer, w, TOP_K, residual=x, **KIND), wanted) < 1e-2
+    wanted = fused_layer_torch(*layer, w, ROUTING, residual=x)
+    assert off(fused_layer(*layer, w, ROUTING, residual=x), wanted) < 1e-2
 
 
 def test_experts_quantized_while_loading_are_one_weight():
     methods = [(OnlineFp8LinearMethod(True), OnlineFp8LinearMethod(True))] * 8
-    experts = LinearExperts(8, 2, 256, 128, torch.bfloat16, DEVICE, methods)
+    experts = LinearExperts(8, Routing(2), 256, 128, torch.bfloat16, DEVICE, methods)
     for layer in (*experts.gate_up, *experts.down):
         for slot in layer.load_slots().values():
             with slot.opened() as view:

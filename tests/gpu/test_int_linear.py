@@ -22,6 +22,7 @@ from quire.kernels.moe import (
     prepare_moe,
     route_torch,
 )
+from quire.kernels.moe_routing import Routing
 from quire.quantization.int_triton import TritonIntKernel
 from tests.kernels.int_cases import LAYOUTS, Layout, make_weight
 from tests.quantization.test_int_triton import Decoded
@@ -34,7 +35,6 @@ pytestmark = [
 ]
 
 MODELS = [Layout(4, 4096, 128), Layout(4, 14336, 128, zeros=True), Layout(8, 4096, 128), Layout(8, 2048, 2048)]
-KIND = {"renormalize": True, "scoring": "softmax"}
 EXPERTS = (16, 4, 1024, 768)  # experts, chosen, hidden size, intermediate size
 
 
@@ -156,12 +156,12 @@ def test_experts(rows, bits, zeros):
     num_experts, top_k, hidden, _ = EXPERTS
     w = make_experts(bits, zeros)
     x, logits, residual = tensor(rows, hidden), tensor(rows, num_experts), tensor(rows, hidden)
-    wanted = experts_torch(x, *route_torch(logits, top_k, **KIND), w.dequantized(), residual)
+    wanted = experts_torch(x, *route_torch(logits, Routing(top_k)), w.dequantized(), residual)
     few = few_candidates() if rows <= 3 else []
     for config in (None, *few, *grouped_candidates(rows, EXPERTS)):
 
         def run(config=config) -> torch.Tensor:
-            return moe_triton(x, logits, w, top_k, residual=residual, config=config, **KIND)
+            return moe_triton(x, logits, w, Routing(top_k), residual=residual, config=config)
 
         assert off(run(), wanted) < 1e-2, config
         if rows in (1, 64, 256):
@@ -173,9 +173,9 @@ def test_a_whole_layer_of_experts(rows):
     num_experts, top_k, hidden, _ = EXPERTS
     w, x, gain = make_experts(4), tensor(rows, hidden), torch.rand(hidden, device="cuda") + 0.5
     layer = (x, (gain, 1e-6), tensor(num_experts, hidden, scale=0.1), None)
-    wanted = fused_layer_torch(*layer, w, top_k, residual=x, **KIND)
+    wanted = fused_layer_torch(*layer, w, Routing(top_k), residual=x)
     for config in (None, *few_candidates()):
-        got = fused_layer(*layer, w, top_k, residual=x, config=config, **KIND)
+        got = fused_layer(*layer, w, Routing(top_k), residual=x, config=config)
         assert off(got, wanted) < 1e-2, config
 
 

@@ -13,8 +13,8 @@ from quire.kernels.moe import (
     moe_triton,
     prepare_moe,
     route,
-    route_torch,
 )
+from quire.kernels.moe_routing import Routing, route_torch
 from quire.kernels.moe_table import (
     FewConfig,
     GroupedConfig,
@@ -32,7 +32,7 @@ pytestmark = [
 
 DEVICE = torch.device("cuda", 0)
 E, TOP_K, H, WIDTH = 24, 8, 2048, 768  # fewer experts than the model's 128: those only take memory
-KIND = {"renormalize": True, "scoring": "softmax"}
+ROUTING = Routing(TOP_K)
 HEIGHTS = (16, 32, 64, 128)
 FEW = [FewConfig(slab, down_slabs(TOP_K, WIDTH)[0]) for slab in gate_up_slabs(H)]
 FEW += [FewConfig(gate_up_slabs(H)[0], slab) for slab in down_slabs(TOP_K, WIDTH)]
@@ -72,12 +72,11 @@ def fresh():
     prepare_moe(DEVICE)
 
 
-@pytest.mark.parametrize(("renormalize", "scoring"), [(True, "softmax"), (False, "softmax"), (False, "topk_softmax")])
+@pytest.mark.parametrize("kind", [{}, {"renormalize": False}, {"scores": "topk_softmax"}])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (8, 2), (60, 4), (512, 10)])
-def test_route(num_experts, top_k, renormalize, scoring):
+def test_route(num_experts, top_k, kind):
     logits = tensor(300, num_experts)  # bf16: with ties
-    got = route(logits, top_k, renormalize=renormalize, scoring=scoring)
-    wanted = route_torch(logits, top_k, renormalize=renormalize, scoring=scoring)
+    got, wanted = (how(logits, Routing(top_k, **kind)) for how in (route, route_torch))
     assert torch.equal(got[1], wanted[1])
     torch.testing.assert_close(got[0], wanted[0], atol=1e-6, rtol=1e-4)
 
@@ -86,11 +85,11 @@ def test_route(num_experts, top_k, renormalize, scoring):
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_few_rows(rows, bias):
     x, logits, w = tensor(rows, H), tensor(rows, E), expert_weights(bias)
-    wanted = experts_torch(x.float(), *route_torch(logits, TOP_K, **KIND), in_float(w), x)
+    wanted = experts_torch(x.float(), *route_torch(logits, ROUTING), in_float(w), x)
     for config in FEW:
-        got = moe_triton(x, logits, w, TOP_K, residual=x, config=config, **KIND)
+        got = moe_triton(x, logits, w, ROUTING, residual=x, config=config)
         assert off(got, wanted) < 5e-3, config
-        assert torch.equal(got, moe_triton(x, logits, w, TOP_K, residual=x, config=config, **KIND)), config
+        assert torch.equal(got, moe_triton(x, logits, w, ROUTING, residual=x, config=config)), config
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -98,10 +97,10 @@ def test_few_rows(rows, bias):
 def test_a_whole_layer(rows, pdl):
     x, w = tensor(rows, H), expert_weights(num_experts=128)
     gain, router = torch.rand(H, device=DEVICE) + 0.5, tensor(128, H, scale=H**-0.5)
-    wanted = fused_layer_torch(x, (gain, 1e-6), router, None, w, TOP_K, residual=x, **KIND)
+    wanted = fused_layer_torch(x, (gain, 1e-6), router, None, w, ROUTING, residual=x)
     for config in FEW:
-        layer = ((gain, 1e-6), router, None, w, TOP_K)
-        got = fused_layer(x, *layer, residual=x, config=config, pdl=pdl, **KIND)
+        layer = ((gain, 1e-6), router, None, w, ROUTING)
+        got = fused_layer(x, *layer, residual=x, config=config, pdl=pdl)
         assert off(got, wanted) < 1e-2, config
 
 
@@ -110,13 +109,13 @@ def test_a_whole_layer(rows, pdl):
 @pytest.mark.parametrize("block_m", HEIGHTS)
 def test_many_rows(block_m, rows, bias):
     x, logits, w = tensor(rows, H), tensor(rows, E), expert_weights(bias)
-    wanted = experts_torch(x.float(), *route_torch(logits, TOP_K, **KIND), in_float(w))
+    wanted = experts_torch(x.float(), *route_torch(logits, ROUTING), in_float(w))
     for config in grouped(block_m):
-        got = moe_triton(x, logits, w, TOP_K, config=config, **KIND)
+        got = moe_triton(x, logits, w, ROUTING, config=config)
         assert off(got, wanted) < 7e-3, config
         # The order of an expert's rows differs each time, but the result must not.
         for _ in range(3):
-            assert torch.equal(got, moe_triton(x, logits, w, TOP_K, config=config, **KIND)), config
+            assert torch.equal(got, moe_triton(x, logits, w, ROUTING, config=config)), config
 
 
 @pytest.mark.parametrize("block_m", HEIGHTS)
@@ -131,8 +130,8 @@ def test_distributions(block_m):
             for row in range(3):
                 logits[row, row * TOP_K : (row + 1) * TOP_K] = torch.arange(TOP_K, device=DEVICE).float()
         x = tensor(len(logits), H)
-        wanted = experts_torch(x.float(), *route_torch(logits, TOP_K, **KIND), in_float(w))
-        assert off(moe_triton(x, logits, w, TOP_K, config=grouped(block_m)[0], **KIND), wanted) < 7e-3
+        wanted = experts_torch(x.float(), *route_torch(logits, ROUTING), in_float(w))
+        assert off(moe_triton(x, logits, w, ROUTING, config=grouped(block_m)[0]), wanted) < 7e-3
 
 
 def test_padding_rows_change_no_other_row():
@@ -141,10 +140,10 @@ def test_padding_rows_change_no_other_row():
     for rows in (4, 300):
         x, logits = tensor(rows, H), tensor(rows, E)
         config = choose(rows, w.shape(TOP_K))
-        wanted = moe_triton(x, logits, w, TOP_K, config=config, **KIND)
+        wanted = moe_triton(x, logits, w, ROUTING, config=config)
         logits[rows // 2 :] = float("nan")
         x[rows // 2 :] = float("inf")
-        got = moe_triton(x, logits, w, TOP_K, config=config, **KIND)
+        got = moe_triton(x, logits, w, ROUTING, config=config)
         assert torch.equal(got[: rows // 2], wanted[: rows // 2])
 
 
@@ -159,9 +158,9 @@ def test_a_chain_in_a_graph(rows):
         stream = x
         for w, router in zip(layers, routers, strict=True):
             if rows == 1:
-                stream = fused_layer(stream, None, router, None, w, TOP_K, residual=stream, **KIND)
+                stream = fused_layer(stream, None, router, None, w, ROUTING, residual=stream)
             else:
-                stream = moe_triton(stream, stream @ router.T, w, TOP_K, residual=stream, **KIND)
+                stream = moe_triton(stream, stream @ router.T, w, ROUTING, residual=stream)
         return stream
 
     chain()
@@ -181,14 +180,14 @@ def test_a_chain_in_a_graph(rows):
 def test_float32_is_exact(rows):
     x, logits, w = tensor(rows, H).float(), tensor(rows, E).float(), expert_weights(dtype=torch.float32)
     exact = ExpertWeights(w.gate_up.double(), w.down.double())
-    wanted = experts_torch(x.double(), *route_torch(logits, TOP_K, **KIND), exact)
-    assert off(moe_triton(x, logits, w, TOP_K, **KIND), wanted) < 2e-6
+    wanted = experts_torch(x.double(), *route_torch(logits, ROUTING), exact)
+    assert off(moe_triton(x, logits, w, ROUTING), wanted) < 2e-6
 
 
 @pytest.mark.parametrize("rows", [1, 30, 3000])
 def test_the_layer(rows):
-    layer = FusedMoE(E, TOP_K, H, WIDTH, torch.bfloat16, DEVICE)
-    plain = FusedMoE(E, TOP_K, H, WIDTH, torch.bfloat16, DEVICE, backend="torch")
+    layer = FusedMoE(E, ROUTING, H, WIDTH, torch.bfloat16, DEVICE)
+    plain = FusedMoE(E, ROUTING, H, WIDTH, torch.bfloat16, DEVICE, backend="torch")
     assert layer.backend.name == "triton" and layer.max_fused_rows >= 4
     for (_, slot), (_, other) in zip(layer.dummy_slots().items(), plain.dummy_slots().items(), strict=True):
         other.view.copy_(slot.view.normal_(0.0, 0.03))
@@ -203,6 +202,6 @@ def test_kernels_can_be_compiled_ahead():
     x, w = tensor(300, H), expert_weights()
     with collecting() as jobs:
         for rows in (2, 300):
-            moe_triton(x[:rows], tensor(rows, E), w, TOP_K, config=None, **KIND)
+            moe_triton(x[:rows], tensor(rows, E), w, ROUTING, config=None)
     for module, kernel, description in jobs:
         assert getattr(importlib.import_module(module), kernel).preload(description) is not None, kernel

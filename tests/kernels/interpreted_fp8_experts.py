@@ -11,15 +11,18 @@ from quire.kernels.moe import (
     fused_layer,
     fused_layer_torch,
     moe_triton,
-    route_torch,
 )
+from quire.kernels.moe_routing import Routing, route_torch
 from quire.kernels.moe_table import FewConfig, GroupedConfig, MoeConfig, SlabConfig, TileConfig
 from quire.kernels.quantize_fp8 import quantize_fp8_torch
 from quire.kernels.triton import moe_grouped
+from quire.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from quire.layers.linear_experts import LinearExperts
+from quire.quantization.fp8_linear import OnlineFp8LinearMethod
 
 torch.set_num_threads(1)  # tensors are tiny
 E, TOP_K, H, WIDTH = 4, 2, 96, 32
-KIND = {"renormalize": True, "scoring": "softmax"}
+ROUTING = Routing(TOP_K)
 LAYOUTS = {"channel": (None, None), "blocks": ((32, 32), (16, 32))}
 CONFIGS: dict[str, MoeConfig] = {
     "few, one step": FewConfig(SlabConfig(16, 128), SlabConfig(8, 64)),
@@ -60,8 +63,8 @@ def seeded(monkeypatch):
 def test_experts(name, layout):
     w, rows = weights(layout), 2 if "few" in name else 9
     x, logits, residual = tensor(rows, H), tensor(rows, E), tensor(rows, H)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), w.dequantized(torch.float16), residual)
-    got = moe_triton(x, logits, w, TOP_K, residual=residual, config=CONFIGS[name], **KIND)
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), w.dequantized(torch.float16), residual)
+    got = moe_triton(x, logits, w, ROUTING, residual=residual, config=CONFIGS[name])
     # The interpreter's cast to fp8 is off where rounding carries into the exponent; tests/gpu has a closer limit.
     limit = 0.15 if name == "rows quantized" else 5e-3
     assert off(got, wanted) < limit
@@ -71,6 +74,33 @@ def test_experts(name, layout):
 def test_a_layer_with_norm_and_router(layout):
     w, x = weights(layout), tensor(2, H)
     layer = (x, (torch.rand(H) + 0.5, 1e-6), tensor(E, H), None)
-    wanted = fused_layer_torch(*layer, w, TOP_K, residual=x, **KIND)
-    got = fused_layer(*layer, w, TOP_K, residual=x, config=CONFIGS["few, one step"], **KIND)
+    wanted = fused_layer_torch(*layer, w, ROUTING, residual=x)
+    got = fused_layer(*layer, w, ROUTING, residual=x, config=CONFIGS["few, one step"])
     assert off(got, wanted) < 5e-3
+
+
+def test_a_shared_expert_joins_those_that_are_in_fp8_as_it_is(monkeypatch):
+    monkeypatch.setattr(LinearExperts, "can_sort", True)
+    placed = (torch.float16, torch.device("cpu"))
+    method = OnlineFp8LinearMethod(True)
+    for joins in (True, False):
+        own = method if joins else None
+        shared = (
+            MergedColumnParallelLinear(H, [WIDTH, WIDTH], False, *placed, method=own),
+            RowParallelLinear(WIDTH, H, False, *placed, method=own),
+        )
+        experts = LinearExperts(E, ROUTING, H, WIDTH, *placed, [(method, method)] * E, shared=shared)
+        for layer in (*experts.gate_up, *experts.down, *shared):
+            for slot in layer.load_slots().values():
+                with slot.opened() as view:
+                    view.copy_(torch.randn(view.shape) * 0.3)
+            layer.process_after_loading()
+        experts.process_after_loading()
+        packed = experts.packed
+        assert experts.has_shared == joins and isinstance(packed, Fp8ExpertWeights)
+        if joins:
+            assert shared[1].weight.data_ptr() == packed.down.data[E].data_ptr()  # a view: nothing is kept twice
+        x, logits = tensor(3, H), tensor(3, E)
+        routing = Routing(TOP_K, shared=int(joins))
+        wanted = experts_torch(x, *route_torch(logits, routing), packed.dequantized(torch.float16))
+        assert off(experts(x, logits), wanted) < 5e-3

@@ -16,6 +16,7 @@ from quire.kernels.moe import (
     moe_triton,
     route_torch,
 )
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import FewConfig, GroupedConfig, SlabConfig, TileConfig
 from quire.kernels.triton.moe_route import RouteWorkspace
 from quire.kernels.triton.skinny_linear import SplitWorkspace
@@ -39,7 +40,7 @@ LAYOUTS = {
     "Q4_K and Q6_K": (Layout(4, H, 32, centres=True), Layout(8, WIDTH, 16, kind="int7")),
 }
 CONFIGS["grouped, high tiles"] = replace(CONFIGS["grouped"], block_m=32)
-KIND = {"renormalize": True, "scoring": "softmax"}
+ROUTING = Routing(TOP_K)
 
 
 def tensor(*shape: int) -> torch.Tensor:
@@ -68,8 +69,8 @@ TURNS = [(1 if (i + j) % 2 else 7, layout, name) for i, layout in enumerate(LAYO
 def test_rows(rows, layout, name):
     packed, wide = make_experts(layout)
     x, logits, residual = tensor(rows, 2 * H)[:, :H], tensor(rows, E), tensor(rows, H)
-    got = moe_triton(x, logits, packed, TOP_K, residual=residual, config=CONFIGS[name], **KIND)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide, residual)
+    got = moe_triton(x, logits, packed, ROUTING, residual=residual, config=CONFIGS[name])
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), wide, residual)
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
     assert not RouteWorkspace.of(x.device).counts.any() and not SplitWorkspace.of(x.device).arrived.any()
 
@@ -79,8 +80,8 @@ def test_rows(rows, layout, name):
 def test_bias_and_another_activation(name, layout):
     packed, wide = make_experts(layout, bias=True, activation="swigluoai")
     x, logits = tensor(5, H) * 6, tensor(5, E)
-    got = moe_triton(x, logits, packed, TOP_K, config=CONFIGS[name], **KIND)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
+    got = moe_triton(x, logits, packed, ROUTING, config=CONFIGS[name])
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), wide)
     torch.testing.assert_close(got, wanted, atol=5e-2, rtol=2e-2)
 
 
@@ -89,8 +90,8 @@ def test_a_whole_layer(layout):
     packed, wide = make_experts(layout)
     x, gain, router = tensor(3, H), torch.rand(H) + 0.5, tensor(E, H) * 0.1
     layer = (x, (gain, 1e-6), router, None)
-    got = fused_layer(*layer, packed, TOP_K, residual=x, config=CONFIGS["few"], **KIND)
-    wanted = fused_layer_torch(*layer, wide, TOP_K, residual=x, **KIND)
+    got = fused_layer(*layer, packed, ROUTING, residual=x, config=CONFIGS["few"])
+    wanted = fused_layer_torch(*layer, wide, ROUTING, residual=x)
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
 
 
@@ -101,11 +102,11 @@ def test_inputs_are_rounded(layout, name):
     scales = (torch.rand(E) + 0.5, torch.rand(E) + 0.5) if layout == "nvfp4" else (None, None)
     packed = replace(packed, rounding=InputRounding(*scales))
     x, logits = tensor(5, H), tensor(5, E)
-    got = moe_triton(x, logits, packed, TOP_K, config=CONFIGS[name], **KIND)
-    wanted = rounded_experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide, packed.rounding)
+    got = moe_triton(x, logits, packed, ROUTING, config=CONFIGS[name])
+    wanted = rounded_experts_torch(x, *route_torch(logits, ROUTING), wide, packed.rounding)
     off = (got.float() - wanted.float()).norm() / wanted.float().norm()
     assert off < 0.03, "where inner products are rounded to another number"
-    without = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
+    without = experts_torch(x, *route_torch(logits, ROUTING), wide)
     assert (got.float() - without.float()).norm() / without.float().norm() > 0.06
 
 
@@ -113,8 +114,8 @@ def test_many_rows_use_dequantized_experts(monkeypatch):
     monkeypatch.setattr("quire.kernels.int_table.MAX_ROWS_PER_EXPERT", 0)
     packed, wide = make_experts("8 bits")
     x, logits = tensor(40, H), tensor(40, E)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
-    torch.testing.assert_close(moe_triton(x, logits, packed, TOP_K, **KIND), wanted, atol=2e-2, rtol=2e-2)
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), wide)
+    torch.testing.assert_close(moe_triton(x, logits, packed, ROUTING), wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_packed_experts_become_one_weight(monkeypatch):
@@ -122,7 +123,7 @@ def test_packed_experts_become_one_weight(monkeypatch):
     packed, wide = make_experts("4 bits")
     device = torch.device("cpu")
     methods: list[ExpertMethods] = [(None, None)] * E
-    layer = LinearExperts(E, TOP_K, H, WIDTH, torch.float16, device, methods, **KIND)
+    layer = LinearExperts(E, ROUTING, H, WIDTH, torch.float16, device, methods)
     for e in range(E):
         keep(layer.gate_up[e], "int_parts", [IntPart(packed.gate_up.expert(e), None)])
         keep(layer.down[e], "int_parts", [IntPart(packed.down.expert(e), None)])
@@ -131,18 +132,18 @@ def test_packed_experts_become_one_weight(monkeypatch):
     first = packed_of(layer.gate_up[1])
     assert first is not None and first.words.data_ptr() == layer.packed.gate_up.words[1].data_ptr()
     x, logits = tensor(3, H), tensor(3, E)
-    wanted = experts_torch(x, *route_torch(logits, TOP_K, **KIND), wide)
+    wanted = experts_torch(x, *route_torch(logits, ROUTING), wide)
     torch.testing.assert_close(layer(x, logits), wanted, atol=2e-2, rtol=2e-2)
     assert layer.max_fused_rows > 0
     router, gain = tensor(E, H) * 0.1, torch.ones(H)
     got = layer.forward_fused(x, (gain, 1e-6), router, residual=x)
-    wanted = fused_layer_torch(x, (gain, 1e-6), router, None, wide, TOP_K, residual=x, **KIND)
+    wanted = fused_layer_torch(x, (gain, 1e-6), router, None, wide, ROUTING, residual=x)
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_experts_that_are_packed_differently_stay_apart(monkeypatch):
     monkeypatch.setattr("quire.layers.packed_experts.supports_triton", lambda device: True)
-    layer = LinearExperts(2, 1, H, WIDTH, torch.float16, torch.device("cpu"), [(None, None)] * 2, **KIND)
+    layer = LinearExperts(2, Routing(1), H, WIDTH, torch.float16, torch.device("cpu"), [(None, None)] * 2)
     for e, name in enumerate(("4 bits", "8 bits")):
         packed, _ = make_experts(name)
         keep(layer.gate_up[e], "int_parts", [IntPart(packed.gate_up.expert(e), None)])

@@ -9,6 +9,7 @@ from torch import nn
 
 from quire.kernels import native
 from quire.kernels.moe import ExpertWeights, experts_torch, route
+from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import (
     BUCKETS,
     FLOAT32,
@@ -70,7 +71,7 @@ def brute_force(x, logits, gate_up, down, gate_up_bias, down_bias, top_k, activa
 def make(num_experts=6, top_k=3, hidden=48, width=40, dtype=torch.float32, tp=None, tensors=None, **kind):
     """A layer and the checkpoint's tensors that it was filled with, all workers' together."""
     torch.manual_seed(0)
-    layer = FusedMoE(num_experts, top_k, hidden, width, dtype, CPU, tp or TensorParallel(), **kind)
+    layer = FusedMoE(num_experts, Routing(top_k), hidden, width, dtype, CPU, tp or TensorParallel(), **kind)
     if tensors is None:
         tensors = {
             key: (torch.randn(slot.full_shape) * 0.3).to(dtype).float() for key, slot in layer.load_slots().items()
@@ -110,13 +111,13 @@ def test_no_rows():
 def test_routing_of_transformers(num_experts):
     logits = torch.randn(33, num_experts)
     values, experts = torch.topk(F.softmax(logits, dim=1, dtype=torch.float), 4, dim=-1)  # OLMoE
-    got = route(logits, 4, renormalize=False, scoring="softmax")
+    got = route(logits, Routing(4, renormalize=False))
     assert torch.equal(got[1].long(), experts)
     torch.testing.assert_close(got[0], values)
     values = values / values.sum(dim=-1, keepdim=True)  # Mixtral, Qwen3-MoE
-    torch.testing.assert_close(route(logits, 4, renormalize=True, scoring="softmax")[0], values)
+    torch.testing.assert_close(route(logits, Routing(4))[0], values)
     chosen, experts = logits.topk(4, dim=1)  # Granite, gpt-oss
-    got = route(logits, 4, renormalize=False, scoring="topk_softmax")
+    got = route(logits, Routing(4, "topk_softmax"))
     assert torch.equal(got[1].long(), experts)
     torch.testing.assert_close(got[0], torch.softmax(chosen, dim=1).float())
 
@@ -141,34 +142,36 @@ def test_a_layer_of_transformers():
     torch.testing.assert_close(ours(x[0], logits), wanted[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax"])
-def test_equal_logits_take_the_lower_expert(scoring):
+@pytest.mark.parametrize("scores", ["softmax", "topk_softmax"])
+def test_equal_logits_take_the_lower_expert(scores):
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 1.0]])
-    assert route(logits, 4, renormalize=True, scoring=scoring)[1].tolist() == [[1, 2, 4, 0]]
+    assert route(logits, Routing(4, scores))[1].tolist() == [[1, 2, 4, 0]]
     if native.library() is not None:
-        assert native_moe.route(logits, 4, True)[1].tolist() == [[1, 2, 4, 0]]
+        assert native_moe.route(logits, Routing(4, scores))[1].tolist() == [[1, 2, 4, 0]]
 
 
 @needs_c
 @pytest.mark.parametrize("of_chosen", [False, True])
 def test_routing_in_c(of_chosen):
+    routing = Routing(8, renormalize=of_chosen)
     for dtype in (torch.float32, torch.bfloat16):
         logits = (torch.randint(-8, 8, (40, 100)) / 4).to(dtype)
-        wanted = route(logits, 8, renormalize=of_chosen, scoring="softmax")
-        got = native_moe.route(logits, 8, of_chosen)
+        wanted = route(logits, routing)
+        got = native_moe.route(logits, routing)
         assert torch.equal(got[1], wanted[1])
         torch.testing.assert_close(got[0], wanted[0])
     garbage = torch.full((1, 5), float("nan"))
-    assert native_moe.route(garbage, 3, True)[1].tolist() == [[0, 1, 2]]
+    assert native_moe.route(garbage, Routing(3))[1].tolist() == [[0, 1, 2]]
 
 
 @needs_c
 @pytest.mark.parametrize("of_chosen", [False, True])
 def test_a_nan_logit_makes_its_row_nan_in_c(of_chosen):
+    routing = Routing(3, renormalize=of_chosen)
     logits = torch.randn(3, 10)
     logits[1, 4] = float("nan")
-    weights, experts = native_moe.route(logits, 3, of_chosen)
-    wanted = route(logits, 3, renormalize=of_chosen, scoring="softmax")
+    weights, experts = native_moe.route(logits, routing)
+    wanted = route(logits, routing)
     torch.testing.assert_close(weights, wanted[0], equal_nan=True)
     assert weights[1].isnan().all() and experts[[0, 2]].equal(wanted[1][[0, 2]]) and experts[1, 0] == 4
     packed = [native_moe.pack_experts(weight) for weight in experts_of(10, 32, 16, False)[:2]]
@@ -190,7 +193,7 @@ def check_native(run, rows, top_k, hidden, width, idle, bias):
     activation = "swigluoai" if bias else "silu"
     x, logits = torch.randn(rows, hidden).bfloat16(), torch.randn(rows, 10)
     logits[:, :idle] = -9.0
-    routes = route(logits, top_k, renormalize=True, scoring="softmax")
+    routes = route(logits, Routing(top_k))
     packed = [native_moe.pack_experts(weight) for weight in parts[:2]]
     got = run(x, *routes, native_moe.PackedExperts(*packed, *parts[2:], activation, hidden, width))
     wide = ExpertWeights(*(None if p is None else p.float() for p in parts), activation=activation)
@@ -265,7 +268,7 @@ def test_workers_sum_up_to_the_whole(dtype, checkpoint, bias):
 
 
 def test_slots_cover_the_weights():
-    layer = FusedMoE(4, 2, 8, 6, torch.float32, CPU)
+    layer = FusedMoE(4, Routing(2), 8, 6, torch.float32, CPU)
     layer.gate_up.data.zero_(), layer.down.data.zero_()
     slots = layer.load_slots()
     assert slots["gate_up.3.weight", 1].full_shape == (6, 8) and slots["down.3.weight", None].full_shape == (8, 6)
@@ -276,7 +279,7 @@ def test_slots_cover_the_weights():
 
 
 def test_random_weights_fill_whole_tensors():
-    model = nn.ModuleDict({"experts": FusedMoE(4, 2, 8, 6, torch.float32, CPU, bias=True, checkpoint="fused")})
+    model = nn.ModuleDict({"experts": FusedMoE(4, Routing(2), 8, 6, torch.float32, CPU, bias=True, checkpoint="fused")})
     slots = all_load_slots(model, dummy=True)
     assert {name: slot.dummy for (name, _), slot in slots.items()} == {
         "experts.gate_up": "normal",
@@ -288,14 +291,14 @@ def test_random_weights_fill_whole_tensors():
 
 def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="top_k is 5, but there are 4 experts"):
-        FusedMoE(4, 5, 8, 6, torch.float32, CPU)
+        FusedMoE(4, Routing(5), 8, 6, torch.float32, CPU)
     with pytest.raises(ValueError, match="intermediate size \\(6\\)"):
-        FusedMoE(4, 2, 8, 6, torch.float32, CPU, TensorParallel(0, 4))
+        FusedMoE(4, Routing(2), 8, 6, torch.float32, CPU, TensorParallel(0, 4))
 
 
 def test_biases_of_single_experts_are_split_among_workers():
     for rank in range(2):
-        layer = FusedMoE(4, 2, 8, 6, torch.float32, CPU, TensorParallel(rank, 2), bias=True)
+        layer = FusedMoE(4, Routing(2), 8, 6, torch.float32, CPU, TensorParallel(rank, 2), bias=True)
         slots = layer.load_slots()
         for shard in (0, 1):
             slot = slots["gate_up.3.bias", shard]

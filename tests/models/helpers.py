@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import ForwardContext, StepInputs
+from quire.attention.base import CacheBackend, ForwardContext, StepInputs
+from quire.attention.indexed import TorchIndexedBackend
+from quire.attention.latent import TorchLatentBackend
 from quire.attention.torch import TorchBackend
+from quire.messages.kv_cache import KVCacheSpec, LatentSpec
 from quire.models.decoder import DecoderModel
 from quire.models.loading.weight_loader import load_weights
 from quire.models.options import ModelOptions
@@ -48,6 +51,12 @@ class Row:
     blocks: list[int] = field(default_factory=list)
 
 
+def torch_backend(spec: KVCacheSpec) -> CacheBackend:
+    if not isinstance(spec, LatentSpec):
+        return TorchBackend()
+    return TorchIndexedBackend() if spec.index_size else TorchLatentBackend()
+
+
 class TinyRunner:
     """One KV-cache group per distinct window, each with its own block ids, as the real runner does."""
 
@@ -61,14 +70,15 @@ class TinyRunner:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.backend = TorchBackend()
         num_blocks = num_rows * max_blocks + 1
         attentions = model.cache_layers()
-        windows = list(dict.fromkeys(a.sliding_window for a in attentions))
+        windows = list(dict.fromkeys(getattr(a, "sliding_window", None) for a in attentions))
         for a in attentions:
             dtype = dtype or next(model.parameters()).dtype
-            cache = torch.zeros(num_blocks, 2, a.num_kv_heads, block_size, a.head_size, dtype=dtype)
-            a.bind([cache], windows.index(a.sliding_window), self.backend)
+            spec = a.kv_cache_spec(block_size, dtype)
+            self.backend = torch_backend(spec)
+            views = [torch.zeros(num_blocks, *part.shape, dtype=dtype) for part in spec.parts()]
+            a.bind(views, windows.index(getattr(a, "sliding_window", None)), self.backend)
         # Blocks in no order, different in every group.
         self.tables = [(torch.randperm(num_blocks - 1) + 1).view(num_rows, max_blocks).int() for _ in windows]
         self.lens = [0] * num_rows

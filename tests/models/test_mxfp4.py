@@ -15,6 +15,7 @@ from quire.checkpoint.resolve import resolve_model
 from quire.checkpoint.tensors import open_tensors
 from quire.kernels.int_linear import dequantize_torch
 from quire.kernels.moe import route_torch, sum_experts
+from quire.kernels.moe_routing import Routing
 from quire.layers.mxfp4_experts import Mxfp4Experts
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.decoder import DecoderModel
@@ -110,15 +111,13 @@ def test_experts_kept_at_4_bits_are_those_of_the_checkpoint(tmp_path):
 
 def test_two_ranks_summed_by_hand():
     torch.manual_seed(0)
-    count, hidden, width = 4, 64, 128
+    count, hidden, width, routing = 4, 64, 128, Routing(2, "topk_softmax")
     made = {name: random_mxfp4(shape[:2], shape[2]) for name, shape in
             (("gate_up", (count, 2 * width, hidden)), ("down", (count, hidden, width)))}  # fmt: skip
     biases = torch.randn(count, 2 * width).half(), torch.randn(count, hidden).half()
     x, logits, found = torch.randn(5, hidden).half(), torch.randn(5, count), []
     for tp in (SINGLE, TensorParallel(0, 2), TensorParallel(1, 2)):
-        experts = Mxfp4Experts(
-            count, 2, hidden, width, torch.float16, CPU, tp, activation="swigluoai", bias=True, scoring="topk_softmax"
-        )
+        experts = Mxfp4Experts(count, routing, hidden, width, torch.float16, CPU, tp, activation="swigluoai", bias=True)
         slots = experts.load_slots()
         for name, (blocks, exponents, _) in made.items():
             for kind, data in (("blocks", blocks), ("scales", exponents)):
@@ -127,7 +126,7 @@ def test_two_ranks_summed_by_hand():
         for name, bias in zip(("gate_up_bias", "down_bias"), biases, strict=True):
             slots[name, None].view.copy_(slots[name, None].part_of(bias))
         experts.process_after_loading()
-        routes = route_torch(logits, 2, renormalize=True, scoring="topk_softmax")
+        routes = route_torch(logits, routing)
         found.append(sum_experts(x, *routes, count, experts._expert).float())
     torch.testing.assert_close(found[1] + found[2], found[0], atol=0.02, rtol=0.01)
 
@@ -135,7 +134,7 @@ def test_two_ranks_summed_by_hand():
 @pytest.mark.parametrize(("sizes", "wrong"), [((80, 64), "hidden size is 80"), ((64, 96), "of a worker is 48")])
 def test_sizes_that_are_no_multiple_of_32(sizes, wrong):
     with pytest.raises(ValueError, match=f"{wrong}; in mxfp4 it must be a multiple of 32"):
-        Mxfp4Experts(4, 2, *sizes, torch.float16, CPU, TensorParallel(0, 2))
+        Mxfp4Experts(4, Routing(2), *sizes, torch.float16, CPU, TensorParallel(0, 2))
 
 
 def test_missing_scales_are_named(tmp_path):
@@ -161,7 +160,7 @@ def test_shapes_that_do_not_fit_are_an_error():
 
 
 def test_exponents_that_are_no_numbers_are_refused():
-    experts = Mxfp4Experts(2, 1, 32, 32, torch.bfloat16, CPU)
+    experts = Mxfp4Experts(2, Routing(1), 32, 32, torch.bfloat16, CPU)
     for slot in experts.load_slots().values():
         slot.view.fill_(255)
     with pytest.raises(ValueError, match="experts in mxfp4: some of their scales are no numbers; allowed"):

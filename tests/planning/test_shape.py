@@ -8,10 +8,11 @@ import torch
 from quire.layers.parallel import TensorParallel
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
-from quire.planning.memory import weight_bytes
+from quire.planning.memory import Limits, cache_specs, weight_bytes
 from quire.planning.shape import read_shape
 from quire.planning.sizes import Layout
 from quire.planning.weight_format import dense_format
+from tests.models.published import load_published
 from tests.tiny_models import COMMON, FAMILIES
 
 CPU = torch.device("cpu")
@@ -54,9 +55,12 @@ def test_weights_of_a_rank(family: str) -> None:
     assert weight_bytes(shape, dense_format(2), Layout(2)) == [pytest.approx(expected, abs=400)]
 
 
-def test_latent_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="latent attention"):
-        read_shape({"model_type": "deepseek_v3", "kv_lora_rank": 512})
+def test_bytes_of_a_latent_cache() -> None:
+    """DeepSeek-V2-Lite: 27 layers of 512 + 64 numbers in bf16, on every rank."""
+    config, _ = load_published("latent/DeepSeek-V2-Lite")
+    for tensor in (1, 4):
+        specs = cache_specs(read_shape(config), Limits(4096), tensor, range(27))
+        assert sum(spec.page_bytes for spec in specs.values()) == 16 * 27 * 576 * 2
 
 
 def test_a_config_without_sizes() -> None:

@@ -186,7 +186,7 @@ def w8a8(sym: bool = True, static: bool = False) -> Format:
 
 def is_linear(name: str) -> bool:
     layer = name.removesuffix(".weight")
-    return name != layer and (layer.endswith("_proj") or layer.split(".")[-1] in ("w1", "w2", "w3"))
+    return name != layer and (layer.endswith(("_proj", "_with_mqa")) or layer.split(".")[-1] in ("w1", "w2", "w3"))
 
 
 def save_checkpoints(family: str, folder: Path, made: Format, **overrides: object) -> tuple[Path, Path]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.kernels.moe_routing import Routing
 from quire.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from quire.layers.linear_experts import LinearExperts
 from quire.layers.parallel import TensorParallel
@@ -205,7 +206,7 @@ def test_scales_of_inputs_of_experts_are_not_used():
 def test_experts_that_differ_in_their_inputs_are_not_one_weight():
     def experts(*activations):
         methods = [method_of(Fp8Scheme(per_channel=True, activations=each)) for each in activations]
-        made = LinearExperts(2, 1, 64, 32, torch.float32, CPU, [(method, method) for method in methods])
+        made = LinearExperts(2, Routing(1), 64, 32, torch.float32, CPU, [(method, method) for method in methods])
         for layer in made.gate_up:
             fill(layer, {shard: written("channel", 32, 64)[0] for shard in (0, 1)})
         for layer in made.down:

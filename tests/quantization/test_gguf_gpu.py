@@ -9,6 +9,7 @@ import torch
 from quire.checkpoint.config import load_hf_config
 from quire.checkpoint.resolve import resolve_model
 from quire.kernels.int_linear import E2M1, PackedIntWeight, dequantize_torch, stack_experts
+from quire.kernels.moe_routing import Routing
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from quire.layers.linear_experts import LinearExperts
@@ -246,7 +247,7 @@ def test_logits_of_experts(family, kind, tmp_path, packed_on_cpu):
 
 def test_experts_that_differ_become_alike(tmp_path, packed_on_cpu):
     """What a layer on a GPU does with experts whose gate and up have different types."""
-    experts = LinearExperts(3, 2, 64, 32, torch.bfloat16, CPU, [(METHOD, METHOD)] * 3)
+    experts = LinearExperts(3, Routing(2), 64, 32, torch.bfloat16, CPU, [(METHOD, METHOD)] * 3)
     stored = {}
     for e in range(3):
         kinds = ("Q8_0", "Q4_0") if e == 1 else ("Q8_0", "Q8_0")

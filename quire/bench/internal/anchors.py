@@ -84,6 +84,16 @@ H200_BARS: dict[str, dict[str, Bar]] = {
         "prefix": Bar(2.95),
         "ctx6k": Bar(19.5),
     },
+    # vLLM without torch.compile; its own random weights, whose routing collapses on few experts.
+    "deepseek-v2-lite": {
+        "startup_cold": Bar(101, must=30, moonshot=15),
+        "startup_warm": Bar(101),
+        "b1_tpot": Bar(3.37, limit=1.2, must=2.3, moonshot=1.7),
+        "nano_greedy": Bar(11_631, limit=14_500, must=12_000, moonshot=13_000),
+        "t512_128": Bar(36_740, must=60_000, moonshot=80_000),
+        "prefill": Bar(93_004, must=95_000, moonshot=115_000),
+        "ctx6k": Bar(5.64),
+    },
 }
 
 # Two cores. smollm2 is dequantized: llama.cpp with the same bf16 weights where it was measured so, else with its Q4_1

@@ -48,7 +48,7 @@ _RESULTS = {  # of functions that return a value; all others return a status of 
     "quire_group_open": ctypes.c_void_p,
 }
 _SIGNATURES = {
-    "quire_rms_norm": "pppp ll f i",
+    "quire_rms_norm": "pppp lll f i",
     "quire_layer_norm": "ppppp ll f i",
     "quire_add": "pppp ll i",
     "quire_activate": "pp ll iii",
@@ -71,7 +71,9 @@ _SIGNATURES = {
     "quire_quantized_linear": "pp l pp lll ii",
     "quire_attention_fits": "lll",
     "quire_attention": "ppppppp lllllllll ff ppp l pl ii",
-    "quire_route": "ppp lll ii",
+    "quire_latent_write": "ppppppp lllllll f i",
+    "quire_latent_attention": "pppppppppppp lllllllllll f i",
+    "quire_route": "pppp llllll ff iiiii",
     "quire_moe": "pppppppppppp lllll ii",
     "quire_add_low_rank": "ppppppp lllllll i",
     "quire_ngram_drafts": "pppppp lllll",
@@ -107,13 +109,15 @@ def _require_float32(*weights: torch.Tensor | None) -> None:
 
 
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [n, d], weight [d] float32; where there is a residual it is added first, and the sum written over it."""
+    """x [n, d], whose rows may be slices of wider ones, weight [d] float32; a residual, if there is one, is added first
+    and overwritten with the sum."""
     _require_float32(weight)
-    x = x.contiguous()
-    out = torch.empty_like(x)
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
     width = x.shape[-1]
     added = residual.data_ptr() if residual is not None else None
-    sizes = (x.numel() // width, width)
+    sizes = (x.numel() // width, width, x.stride(0) if x.dim() == 2 else width)
     native_function("quire_rms_norm")(
         x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *sizes, eps, TYPES[x.dtype]
     )  # fmt: skip

@@ -15,12 +15,13 @@
         a = r;                                                                                                         \
     }
 
-/* Rows of x [n, d], with residual added first where there is one: the sum, rounded, is written over the residual. Norms'
- * weights are float32 whatever the type of x. */
+/* Rows of x [n, d], `stride` apart, with residual added first where there is one: the sum, rounded, is written over the
+ * residual. Norms' weights are float32 whatever the type of x. */
 #define RMS_NORM(NAME, T, TO, FROM)                                                                                    \
-    static void NAME(const T *x, T *residual, const float *weight, T *out, int64_t n, int64_t d, float eps) {          \
+    static void NAME(const T *x, T *residual, const float *weight, T *out, int64_t n, int64_t d, int64_t stride,       \
+                     float eps) {                                                                                      \
         _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
-            const T *a = x + i * d;                                                                                    \
+            const T *a = x + i * stride;                                                                               \
             T *o = out + i * d;                                                                                        \
             ADD_RESIDUAL(T, TO, FROM)                                                                                  \
             float sum = 0;                                                                                             \
@@ -33,20 +34,20 @@
 RMS_NORM(rms_norm_f32, float, SAME, SAME)
 RMS_NORM(rms_norm_bf16, bf16, widen, narrow)
 
-int quire_rms_norm(const void *x, void *residual, const float *weight, void *out, int64_t n, int64_t d, float eps,
-                   int type) {
-    if (n < 0 || d < 1) return BAD_SIZE;
+int quire_rms_norm(const void *x, void *residual, const float *weight, void *out, int64_t n, int64_t d, int64_t stride,
+                   float eps, int type) {
+    if (n < 0 || d < 1 || stride < d) return BAD_SIZE;
 #ifdef HAVE_BF16_VECTORS
     if (type) {
 #pragma omp parallel for if (n * d > WORTH_THREADS)
         for (int64_t i = 0; i < n; i++)
-            rms_norm_vectors((const bf16 *)x + i * d, residual ? (bf16 *)residual + i * d : 0, weight,
+            rms_norm_vectors((const bf16 *)x + i * stride, residual ? (bf16 *)residual + i * d : 0, weight,
                              (bf16 *)out + i * d, d, eps);
         return DONE;
     }
 #endif
-    if (type) rms_norm_bf16(x, residual, weight, out, n, d, eps);
-    else rms_norm_f32(x, residual, weight, out, n, d, eps);
+    if (type) rms_norm_bf16(x, residual, weight, out, n, d, stride, eps);
+    else rms_norm_f32(x, residual, weight, out, n, d, stride, eps);
     return DONE;
 }
 

@@ -10,33 +10,77 @@
 enum { READING = 8, COLUMNS = 256 };
 enum { SILU, SWIGLUOAI };
 
-/* logits [n, num_experts] -> the top_k largest of each row, of equal ones the lower first, and the softmax over all or
- * over those. NaN counts as infinity: whatever a row holds, its experts exist, and its weights are NaN. */
-int quire_route(const void *logits, float *weights, int32_t *experts, int64_t n, int64_t num_experts, int64_t top_k,
-                int of_chosen, int type) {
-    if (n < 0 || top_k < 1 || top_k > num_experts || num_experts > INT32_MAX) return BAD_SIZE;
+/* As moe_routing.py orders them. */
+enum { SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRTSOFTPLUS };
+enum { MAX, TOP2_SUM };
+enum { MAX_EXPERTS = 4096 };
+
+static float as_inf(float x) { return x == x ? x : INFINITY; }
+
+/* The greatest of count numbers that is not taken, of equal ones the first; -1 if all are. */
+static int64_t greatest(const float *x, const uint8_t *taken, int64_t count) {
+    int64_t found = -1;
+    for (int64_t i = 0; i < count; i++)
+        if (!taken[i] && (found < 0 || x[i] > x[found])) found = i;
+    return found;
+}
+
+/* Take the experts of all groups but the top_groups best ones. */
+static void leave_groups(const float *choice, uint8_t *taken, int64_t num_experts, int64_t groups, int64_t top_groups,
+                         int group_score) {
+    float best[MAX_EXPERTS];
+    uint8_t kept[MAX_EXPERTS] = {0};
+    int64_t size = num_experts / groups;
+    for (int64_t g = 0; g < groups; g++) {
+        float most = -INFINITY, second = -INFINITY;
+        for (int64_t e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > most) second = most, most = choice[e];
+            else if (choice[e] > second) second = choice[e];
+        }
+        best[g] = group_score == TOP2_SUM ? as_inf(most + second) : most;
+    }
+    for (int64_t j = 0; j < top_groups; j++) kept[greatest(best, kept, groups)] = 1;
+    for (int64_t e = 0; e < num_experts; e++) taken[e] = !kept[e / size];
+}
+
+/* logits [n, num_experts], bias of the choice [num_experts] or NULL -> weights and experts [n, top_k + shared], as
+ * Routing of moe_routing.py says. */
+int quire_route(const void *logits, const float *bias, float *weights, int32_t *experts, int64_t n, int64_t num_experts,
+                int64_t top_k, int64_t groups, int64_t top_groups, int64_t shared, float epsilon, float scale,
+                int scores, int group_score, int of_chosen, int by_logits, int type) {
+    if (n < 0 || top_k < 1 || top_k > num_experts || num_experts > MAX_EXPERTS || groups < 1 || top_groups < 1 ||
+        top_groups > groups || num_experts % groups || top_k > num_experts / groups * top_groups || shared < 0 ||
+        shared > MAX_EXPERTS)
+        return BAD_SIZE;
 #pragma omp parallel for if (n * num_experts * top_k > WORTH_THREADS)
     for (int64_t row = 0; row < n; row++) {
-        float *w = weights + row * top_k, total = 0;
-        int32_t *chosen = experts + row * top_k;
-        for (int64_t j = 0; j < top_k; j++) {
-            float best = -INFINITY, last = j ? w[j - 1] : INFINITY;
-            int64_t found = -1, after = j ? chosen[j - 1] : -1;
-            for (int64_t e = 0; e < num_experts; e++) {
-                float x = load(logits, row * num_experts + e, type);
-                if (x != x) x = INFINITY;
-                if ((x < last || (x == last && e > after)) && (found < 0 || x > best)) best = x, found = e;
-            }
-            w[j] = best, chosen[j] = (int32_t)found;
+        float score[MAX_EXPERTS], choice[MAX_EXPERTS], most = -INFINITY, all = 0, total = 0;
+        uint8_t taken[MAX_EXPERTS];
+        float *w = weights + row * (top_k + shared);
+        int32_t *chosen = experts + row * (top_k + shared);
+        for (int64_t e = 0; e < num_experts; e++) {
+            float x = load(logits, row * num_experts + e, type);
+            if (scores == SIGMOID) x = 1.0f / (1.0f + expf(-x));
+            else if (scores == SQRTSOFTPLUS) x = sqrtf((x <= 0 ? 0 : x) + log1pf(expf(-fabsf(x))));
+            else x = as_inf(x), most = x > most ? x : most;
+            score[e] = x, choice[e] = as_inf(x), taken[e] = 0;
         }
-        float most = w[0];
-        if (!of_chosen)
-            for (int64_t e = 0; e < num_experts; e++) total += expf(load(logits, row * num_experts + e, type) - most);
+        int needs_all = !by_logits || !of_chosen || epsilon > 0; /* else exponentials of the chosen ones do */
+        if (scores >= SIGMOID) all = 1;
+        else if (needs_all)
+            for (int64_t e = 0; e < num_experts; e++) all += score[e] = expf(score[e] - most);
+        if (!by_logits)
+            for (int64_t e = 0; e < num_experts; e++)
+                choice[e] = as_inf((scores < SIGMOID ? score[e] / all : score[e]) + (bias ? bias[e] : 0));
+        if (top_groups < groups) leave_groups(choice, taken, num_experts, groups, top_groups, group_score);
         for (int64_t j = 0; j < top_k; j++) {
-            w[j] = expf(w[j] - most);
-            if (of_chosen) total += w[j];
+            int64_t e = greatest(choice, taken, num_experts);
+            taken[e] = 1, chosen[j] = (int32_t)e, w[j] = scores < SIGMOID && !needs_all ? expf(score[e] - most) : score[e];
+            total += w[j];
         }
-        for (int64_t j = 0; j < top_k; j++) w[j] /= total;
+        total = of_chosen ? total + epsilon * all : all;
+        for (int64_t j = 0; j < top_k; j++) w[j] = w[j] / total * scale;
+        for (int64_t j = 0; j < shared; j++) w[top_k + j] = 1, chosen[top_k + j] = (int32_t)(num_experts + j);
     }
     return DONE;
 }

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.moe_routing import GROUP_SCORES, SCORES, Routes, Routing
 from quire.kernels.native import PANEL, TYPES, has_amx, linear_kind, native_function
 
 ACTIVATIONS = ("silu", "swigluoai")  # as moe.c numbers them
@@ -35,20 +36,25 @@ def can_serve() -> bool:
     return linear_kind() is not None
 
 
-def route(logits: torch.Tensor, top_k: int, of_chosen: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> Routes:
     logits = logits.contiguous()
     rows, num_experts = logits.shape
-    weights = torch.empty(rows, top_k, dtype=torch.float32)
-    experts = torch.empty(rows, top_k, dtype=torch.int32)
+    routing.check(num_experts)
+    if bias is not None and (bias.dtype is not torch.float32 or tuple(bias.shape) != (num_experts,)):
+        raise ValueError(f"the bias is {bias.dtype} of shape {tuple(bias.shape)}, not float32 of {num_experts}")
+    weights = torch.empty(rows, routing.slots, dtype=torch.float32)
+    experts = torch.empty(rows, routing.slots, dtype=torch.int32)
     native_function("quire_route")(
-        logits.data_ptr(), weights.data_ptr(), experts.data_ptr(), rows, num_experts, top_k, of_chosen,
-        TYPES[logits.dtype],
+        logits.data_ptr(), bias.data_ptr() if bias is not None else None, weights.data_ptr(), experts.data_ptr(),
+        rows, num_experts, routing.top_k, routing.groups, routing.top_groups, routing.shared,
+        routing.epsilon, routing.scale, SCORES.index(routing.scores), GROUP_SCORES.index(routing.group_score),
+        routing.of_chosen, routing.by_logits(bias is not None), TYPES[logits.dtype],
     )  # fmt: skip
     return weights, experts
 
 
 def moe(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w: PackedExperts) -> torch.Tensor:
-    """x [N, H] -> [N, H]; weights and experts [N, k], which must exist."""
+    """x [N, H] -> [N, H]; weights and experts [N, slots], which must exist."""
     x = x.contiguous()
     out = torch.empty_like(x)
     rows, top_k = experts.shape

@@ -4,7 +4,7 @@
 #include "vectors.h"
 #include "bf16.h"
 
-int quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, float, int);
+int quire_rms_norm(const void *, void *, const void *, void *, int64_t, int64_t, int64_t, float, int);
 int quire_layer_norm(const void *, void *, const void *, const void *, void *, int64_t, int64_t, float, int);
 int quire_add(const void *, const void *, const int64_t *, void *, int64_t, int64_t, int);
 int quire_activate(const void *, void *, int64_t, int64_t, int, int, int);
@@ -17,7 +17,8 @@ int quire_quantized_linear(const void *, const int64_t *, int64_t, const void *,
 int quire_attention(const void *, void *, const void *, const int64_t *, const int32_t *, const int32_t *,
                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                     float, float, const float *, const float *, float *, int64_t, const float *, int64_t, int, int);
-int quire_route(const void *, float *, int32_t *, int64_t, int64_t, int64_t, int, int);
+int quire_route(const void *, const float *, float *, int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                float, float, int, int, int, int, int);
 int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16 *, const float *, const int32_t *,
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
 int quire_add_low_rank(const void *, const int32_t *, const int32_t *, const void *, const void *, float *, void *,
@@ -26,6 +27,11 @@ int quire_encoder_linear(const void *, const void *, const void *, void *, int64
 int quire_encoder_attention(const void *, void *, const int32_t *, const float *, const void *, const int64_t *,
                             const float *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                             int64_t, float, float, int);
+int quire_latent_write(bf16 *, const bf16 *, const float *, const bf16 *, const int64_t *, const int64_t *, bf16 *,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+int quire_latent_attention(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const int64_t *, const int32_t *,
+                           const int32_t *, const int32_t *, bf16 *, bf16 *, float *, bf16 *, int64_t, int64_t, int64_t,
+                           int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
 
 /* As replay.py writes them. */
 enum {
@@ -43,7 +49,9 @@ enum {
     ADD_LOW_RANK,
     ALL_REDUCE,
     ENCODER_LINEAR,
-    ENCODER_ATTENTION
+    ENCODER_ATTENTION,
+    LATENT_WRITE,
+    LATENT_ATTENTION
 };
 typedef union {
     int64_t i;
@@ -65,7 +73,7 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
         switch (c->kind) {
         default: status = BAD_SIZE; break;
         case RMS_NORM:
-            status = quire_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].f, a[7].i);
+            status = quire_rms_norm(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].f, a[8].i);
             break;
         case LAYER_NORM:
             status = quire_layer_norm(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, OF_TOKENS(a[5]), a[6].i, a[7].f, a[8].i);
@@ -106,8 +114,18 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
                                              a[16].f, a[17].f, a[18].i);
             break;
 #endif
+        case LATENT_WRITE:
+            status = quire_latent_write(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
+                                        a[9].i, a[10].i, a[11].i, a[12].i, a[13].i, a[14].f, a[15].i);
+            break;
+        case LATENT_ATTENTION:
+            status = quire_latent_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p,
+                                            a[9].p, a[10].p, a[11].p, OF_TOKENS(a[12]), a[13].i, a[14].i, rows, a[16].i,
+                                            a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].i, a[23].f, a[24].i);
+            break;
         case ROUTE:
-            status = quire_route(a[0].p, a[1].p, a[2].p, OF_TOKENS(a[3]), a[4].i, a[5].i, a[6].i, a[7].i);
+            status = quire_route(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].i, a[8].i, a[9].i,
+                                 a[10].f, a[11].f, a[12].i, a[13].i, a[14].i, a[15].i, a[16].i);
             break;
         case MOE:
             status = quire_moe(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,

@@ -20,7 +20,7 @@ KINDS = {
     "linear_amx": 4,
     "quantized_linear": 5,
     "attention": 7,
-    "route": 3,
+    "route": 4,
     "moe": 12,
     "layer_norm": 5,
     "add": 4,
@@ -29,14 +29,17 @@ KINDS = {
     "all_reduce": 2,
     "encoder_linear": 4,
     "encoder_attention": 8,
+    "latent_write": 7,
+    "latent_attention": 12,
 }
-ROWS_OF_ATTENTION = {"attention": 9, "encoder_attention": 9}  # the argument that counts requests
+# Which argument counts requests.
+ROWS_OF_ATTENTION = {"attention": 9, "encoder_attention": 9, "latent_attention": 15}
 MAX_ARGUMENTS = 26
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 _aten = torch.ops.aten
 _MAKE = {_aten.empty.memory_format, _aten.empty_like.default}
-_LOOK = {_aten.view.default, _aten.detach.default}
+_LOOK = {_aten.view.default, _aten.detach.default, _aten.slice.Tensor}
 
 # So many tokens in so many rows, whose first so many keys are in blocks that all rows share.
 Replay = Callable[[int, int, int], None]

@@ -10,7 +10,7 @@ from quire.kernels.dispatch import early_launch
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, residual, weight, out, width, x_row, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
@@ -19,7 +19,7 @@ def _rms_norm_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    values = tl.load(x + row + columns, mask=inside, other=0.0)
+    values = tl.load(x + tl.program_id(0).to(tl.int64) * x_row + columns, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         # The sum is rounded before the norm, as in the torch reference: the next layer reads the rounded one.
         total = values.to(tl.float32) + tl.load(residual + row + columns, mask=inside, other=0.0).to(tl.float32)
@@ -32,8 +32,10 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
+    """Rows of x [N, D] may be slices of wider ones."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, out, eps)
     return out
 
@@ -59,6 +61,7 @@ def _launch(
         weight,
         out,
         width,
+        x.stride(-2) if x.dim() > 1 else width,
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quire.checkpoint.tensors import CheckpointTensor, ReadsParts, read_part, reader_pool
@@ -21,6 +22,7 @@ from quire.quantization.block_quantized import StoredBlocks
 MAX_NAMES_IN_ERROR = 5
 # Of checkpoints for pooling: read by pooling/heads.py, unless the model has them.
 POOLING_HEADS = ("score.{p}", "score.{i}.{p}", "classifier.{p}", "v_head.{p}", "v_head.summary.{p}", "linear.{p}")
+DUMMY_STD = 0.02
 # Tensors queued for the reader threads: enough that one large tensor leaves no thread idle, few enough that the
 # progress bar is accurate and shards are opened one after the other.
 MAX_READS_AHEAD = 32
@@ -78,20 +80,31 @@ def load_weights(
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Random weights for benchmarks without a checkpoint, reproducible for a seed and device."""
     generator: torch.Generator | None = None
+    count = 0  # of those with random numbers of their own
     for slot in all_load_slots(model, dummy=True).values():
         if slot.optional:
             continue
         with slot.opened() as view:
             generator = generator or torch.Generator(device=view.device).manual_seed(seed)
-            if slot.dummy != "normal":
+            if slot.dummy == "orthogonal":
+                count += 1
+                view.copy_(_orthogonal_rows(view.shape[0], view.shape[1], (seed + 1) * 100_003 + count))
+            elif slot.dummy != "normal":
                 view.fill_(1.0 if slot.dummy == "ones" else 0.0)
             elif not view.is_floating_point():  # packed numbers
                 view.random_(torch.iinfo(view.dtype).min, torch.iinfo(view.dtype).max, generator=generator)
             elif view.dtype.itemsize > 1:
-                view.normal_(0.0, 0.02, generator=generator)
+                view.normal_(0.0, DUMMY_STD, generator=generator)
             else:  # torch has no random fp8 numbers
                 numbers = torch.empty(view.shape, dtype=torch.bfloat16, device=view.device)
-                view.copy_(numbers.normal_(0.0, 0.02, generator=generator))
+                view.copy_(numbers.normal_(0.0, DUMMY_STD, generator=generator))
+
+
+def _orthogonal_rows(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Of equal norm, that of normal ones on average. On the CPU, where small factorizations are fast to start."""
+    normal = torch.empty(rows, columns).normal_(generator=torch.Generator().manual_seed(seed))
+    made = torch.linalg.qr(normal.T)[0].T if rows <= columns else F.normalize(normal)
+    return made * (DUMMY_STD * columns**0.5)
 
 
 def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[CheckpointTensor]:

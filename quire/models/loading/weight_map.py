@@ -1,9 +1,10 @@
 """Rules from tensor names of a checkpoint to parameters.
 
 A pattern holds placeholders: `{i}` stands for a layer number, `{e}` for an expert's, `{p}` for the last part of a name
-(weight, bias ...).
+(weight, bias ...), `{rest}` for any number of parts.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +16,11 @@ from quire.layers.load_slot import ShardId
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
-_PLACEHOLDERS = {"i": r"\d+", "e": r"\d+", "p": r"\w+"}
+MAX_PREDICTION_LAYERS = 4
+_PLACEHOLDERS = {"i": r"\d+", "e": r"\d+", "p": r"\w+", "rest": r".+"}
 
 
+@functools.cache
 def _compile(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", pattern)
     regex = "".join(f"(?P<{p}>{_PLACEHOLDERS[p]})" if n % 2 else re.escape(p) for n, p in enumerate(parts))
@@ -92,6 +95,10 @@ class WeightMap:
 
     def ignoring(self, *patterns: str) -> "WeightMap":
         return WeightMap(self.rules, self.ignored + patterns)
+
+    def ignoring_layers_from(self, first: int) -> "WeightMap":
+        """Without the layers that follow a model's own: those of multi-token prediction."""
+        return self.ignoring(*(f"model.layers.{i}.{{rest}}" for i in range(first, first + MAX_PREDICTION_LAYERS)))
 
     def also_without(self, prefix: str) -> "WeightMap":
         """Also accept names without the prefix, as in checkpoints saved from the base model."""

@@ -71,12 +71,17 @@ class Profiled:
 
 
 @dataclass(frozen=True)
+class ExpertsTouched:
+    counts: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Failed:
     part: str
     error: str
 
 
-Event = Started | PartStarted | Measured | Profiled | Failed
+Event = Started | PartStarted | Measured | Profiled | ExpertsTouched | Failed
 Send = Callable[[Event], None]
 
 
@@ -90,6 +95,7 @@ def child_main(pipe: Connection, task: Task) -> None:
     send(PartStarted(START_UP))
     try:
         from quire import LLM
+        from quire.bench.internal.card.experts import experts_touched
         from quire.bench.internal.card.workloads import Caller, device_facts
         from quire.bench.workloads import Workload
 
@@ -101,6 +107,8 @@ def child_main(pipe: Connection, task: Task) -> None:
         marks["first token"] = time.time()
         send(Started(marks, (cached, triton_cache_files()), device_facts(llm)))
         caller.warm_up(long=not task.cpu)
+        if (touched := experts_touched(llm, task.vocab_size)) is not None:
+            send(ExpertsTouched(touched))
     except Exception as error:
         send(Failed(START_UP, explain(error)))
         return

@@ -18,6 +18,7 @@ from quire.bench.internal import anchors
 from quire.bench.internal.card.child import (
     START_UP,
     Event,
+    ExpertsTouched,
     Failed,
     Measured,
     PartStarted,
@@ -173,6 +174,10 @@ class Recorder:
             case Profiled():
                 self.card.notes.setdefault("profile", []).append(event.profile)
                 print(profile_text(self.task.name, event.profile), flush=True)
+            case ExpertsTouched():
+                self.card.notes["experts_touched"] = event.counts
+                shown = {name: value for name, value in event.counts.items() if name != "layers"}
+                self.log(f"experts a step touches in a layer: {', '.join(f'{k} {v:g}' for k, v in shown.items())}")
             case Failed():
                 self.card.errors[event.part] = event.error
                 self.log(f"{event.part} FAILED: {event.error}")

@@ -62,7 +62,7 @@ def workload_names(given_names: str | None, model: str, cpu: bool) -> list[str]:
     if names:
         return [name for name in names if name != ONLY_START_UP]
     rows = bars(model, cpu)
-    return [name for name in known if not rows or name in rows or f"{name}_ttft" in rows]
+    return [name for name in known if not rows or rows.keys() & {name, f"{name}_ttft", f"{name}_tpot"}]
 
 
 def bars(model: str, cpu: bool) -> dict[str, Bar]:

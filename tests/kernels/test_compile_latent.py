@@ -1,0 +1,123 @@
+"""Kernels of latent attention compiled for a Hopper device without one, at models' shapes: they must fit it. In bf16,
+or with QUIRE_ALL_KERNELS=1 (make test-kernels) also in float32."""
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from quire.kernels.dispatch import INTERPRETED  # noqa: E402
+from quire.kernels.triton import (  # noqa: E402
+    latent_decode,
+    latent_expand,
+    latent_prefill,
+    latent_product,
+    latent_write,
+)
+from tests.kernels.test_compile import FLOAT, FP8, HALF, INT, compiled  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
+
+MAX_SHARED = 227 << 10
+KINDS = [HALF, FLOAT] if os.environ.get("QUIRE_ALL_KERNELS") else [HALF]
+RANK, ROPE, NOPE, V, PAGE_TOKENS = 512, 64, 128, 128, 16
+LATENT = {"RANK": RANK, "ROPE": ROPE, "RP": RANK, "PP": ROPE}
+INTS = dict.fromkeys(("rows", "query_start", "seq_lens", "block_table", "prefix_len", "counts", "starts"), INT)
+INTS |= dict.fromkeys(("query_blocks", "sources", "used", "decode_tokens", "prompt_tokens", "tokens"), INT)
+INTS |= dict.fromkeys(
+    ("table_stride", "min_tiles", "prefix_splits", "rope_token", "rope_head", "q_token", "q_head", "num_tokens"), "i32"
+)
+INTS |= dict.fromkeys(("first_unit", "units", "most", "x_token", "x_head", "kv_token"), "i32")
+INTS |= dict.fromkeys(("num_rows", "num_tokens", "capacity", "min_queries"), "i32")
+FLOATS = {"factor": "fp32", "cache_scale": "fp32", "inverse": "fp32", "token_scales": FLOAT, "sums": FLOAT}
+
+
+def pages(by_token: bool = False) -> dict[str, int]:
+    page = PAGE_TOKENS * (RANK + ROPE)
+    return {
+        "BLOCK_SIZE": PAGE_TOKENS,
+        "PAGE": page + 64 * by_token,
+        "SCALE_PAGE": (page + 64) // 4 * by_token,
+        "QUANTIZED": by_token,
+    }
+
+
+def compiles(kernel, types: dict[str, str], constants: dict[str, object], warps: int, stages: int):
+    types = INTS | FLOATS | types
+    constants = {name: value for name, value in (constants | {"PDL": True}).items() if name in kernel.arg_names}
+    made = compiled(kernel, types, constants, warps, stages)
+    assert made.metadata.shared <= MAX_SHARED
+    return made
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "kind", "cache"),
+    [
+        (16, 1, HALF, HALF),
+        (16, 4, HALF, HALF),
+        (128, 1, HALF, HALF),
+        (16, 1, HALF, FP8),
+        (128, 1, HALF, FP8),
+        (16, 1, FLOAT, FLOAT),
+    ],
+)
+def test_decode(heads, queries, kind, cache):
+    dtype = {HALF: latent_decode.torch.bfloat16, FLOAT: latent_decode.torch.float32}[kind]
+    tile, columns = latent_decode.tile_of_heads(heads, queries, dtype)
+    tuning = latent_decode.tuning_for(columns, dtype, cache == FP8)
+    types = {"q": kind, "q_rope": kind, "kv_cache": cache, "out": FLOAT}
+    constants = LATENT | pages(cache == FP8) | {
+        "H": heads, "HB": tile, "Q": queries, "M": columns, "CHUNK": 32 if kind == FLOAT else RANK,
+        "TILE": tuning.tile, "PREFIX": False, "DECODE_ONLY": True,
+    }  # fmt: skip
+    made = compiles(latent_decode._decode_kernel, types, constants, tuning.warps, tuning.stages)
+    if cache == HALF:
+        # A tile is copied to shared memory once, for both products.
+        assert "wgmma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"] and "mma.sync" not in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_absorbed_prompts(kind):
+    full = kind == FLOAT
+    types = {"q": kind, "q_rope": kind, "kv_cache": kind, "out": kind}
+    constants = LATENT | pages() | {
+        "H": 16, "HB": 16, "Q": 1 if full else 4, "M": 16 if full else 64, "CHUNK": 32 if full else RANK,
+        "TILE": 16 if full else 64, "QUERIES": 32 if full else 128,
+    }  # fmt: skip
+    compiles(latent_prefill._absorbed_kernel, types, constants, 4 if full else 8, 1 if full else 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expanded_prompts(kind):
+    full = kind == FLOAT
+    types = {"kv_cache": kind, "w_uk": kind, "w_uv": kind, "keys": kind, "values": kind, "ropes": kind}
+    sizes = {"NOPE": NOPE, "V": V, "ROPE": ROPE, "PP": ROPE, "NP": NOPE, "VP": V, "H": 16}
+    constants = sizes | pages() | {"RANK": RANK, "BLOCK": 32 if full else 128, "BLOCK_K": 16 if full else 64}
+    compiles(latent_expand._expand_kernel, types, constants, 8, 1 if full else 3)
+    types |= {"q": kind, "out": kind}
+    constants = sizes | {"QUERIES": 32 if full else 128, "TILE": 16 if full else 64}
+    made = compiles(latent_prefill._expanded_kernel, types, constants, 4 if full else 8, 1 if full else 3)
+    assert full or "wgmma" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind):
+    full = kind == FLOAT
+    into = {"J": RANK, "K": NOPE, "W_J": 1, "W_K": RANK, "PARTS": False, "FROM_UNITS": False, "MAPPED": True, "H": 16}
+    out_of = {"J": V, "K": RANK, "W_J": RANK, "W_K": 1, "PARTS": True, "FROM_UNITS": True, "MAPPED": True, "H": 16}
+    for constants, x, chunk in ((into, kind, 64), (out_of, FLOAT, RANK)):
+        types = {"x": x, "w": kind, "y": kind, "counts": INT}
+        gemv = {"KP": constants["K"], "BLOCK_J": 8192 // constants["K"], "AT_ONCE": 16}
+        compiles(latent_product._gemv_kernel, types, constants | gemv, 4, 3)
+        dot = {"BLOCK_U": 16, "BLOCK_J": 64, "BLOCK_K": 32 if full else chunk}
+        compiles(latent_product._dot_kernel, types, constants | dot, 4, 1 if constants["PARTS"] else 3)
+
+
+def test_write_and_plan():
+    types = {"q_rope": HALF, "kv": HALF, "norm_weight": FLOAT, "table": FLOAT, "positions": INT, "slots": INT}
+    constants = {"H": 16, "HB": 16, "HALF": 32, "LAYER_SCALE": False, "LARGEST": 448.0, "INTERLEAVED": True, **LATENT}
+    del constants["PP"]
+    for cache in (HALF, FP8):
+        compiles(latent_write._latent_write_kernel, types | {"kv_cache": cache}, constants | pages(cache == FP8), 4, 3)
+    compiles(latent_expand._plan_kernel, {}, {"ROWS": 1024, "BLOCK_SIZE": 16, "STEP": 1024}, 4, 3)
