@@ -29,17 +29,19 @@ SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "word_embed_proj_dim"), MAX_WIDTH),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), MAX_WIDTH),
     "vocab_size": MAX_VOCAB,
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), MAX_EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), MAX_EXPERTS),
+    **dict.fromkeys(("n_routed_experts", "moe_num_experts", "moe_k", "n_group", "topk_group"), MAX_EXPERTS),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), MAX_WIDTH),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_HEAD_DIM),
-    "moe_layer_freq": MAX_LAYERS,
+    **dict.fromkeys(("moe_layer_freq", "moe_layer_interval"), MAX_LAYERS),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     **dict.fromkeys(("sliding_window_pattern", "decoder_sparse_step", "no_rope_layer_interval"), MAX_LAYERS),
 }
 COUNTS = {
-    **dict.fromkeys(("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"), MAX_LAYERS),
+    **dict.fromkeys(("max_window_layers", "first_k_dense_replace", "moe_layer_start_index"), MAX_LAYERS),
+    "num_nextn_predict_layers": MAX_LAYERS,
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), MAX_EXPERTS),
     "shared_expert_intermediate_size": MAX_WIDTH,
-    "n_shared_experts": MAX_EXPERTS,
 }
 POSITIVE = ("query_pre_attn_scalar", "logits_scaling", "rope_theta", "rope_local_base_freq", "rotary_emb_base")
 OBJECTS = ("rope_parameters", "rope_scaling")

@@ -18,11 +18,23 @@ NAMES = {
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 UNGATED = ("gpt2", "gpt_neox", "falcon", "opt", "starcoder2")
-TIED = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "falcon", "starcoder2", "cohere", "cohere2")
+TIED = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gpt2",
+    "opt",
+    "falcon",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "ernie4_5_moe",
+)
 HEAD_SIZES = {"gemma": 256, "gemma2": 256, "gemma3": 256, "gemma3_text": 256, "gpt_oss": 64, "glm": 128, "glm4": 128}
 # Of families that mix windows: every so manieth layer has full attention, unless layer_types says otherwise.
 FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "olmo3": 4}
-WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")  # every layer, if the config has a sliding_window
+WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2", "dots1")  # every layer, if the config has a sliding_window
 ONE_WIDTH = ("mixtral", "olmoe", "granitemoe", "gpt_oss")  # experts are as wide as intermediate_size says
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 UNPLANNED = {  # keys of models whose cache or layers are of another kind
@@ -211,25 +223,28 @@ def _dtype(hf: dict[str, Any]) -> str:
 
 
 def _experts(hf: dict[str, Any], kind: str) -> Experts | None:
-    count = _first(hf, ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = _first(hf, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
     if not count:
         return None
     own = () if kind in ONE_WIDTH else ("moe_intermediate_size",)
     width = _first(hf, (*own, *INTERMEDIATE))
-    top_k = whole_number("num_experts_per_tok", hf.get("num_experts_per_tok"))
+    top_k = whole_number("num_experts_per_tok", _first(hf, ("num_experts_per_tok", "moe_k")))
     if top_k > whole_number("num_experts", count):
         raise ValueError(f"num_experts_per_tok is {top_k}; there are {count} experts (num_experts)")
     shared = whole_number("shared_expert_intermediate_size", hf.get("shared_expert_intermediate_size") or 0, minimum=0)
-    shared += whole_number("n_shared_experts", hf.get("n_shared_experts") or 0, minimum=0) * width
-    return Experts(count, top_k, whole_number("moe_intermediate_size", width, maximum=MAX_SIZE), shared)
+    width = whole_number("moe_intermediate_size", width, maximum=MAX_SIZE)
+    number = _first(hf, ("n_shared_experts", "moe_num_shared_experts")) or 0
+    shared += width * whole_number("n_shared_experts", number, minimum=0, maximum=MAX_SIZE)
+    return Experts(count, top_k, width, shared)
 
 
 def _sparse(hf: dict[str, Any], layers: int, experts: Experts | None) -> tuple[bool, ...]:
-    every = whole_number("decoder_sparse_step", hf.get("decoder_sparse_step") or 1)
     dense, types = hf.get("mlp_only_layers") or [], hf.get("mlp_layer_types")
     if types is not None and len(types) == layers:
         return tuple(experts is not None and kind == "sparse" for kind in types)
-    first = whole_number("first_k_dense_replace", hf.get("first_k_dense_replace") or 0, minimum=0)
+    every = whole_number("decoder_sparse_step", _first(hf, ("decoder_sparse_step", "moe_layer_interval")) or 1)
+    start = _first(hf, ("first_k_dense_replace", "moe_layer_start_index")) or 0
+    first = whole_number("first_k_dense_replace", start, minimum=0)
     freq = whole_number("moe_layer_freq", hf.get("moe_layer_freq") or 1)
     return tuple(
         experts is not None and i >= first and i % freq == 0 and i not in dense and (i + 1) % every == 0
@@ -249,7 +264,8 @@ def _windows(hf: dict[str, Any], kind: str, layers: int) -> tuple[int | None, ..
     types = hf.get("layer_types")
     if types is None:
         every = hf.get("sliding_window_pattern") or FULL_EVERY.get(kind)
-        first = hf.get("max_window_layers", 28) if kind.startswith("qwen") and kind != "qwen3_moe" else 0
+        late = kind == "dots1" or (kind.startswith("qwen") and kind != "qwen3_moe")
+        first = hf.get("max_window_layers", 28) if late else 0
         full = [i < first if every is None else (i + 1) % every == 0 for i in range(layers)]
     else:
         full = [name == "full_attention" for name in types]

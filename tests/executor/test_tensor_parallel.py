@@ -188,7 +188,8 @@ def plain_texts(model: str | None, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("gpt2", 2), ("qwen3-moe", 4), ("olmo2", 4), ("cohere-qk-norm", 2), ("gpt-oss", 2)]
+    ("family", "ranks"),
+    [("gpt2", 2), ("qwen3-moe", 4), ("olmo2", 4), ("cohere-qk-norm", 2), ("gpt-oss", 2), ("glm4-moe-air", 2)],
 )
 def test_families(tmp_path: Path, family: str, ranks: int) -> None:
     """Transposed weights, experts, norms over all heads or by head, KV heads that are repeated, sinks."""

@@ -262,7 +262,9 @@ def check_experts(rng: random.Random) -> None:
     logits = torch.randn(rows, count).to(some_dtype(rng))
     if rng.random() < 0.2:
         logits[rng.randrange(rows)] = rng.choice((float("nan"), float("inf"), -float("inf")))
-    weights, experts = route(logits, Routing(top_k, renormalize=rng.random() < 0.5))
+    scores = rng.choice(("softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"))
+    bias = torch.randn(count) if rng.random() < 0.5 else None
+    weights, experts = route(logits, Routing(top_k, scores, renormalize=rng.random() < 0.5), bias)
     assert int(experts.min()) >= 0 and int(experts.max()) < count
     biases = [torch.randn(count, size).bfloat16() if rng.random() < 0.5 else None for size in (2 * width, hidden)]
     up, down = torch.randn(count, 2 * width, hidden), torch.randn(count, hidden, width)

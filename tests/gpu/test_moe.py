@@ -24,6 +24,7 @@ from quire.kernels.moe_table import (
     tile_candidates,
 )
 from quire.layers.fused_moe import FusedMoE
+from tests.kernels.routings import ROUTINGS, bias_of, rows_with_anything, rows_with_ties
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,6 +80,29 @@ def test_route(num_experts, top_k, kind):
     got, wanted = (how(logits, Routing(top_k, **kind)) for how in (route, route_torch))
     assert torch.equal(got[1], wanted[1])
     torch.testing.assert_close(got[0], wanted[0], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [rows_with_ties, rows_with_anything])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routings(name, rows):
+    count, routing, has_bias = ROUTINGS[name]
+    logits, bias = rows(count), bias_of(count, has_bias)
+    wanted = route_torch(logits, routing, bias)
+    got = route(logits.to(DEVICE), routing, None if bias is None else bias.to(DEVICE))
+    assert torch.equal(got[1].cpu(), wanted[1])
+    torch.testing.assert_close(got[0].cpu(), wanted[0], atol=1e-6, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 300])
+def test_shared_experts_among_the_others(rows):
+    routing = Routing(6, "sigmoid", epsilon=1e-20, scale=2.5, shared=2)
+    x, w, bias = tensor(rows, H), expert_weights(), torch.randn(E - 2, device=DEVICE)
+    router = tensor(E - 2, H, scale=H**-0.5)
+    wanted = fused_layer_torch(x, None, router, None, w, routing, bias, residual=x)
+    logits = x.float() @ router.float().T
+    assert off(moe_triton(x, logits, w, routing, bias, residual=x), wanted) < 1e-2
+    if rows <= 16:
+        assert off(fused_layer(x, None, router, None, w, routing, bias, residual=x), wanted) < 1e-2
 
 
 @pytest.mark.parametrize("bias", [False, True])

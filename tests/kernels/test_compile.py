@@ -1,13 +1,22 @@
 """8-bit kernels compiled for a Hopper device without one: the interpreter does not check what the compiler does."""
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from quire.kernels.dispatch import INTERPRETED  # noqa: E402
-from quire.kernels.triton import moe_few, moe_grouped, quantize_fp8, scaled_linear, skinny_linear  # noqa: E402
+from quire.kernels.triton import (  # noqa: E402
+    moe_few,
+    moe_grouped,
+    moe_route,
+    quantize_fp8,
+    scaled_linear,
+    skinny_linear,
+)
+from tests.kernels.routings import ROUTINGS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 
@@ -105,3 +114,17 @@ def test_quantize(kind, group):
 def test_dequantize():
     types = {"w": FP8, "scale": FLOAT, "out": HALF}
     compiled(scaled_linear._dequantize_kernel, types, {"BLOCK": 4096, **BLOCKS})
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3", "ERNIE-4.5"])
+def test_routing(name):
+    count, routing, has_bias = ROUTINGS[name]
+    bias = torch.zeros(count) if has_bias else None
+    flags = moe_route._flags(routing, count, bias) | {"PDL": True}
+    types = {name: FLOAT for name in ("logits", "weights", "correction", "norm_weight")}
+    types |= {name: INT for name in ("experts", "places", "counts", "arrived")} | {"E": "i32", "stride": "i32"}
+    none = {} if has_bias else {"correction": None}
+    compiled(moe_route._route_kernel, types, flags | none | {"COUNT": True})
+    extra = {"BLOCK_N": 4, "BLOCK_H": 2048, "HAS_NORM": True, "HAS_BIAS": False, "KEEPS_NORMED": False}
+    fused = flags | none | extra | {"bias": None, "normed": None}
+    compiled(moe_route._router_kernel, types | {"x": HALF, "router": HALF}, fused)

@@ -68,10 +68,10 @@ def brute_force(x, logits, gate_up, down, gate_up_bias, down_bias, top_k, activa
     return out
 
 
-def make(num_experts=6, top_k=3, hidden=48, width=40, dtype=torch.float32, tp=None, tensors=None, **kind):
+def make(num_experts=6, top_k=3, hidden=48, width=40, dtype=torch.float32, tp=None, tensors=None, routing=None, **kind):
     """A layer and the checkpoint's tensors that it was filled with, all workers' together."""
     torch.manual_seed(0)
-    layer = FusedMoE(num_experts, Routing(top_k), hidden, width, dtype, CPU, tp or TensorParallel(), **kind)
+    layer = FusedMoE(num_experts, routing or Routing(top_k), hidden, width, dtype, CPU, tp or TensorParallel(), **kind)
     if tensors is None:
         tensors = {
             key: (torch.randn(slot.full_shape) * 0.3).to(dtype).float() for key, slot in layer.load_slots().items()
@@ -244,12 +244,14 @@ def test_weights_are_packed_and_the_originals_freed():
 
 @needs_c
 def test_a_recorded_step_is_replayed_with_other_experts():
-    layer, _ = make(dtype=torch.bfloat16)
+    routing, bias = Routing(2, "sigmoid", groups=3, top_groups=2, group_score="top2_sum"), torch.randn(6)
+    layer, _ = make(dtype=torch.bfloat16, routing=routing)
     x, logits = torch.randn(2, 48).bfloat16(), torch.randn(2, 6).bfloat16()
+    layer(x, logits, bias)  # kinds of kernels are chosen at the first call
     with Recording(2) as recording:
-        out = layer(x, logits)
+        out = layer(x, logits, bias)
     x.copy_(torch.randn(2, 48)), logits.copy_(torch.randn(2, 6))
-    wanted = layer(x, logits)
+    wanted = layer(x, logits, bias)
     recording.replayed()(2, 2, 0)
     assert torch.equal(out, wanted)
 
@@ -265,6 +267,30 @@ def test_workers_sum_up_to_the_whole(dtype, checkpoint, bias):
     ]
     limits = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 0.05, "rtol": 0.05}
     torch.testing.assert_close(parts[0] + parts[1], layer(x, logits), **limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shared_experts_are_an_mlp_of_their_widths_together(workers, dtype):
+    torch.manual_seed(0)
+    routing, bias = Routing(2, "sigmoid", scale=2.5), torch.randn(6)
+    up = {half: torch.randn(80, 48) * 0.3 for half in (0, 1)}
+    down = torch.randn(48, 80) * 0.3
+    x, logits = torch.randn(5, 48).to(dtype), torch.randn(5, 6).to(dtype)
+    plain, tensors = make(dtype=dtype, routing=routing)
+    total = torch.zeros(5, 48)
+    for rank in range(workers):
+        layer = FusedMoE(6, routing.with_shared(2), 48, 40, dtype, CPU, Pretended(rank, workers))
+        for key, slot in layer.load_slots().items():
+            slot.view.copy_(slot.part_of(tensors[key]))
+        for (name, half), slot in layer.shared_slots().items():
+            with slot.opened() as view:
+                view.copy_(slot.part_of(down if name.startswith("down") else up[half]))
+        layer.process_after_loading()
+        total += layer(x, logits, bias).float()
+    own = F.linear(F.silu(F.linear(x.float(), up[0])) * F.linear(x.float(), up[1]), down)
+    limits = {"atol": 1e-4, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 0.2, "rtol": 0.05}
+    torch.testing.assert_close(total, plain(x, logits, bias).float() + own, **limits)
 
 
 def test_slots_cover_the_weights():

@@ -154,7 +154,7 @@ def test_kernels_refuse_sizes_that_would_read_or_write_elsewhere():
     with pytest.raises(ValueError, match="float32"):
         native.rms_norm(torch.zeros(1, 8), None, torch.ones(8, dtype=torch.bfloat16), 1e-5)
     with pytest.raises(ValueError, match="quire_route"):
-        native.native_function("quire_route")(None, None, None, None, 1, 2, 3, 1, 1, 0, 0.0, 1.0, 0, 0, 0, 0, 0)
+        native.native_function("quire_route")(None, None, None, None, 1, 2, 3, 1, 1, 0, 0.0, 1.0, 0, 0, 0, 1, 0)
 
 
 @needs_c
