@@ -126,9 +126,7 @@ MUTANTS = (
     Mutant(RESULTS, "live & frame.pooled", "frame.pooled", POOLING),
     # Engine
     Mutant(INPUT, "else self.max_model_len - 1", "else self.max_model_len", INPUTS),
-    Mutant(
-        INPUT, "token_ids[-(longest if keep == -1 else keep) :]", "token_ids[: longest if keep == -1 else keep]", INPUTS
-    ),
+    Mutant(INPUT, "else token_ids[-keep:]", "else token_ids[:keep]", INPUTS),
     Mutant(INPUT, "parsed = dataclasses.replace(parsed, token_ids=kept)", "parsed.token_ids = kept", INPUTS),
     Mutant(INPUT, "self._count += request.sampling.n", "self._count += 1", INPUTS),
     # Entrypoints

@@ -6,8 +6,16 @@ import torch
 
 from quire.attention.base import CacheBackend, StepInputs
 from quire.attention.selector import register_backend
+from quire.core.kv_groups import FullAttentionGroup, register_group
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.kv_cache import LatentSpec
+
+
+class OwnLatentSpec(LatentSpec):
+    """A kind of its own: the engine has backends for LatentSpec."""
+
+
+register_group(OwnLatentSpec, FullAttentionGroup)
 
 
 @dataclass
@@ -21,7 +29,7 @@ class LatentTorchBackend(CacheBackend):
     """The cache is [pages, tokens, rank + rope]."""
 
     name = "latent-torch"
-    kinds = (LatentSpec,)
+    kinds = (OwnLatentSpec,)
     max_page_tokens = 8  # whatever the allocator's blocks are
 
     @classmethod
@@ -68,7 +76,7 @@ class LatentLayer(CacheLayer):
 
     def kv_cache_spec(self, block_size, dtype):
         rope = self.shape.head_size - self.rank
-        return LatentSpec(block_size, self.rank, rope, str(dtype).removeprefix("torch."))
+        return OwnLatentSpec(block_size, self.rank, rope, str(dtype).removeprefix("torch."))
 
     def forward(self, q, latents, ctx):
         (cache,) = self.views

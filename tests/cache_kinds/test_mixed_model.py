@@ -7,7 +7,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.kernels import native
-from quire.messages.kv_cache import LatentSpec
+from tests.cache_kinds.latent import OwnLatentSpec
 from tests.cache_kinds.mixed_model import ARCHITECTURE, BIDIRECTIONAL, LAYERS, dense_logprobs
 from tests.cache_kinds.recurrent import RecurrentSpec
 from tests.tiny_models import prompts, save_tiny
@@ -106,7 +106,7 @@ def test_groups_and_their_backends(folder, caplog):
             spec = layer.kv_cache_spec(16, torch.float32)
             by_kind.setdefault(type(spec), set()).add(layer.backend.name)
             assert layer.backend is runner.backends.by_group[layer.group]
-        assert by_kind[LatentSpec] == {"latent-torch"} and by_kind[RecurrentSpec] == {"scan-torch"}
+        assert by_kind[OwnLatentSpec] == {"latent-torch"} and by_kind[RecurrentSpec] == {"scan-torch"}
         assert len(runner.backends.distinct) == 3 and len(by_kind) == 4
         assert runner.graphs is None and runner.recorded is None
         # The latents' kernels have pages of 8 tokens, the allocator blocks of 64.

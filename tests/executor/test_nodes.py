@@ -238,5 +238,7 @@ def test_calls_are_plain_data():
     read = calls.read_call(calls.write_call("initialize_kv_cache", (config, 128, print), {}))
     assert read.method == "initialize_kv_cache"
     assert read.args[:2] == (config, 128)
-    with pytest.raises(ValueError, match="__init__ cannot be called on workers of several machines; allowed: describe"):
+    with pytest.raises(
+        ValueError, match="__init__ cannot be called on workers of several machines; allowed: adapter_news, describe"
+    ):
         calls.write_call("__init__", (), {})

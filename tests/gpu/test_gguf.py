@@ -14,12 +14,13 @@ from quire.kernels.int_linear import (
 )
 from quire.kernels.int_table import candidates, few_candidates, grouped_candidates
 from quire.kernels.moe import IntExpertWeights, experts_torch, moe_triton, prepare_moe, route_torch
+from quire.kernels.moe_routing import Routing
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from quire.quantization.gguf_blocks import FORMATS
 from quire.quantization.gguf_gpu import GGUFLinearMethod, pack_blocks
 from tests.gguf_models import write_gguf_of, write_random_llama
-from tests.gpu.test_int_linear import KIND, off, replayed_equals, tensor
+from tests.gpu.test_int_linear import off, replayed_equals, tensor
 from tests.kernels.int_cases import Layout, make_weight
 from tests.models.test_gguf_families import FILES
 from tests.quantization.blocks import Stored, random_blocks
@@ -149,12 +150,12 @@ def test_experts_of_two_types(rows):
     down, _ = make_weight(Layout(8, width, 16, kind="int7"), hidden, torch.bfloat16, "cuda", num_experts)
     w = IntExpertWeights(gate_up, down)
     x, logits, residual = tensor(rows, hidden), tensor(rows, num_experts), tensor(rows, hidden)
-    wanted = experts_torch(x, *route_torch(logits, top_k, **KIND), w.dequantized(), residual)
+    wanted = experts_torch(x, *route_torch(logits, Routing(top_k)), w.dequantized(), residual)
     few = few_candidates() if rows <= 3 else []
     for config in (None, *few, *grouped_candidates(rows, EXPERTS)):
 
         def run(config=config) -> torch.Tensor:
-            return moe_triton(x, logits, w, top_k, residual=residual, config=config, **KIND)
+            return moe_triton(x, logits, w, Routing(top_k), residual=residual, config=config)
 
         assert off(run(), wanted) < 1e-2, config
         if rows in (1, 64, 256):
