@@ -176,7 +176,7 @@ def openapi_document(
 def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Constraints by field, beyond its type. They are enforced in params.py and SamplingParams."""
     return {
-        "model": {"enum": list(model_names)},
+        "model": {"enum": list(model_names)} if model_names else {},
         "n": {"minimum": 1, "maximum": config.max_n},
         "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
