@@ -142,10 +142,13 @@ class AsyncLLM(VllmInterface):
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: Any = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """One output, with the prompt's pooled vector."""
         if not isinstance(pooling_params, PoolingParams):
             raise ValueError(f"encode() takes PoolingParams, got {type(pooling_params).__name__}; generate() samples")
+        if lora_request is not None:
+            (prompt,) = self.input_processor.with_adapters([prompt], lora_request)
         stream = self._add(prompt, pooling_params, request_id, priority)
         finished = False
         try:

@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
+from quire.config.server import ServerConfig
+from quire.entrypoints.http.context import ServerContext
+from quire.entrypoints.http.errors import ApiError
 from quire.messages.lora import LoRARequest
 from tests.entrypoints.server_process import server_process
+from tests.entrypoints.stub_server import stub_engine
 
 PROMPT = "The capital of France is"
 SHAPES = {"self_attn.q_proj": (576, 576), "self_attn.v_proj": (192, 576), "mlp.down_proj": (576, 1536)}
@@ -80,6 +84,59 @@ def test_adapters_are_models(server, adapters, expected):
     with pytest.raises(openai.NotFoundError):
         complete(server, "../adapters")
     assert "quire:lora_requests_info{" in server.get("/metrics").text
+
+
+def test_adapters_in_every_dialect(server):
+    """Each answers as chat completions do with the same adapter."""
+    told, client = {"role": "user", "content": PROMPT}, server.client()
+    texts = []
+    for name in ("base", "first", "adapter-1"):
+        chat = client.chat.completions.create(model=name, messages=[told], max_tokens=8, temperature=0)
+        response = client.responses.create(model=name, input=PROMPT, max_output_tokens=8, temperature=0)
+        body = {"model": name, "messages": [told], "max_tokens": 8, "temperature": 0}
+        message = server.post("/v1/messages", body).json()
+        assert response.output_text == message["content"][0]["text"] == chat.choices[0].message.content
+        assert response.model == message["model"] == name
+        texts.append(response.output_text)
+    assert len(set(texts)) == 3
+    assert server.get("/view/info").json()["models"][:2] == ["base", "first"]
+    assert (
+        "enum" not in server.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+    )
+
+
+def test_adapters_of_a_model_that_embeds(adapters, tmp_path):
+    settings = {"convert": "embed", "pooler_config": {"pooling_type": "MEAN", "enable_chunked_processing": True}}
+    long = "one two three " * 60
+    with LLM(dtype="float32", max_model_len=64, enable_lora=True, **settings) as llm:
+        loras = [None, LoRARequest("first", 1, str(adapters[0]))]
+        expected = [llm.embed([PROMPT, long], use_tqdm=False, lora_request=one) for one in loras]
+    flags = ["--dtype", "float32", "--served-model-name", "base", "--max-model-len", "64", "--convert", "embed"]
+    flags += ["--pooler-config", json.dumps(settings["pooler_config"])]
+    with server_process(tmp_path, *flags, "--enable-lora", "--lora-modules", f"first={adapters[0]}") as server:
+        for name, outputs in zip(("base", "first"), expected, strict=True):
+            made = server.client().embeddings.create(model=name, input=[PROMPT, long])
+            assert made.model == name
+            for one, output in zip(made.data, outputs, strict=True):
+                assert one.embedding == pytest.approx(output.outputs.embedding, abs=1e-4)
+    for one, other in zip(*expected, strict=True):
+        assert one.outputs.embedding != pytest.approx(other.outputs.embedding, abs=1e-3)
+
+
+def test_names_of_adapters_count_where_others_are_not_checked(tmp_path):
+    engine = stub_engine()
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "adapter_config.json").write_text("{}")
+    engine.config.lora.enable_lora = True
+    config = ServerConfig(lora_folder=str(tmp_path), skip_model_name_validation=True, served_model_name=("base",))
+    context = ServerContext(engine, config, engine.config)
+    assert [context.check_model(name) for name in (None, "", "base", "gpt", "tuned")] == ["base"] * 4 + ["tuned"]
+    assert context.adapter("tuned").lora_name == "tuned" and context.adapter("base") is None
+    context.config.skip_model_name_validation = False
+    (tmp_path / "tuned" / "adapter_config.json").unlink()
+    context.adapters.forget("tuned")
+    with pytest.raises(ApiError, match="does not exist"):
+        context.adapter("tuned")  # unloaded while the request was read: the base model must not answer it
 
 
 def test_loading_and_unloading(server, adapters, expected):

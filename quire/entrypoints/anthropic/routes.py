@@ -13,6 +13,7 @@ from quire.entrypoints.http.dialect import Dialect
 from quire.entrypoints.openai.endpoint import Answer
 from quire.entrypoints.openai.logprobs import LogprobFormat
 from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.pools_only import refused
 from quire.entrypoints.openai.protocol import ChatRequest
 from quire.entrypoints.openai.render import RenderEndpoint
 from quire.entrypoints.openai.translated import CountEndpoint, TranslatedEndpoint, TranslatedRequest
@@ -50,6 +51,9 @@ def count_shape(num_tokens: int) -> dict[str, int]:
 def routes(context: ServerContext) -> list[Route]:
     if context.config.tokens_only:
         return []
+    setup = context.engine_config.pooling.setup
+    if setup is not None:
+        return refused(setup, BODIES)
     params = ParamsBuilder(context.config, context.engine.max_model_len, context.engine_config.model)
     endpoint = MessagesEndpoint(context, params)
     return [

@@ -36,7 +36,7 @@ class GrpcServer:
         import grpc.aio
 
         from quire.entrypoints.grpc.engine_pb2_grpc import add_QuireEngineServicer_to_server
-        from quire.entrypoints.grpc.service import EngineService, health_handler
+        from quire.entrypoints.grpc.service import EngineService, KeysFirst, health_handler
 
         config = context.config
         options = [
@@ -47,8 +47,9 @@ class GrpcServer:
             ("grpc.so_reuseport", int(config.api_server_count > 1)),
         ]
         most = config.max_connections or 8192
-        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=most)
         service = EngineService(context)
+        keys = [] if context.keys is None else [KeysFirst(context.keys, service)]
+        self._server = grpc.aio.server(interceptors=keys, options=options, maximum_concurrent_rpcs=most)
         add_QuireEngineServicer_to_server(service, self._server)
         self._server.add_generic_rpc_handlers((health_handler(service.problem),))
         host = f"[{config.host}]" if ":" in config.host else config.host

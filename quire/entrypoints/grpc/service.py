@@ -1,7 +1,8 @@
 """The gRPC service: the same keys, limits and admission as over HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from quire.entrypoints.grpc.request import GrpcEndpoint, MessagesOf, as_request
 from quire.entrypoints.http import generation
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import ApiError, as_api_error
+from quire.entrypoints.http.keys import KnownKeys
 from quire.entrypoints.http.rate_limit import limit_client
 from quire.entrypoints.openai.params import ParamsBuilder
 
@@ -28,6 +30,7 @@ CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 HEALTH = "grpc.health.v1.Health"
+OWN_HEALTH = "/quire.grpc.engine.QuireEngine/HealthCheck"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"  # HealthCheckResponse: its status, field 1
 WATCH_SECONDS = 1.0
 
@@ -42,8 +45,10 @@ class EngineService(QuireEngineServicer):
 
     async def Generate(self, request: Any, call: Call) -> AsyncIterator[Any]:
         scope: dict[str, Any] = {"type": "grpc", "headers": [], "client": (_address(call.peer()), 0)}
+        scope["quire.request_id"] = uuid.uuid4().hex
         try:
             await self._check_key(call, scope)
+            self.endpoint.check_length(False, len(request.token_ids.ids))  # before they are copied
             given = as_request(request)
             async with (
                 asyncio.timeout(self.context.config.request_timeout),
@@ -67,9 +72,8 @@ class EngineService(QuireEngineServicer):
             await _abort(call, as_api_error(error, scope))
 
     async def _check_key(self, call: Call, scope: dict[str, Any]) -> None:
-        sent = {key: value for key, value in call.invocation_metadata() or () if isinstance(value, str)}
         if self.context.keys is not None:
-            scope["quire.key"] = self.context.keys.check(sent.get("authorization", ""), sent.get("x-api-key", ""))
+            scope["quire.key"] = check_key(self.context.keys, call.invocation_metadata())
         if self.context.limiter is not None:
             await limit_client(self.context.limiter, scope)
 
@@ -83,7 +87,7 @@ class EngineService(QuireEngineServicer):
         except ApiError as error:
             await _abort(call, error)
         return pb.GetModelInfoResponse(
-            served_names=self.context.model_names,
+            served_names=self.context.shown_names,
             max_model_len=self.context.engine.max_model_len,
             vocab_size=self.context.engine_config.model.vocab_size,
             version=__version__,
@@ -100,25 +104,57 @@ class EngineService(QuireEngineServicer):
         return None
 
 
+class KeysFirst(grpc.aio.ServerInterceptor):
+    """Whoever has no known key is refused before the message is read, which may be large. What needs no key does not
+    read it at all: a handler of streams may leave them unread."""
+
+    def __init__(self, keys: KnownKeys, service: EngineService) -> None:
+        self.keys = keys
+        encode = pb.HealthCheckResponse.SerializeToString
+        self.health = grpc.stream_unary_rpc_method_handler(service.HealthCheck, response_serializer=encode)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if details.method == OWN_HEALTH:
+            return self.health
+        if details.method.startswith(f"/{HEALTH}/"):
+            return await continuation(details)
+        try:
+            check_key(self.keys, details.invocation_metadata)
+        except ApiError as error:
+            refusal = error
+
+            async def refuse(messages: AsyncIterator[bytes], call: Call) -> NoReturn:
+                await _abort(call, refusal)
+
+            return grpc.stream_unary_rpc_method_handler(refuse)
+        return await continuation(details)
+
+
+def check_key(keys: KnownKeys, metadata: Iterable[tuple[str, Any]] | None) -> bytes:
+    sent = {key: value for key, value in metadata or () if isinstance(value, str)}
+    return keys.check(sent.get("authorization", ""), sent.get("x-api-key", ""))
+
+
 def health_handler(problem: Callable[[], Awaitable[str | None]]) -> grpc.GenericRpcHandler:
     """The standard health service, for every service name. Its messages are encoded here: a second copy of their
     definition would clash with grpcio-health-checking's in a process that has both."""
 
-    async def check(request: bytes, call: Call) -> bytes:
+    async def check(messages: AsyncIterator[bytes], call: Call) -> bytes:
         return SERVING if await problem() is None else NOT_SERVING
 
-    async def watch(request: bytes, call: Call) -> AsyncIterator[bytes]:
+    async def watch(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[bytes]:
         last = b""
         while True:
-            status = await check(request, call)
+            status = await check(messages, call)
             if status != last:
                 yield status
             last = status
             await asyncio.sleep(WATCH_SECONDS)
 
+    # As if requests were streams: see KeysFirst.
     methods = {
-        "Check": grpc.unary_unary_rpc_method_handler(check),
-        "Watch": grpc.unary_stream_rpc_method_handler(watch),
+        "Check": grpc.stream_unary_rpc_method_handler(check),
+        "Watch": grpc.stream_stream_rpc_method_handler(watch),
     }
     return grpc.method_handlers_generic_handler(HEALTH, methods)
 

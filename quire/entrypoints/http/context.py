@@ -38,6 +38,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 MAX_IDS = 1 << 21  # token ids in a request with many inputs
 LONG_TEXT = 20_000  # characters; tokenizing them on the event loop would stall every stream
+MAX_SHOWN = 100  # adapters, where models are listed for people
 
 T = TypeVar("T")
 
@@ -164,17 +165,21 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the default."""
-        if name is None or name == "" or self.config.skip_model_name_validation:
+        if name and (name in self.model_names or self.adapters.get(name) is not None):
+            return name
+        if not name or self.config.skip_model_name_validation:
             return self.model_names[0]
-        if name not in self.model_names and self.adapters.get(name) is None:
-            names = (*self.model_names, *(lora.lora_name for lora in self.adapters.all[:20]))
-            message = f"the model {shown(name)} does not exist; this server has {', '.join(names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name
+        message = f"the model {shown(name)} does not exist; this server has {', '.join(self.shown_names)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def adapter(self, model: str) -> LoRARequest | None:
-        """That of a model that `check_model` has returned."""
-        return None if model in self.model_names else self.adapters.get(model)
+        """That of a model that `check_model` has returned. If it was unloaded since, there is no such model."""
+        return None if self.check_model(model) in self.model_names else self.adapters.get(model)
+
+    @property
+    def shown_names(self) -> tuple[str, ...]:
+        """The model's names, and those of some adapters."""
+        return (*self.model_names, *(lora.lora_name for lora in self.adapters.all[:MAX_SHOWN]))
 
     def admit(self, num_sequences: int = 1) -> None:
         """Refuse requests beyond the queue limit. The engine's count of waiting requests dates from its last step, so

@@ -4,6 +4,7 @@ With several API processes the supervisor has the store, and they send it these 
 """
 
 import asyncio
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import msgspec
 from quire.config.server import ServerConfig
 
 OVERHEAD = 512  # bytes that a document takes beside its own
+MAX_FOLLOWED, MAX_FOLLOWED_BYTES = 1024, 1 << 20  # events of one result: a reader asks for more once it has sent them
 WAIT_SECONDS = 15.0  # a reader that has waited this long asks again
 
 
@@ -166,7 +168,9 @@ class SharedStore:
         if len(document.events) <= start and document.final_at is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(document.changed.wait(), WAIT_SECONDS)
-        return Result(True, document.data, document.final_at is not None, document.events[start:])
+        events = document.events[start : start + MAX_FOLLOWED]
+        count = sum(size <= MAX_FOLLOWED_BYTES for size in itertools.accumulate(map(len, events)))
+        return Result(True, b"", document.final_at is not None, events[: max(1, count)])
 
     def _grow(self, document: Document, by: int) -> None:
         document.num_bytes += by
@@ -188,7 +192,9 @@ class SharedStore:
         """The documents that have to go; none if all of them would not make room."""
         bytes_over = self.num_bytes + num_bytes - self.max_bytes
         documents_over = len(self) + num_documents - self.max_documents
-        if documents_over > len(self._final) or num_bytes > self.max_bytes:
+        if bytes_over <= 0 and documents_over <= 0:
+            return
+        if documents_over > len(self._final) or bytes_over > sum(one.num_bytes for one in self._final.values()):
             return
         for key, document in self._final.items():
             if bytes_over <= 0 and documents_over <= 0:

@@ -117,8 +117,9 @@ class BlockAnswer(ABC):
                 yield from self._feed(reader.finish())
 
     def _end(self) -> Iterator[bytes]:
-        if self._reader is not None and self.finish_reason is None:  # aborted: there was no final output
-            yield from self._feed(self._reader.finish())
+        if self.finish_reason is None:  # aborted: there was no final output
+            if self._reader is not None:
+                yield from self._feed(self._reader.finish())
             self.finish_reason = "abort"
         if self._space and not self.blocks:
             yield from self._text(TEXT, self._space)

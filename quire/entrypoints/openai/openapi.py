@@ -11,6 +11,7 @@ from quire import __version__
 from quire.config.server import ServerConfig
 from quire.engine.input_processor import MAX_PRIORITY
 from quire.entrypoints.chat_renderer import TEXT_PARTS
+from quire.entrypoints.http.adapters import LoadRequest, UnloadRequest
 from quire.entrypoints.http.admin import AbortRequest
 from quire.entrypoints.http.body import CLIENT_REQUEST_ID
 from quire.entrypoints.http.dialect import Dialect, dialect_of
@@ -50,6 +51,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest,
+    "/v1/load_lora_adapter": LoadRequest,
+    "/v1/unload_lora_adapter": UnloadRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v2/embed": CohereEmbedRequest,
     "/pooling": PoolingRequest,
@@ -72,7 +75,7 @@ ERRORS = {
 COMMON_STATUSES = ("401", "429", "500", "503")
 BODY_STATUSES = ("400", "404", "408", "413", "415")
 STATUS_PATHS = ("/health", "/ready", "/readyz", "/ping")  # their responses have no body
-TEXT_PATHS = {"/metrics": "text/plain"}
+TEXT_PATHS = dict.fromkeys(("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "text/plain")
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -176,7 +179,7 @@ def openapi_document(
 def _limits(config: ServerConfig, model_names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Constraints by field, beyond its type. They are enforced in params.py and SamplingParams."""
     return {
-        "model": {"enum": list(model_names)},
+        "model": {"enum": list(model_names)} if model_names else {},
         "n": {"minimum": 1, "maximum": config.max_n},
         "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},

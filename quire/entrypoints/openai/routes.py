@@ -6,14 +6,13 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from quire.config.pooling import PoolingSetup
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import Dialect, dialects
 from quire.entrypoints.http.documentation import documentation
-from quire.entrypoints.http.errors import bad_request, json_response
+from quire.entrypoints.http.errors import json_response
 from quire.entrypoints.openai.batch_chat import BatchChatEndpoint
 from quire.entrypoints.openai.chat import ChatEndpoint, load_plugins
 from quire.entrypoints.openai.completions import CompletionEndpoint
@@ -23,6 +22,7 @@ from quire.entrypoints.openai.invocations import InvocationsEndpoint
 from quire.entrypoints.openai.models import ModelEndpoints
 from quire.entrypoints.openai.openapi import openapi_document
 from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.pools_only import refused
 from quire.entrypoints.openai.render import RenderEndpoint
 from quire.entrypoints.openai.tokens import TokensEndpoint
 from quire.entrypoints.parsers.detect import OFF
@@ -47,14 +47,13 @@ def routes(context: ServerContext) -> list[Route]:
 
     async def openapi(request: Request) -> Response:
         served = [route for route in request.app.routes if route.include_in_schema]
-        names, with_keys = context.model_names, context.keys is not None
+        names = () if context.adapters.enabled else context.model_names  # adapters come and go
+        with_keys = context.keys is not None
         return json_response(openapi_document(served, context.config, names, with_keys, dialects()))
 
     setup = context.engine_config.pooling.setup
     if setup is not None:
-        refusal = PoolsOnly(setup)
-        refused = [Route(path, refusal, methods=["POST"], include_in_schema=False) for path in GENERATING]
-        return [*refused, *_shared(context, openapi)]
+        return [*refused(setup, GENERATING), *_shared(context, openapi)]
     completions, chat = CompletionEndpoint(context, params), ChatEndpoint(context, params)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": completions,
@@ -82,21 +81,6 @@ def _shared(context: ServerContext, openapi: Callable[[Request], Awaitable[Respo
     if not context.config.disable_fastapi_docs:
         routes += [Route(SCHEMA_PATH, openapi, methods=["GET"], include_in_schema=False), *documentation()]
     return routes
-
-
-class PoolsOnly:
-    """In place of the endpoints that generate, where the model does not."""
-
-    def __init__(self, setup: PoolingSetup) -> None:
-        self.setup = setup
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        can = ", ".join(self.setup.tasks)
-        raise bad_request(
-            f"{scope['path']}: this model does not generate text; it can: {can} (/v1/embeddings, /classify, /score, "
-            "/rerank, /pooling)",
-            code="model_pools",
-        )
 
 
 def check(config: ServerConfig) -> None:

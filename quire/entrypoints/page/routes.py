@@ -36,7 +36,7 @@ class PageEndpoints:
         refused = why_not(request, context.config, context.keys is not None)
         shape: dict[str, Any] = {
             "version": __version__,
-            "models": context.model_names,
+            "models": context.shown_names,
             "max_model_len": context.engine.max_model_len,
             "max_num_seqs": context.engine.max_num_seqs,
             "max_logprobs": context.engine_config.model.max_logprobs,
@@ -44,6 +44,7 @@ class PageEndpoints:
             "max_stop": context.config.max_stop,
             "tools": context.parsers.tools or None,
             "reasoning": context.parsers.reasoning or None,
+            "pools": context.pools,
             "view": refused is None,
             "view_refused": refused,
             "open_to_network": is_public(context.config) and context.keys is None,

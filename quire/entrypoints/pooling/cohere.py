@@ -47,6 +47,8 @@ class CohereEmbedEndpoint(PoolingEndpoint[CohereEmbedRequest]):
         return texts
 
     def prompts(self, request: CohereEmbedRequest, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
+        for text in sources:
+            self.context.check_chars(len(text), "texts")
         side = TRUNCATE[request.truncate or "END"]
         longest = self.inputs.longest
         most = min(request.max_tokens or longest, longest)
@@ -73,8 +75,8 @@ class CohereEmbedEndpoint(PoolingEndpoint[CohereEmbedRequest]):
 
     def response(self, request: CohereEmbedRequest, answer: Answer) -> Response:
         data = np.stack([output.outputs.data for output in answer.outputs])
-        kinds = request.embedding_types or ["float"]
-        if data.shape[1] % 8 and {"binary", "ubinary"} & set(kinds):
+        kinds = dict.fromkeys(request.embedding_types or ["float"])  # each once, however often it is named
+        if data.shape[1] % 8 and {"binary", "ubinary"} & kinds.keys():
             raise bad_request(f"{data.shape[1]} dimensions cannot be packed into bytes", "embedding_types")
         texts = [prompt for prompt in request.texts] if request.texts is not None else None
         return json_body(

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.config.pooling import CLASSIFY, EMBED, TASKS
+from quire.config.pooling import CLASSIFY, EMBED, TASKS, TOKEN_EMBED, TOKEN_TASKS
 from quire.engine.input_processor import MAX_PRIORITY, ParsedPrompt
 from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.entrypoints.http import generation
@@ -23,6 +23,7 @@ from quire.entrypoints.openai.protocol import TokenizeRequest
 from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, split_long
 from quire.entrypoints.pooling.protocol import CohereEmbedRequest, InputRequest, PooledRequest
 from quire.messages.pooling_params import PoolingParams
+from quire.pooling.inputs import embedding_size
 
 MANY_NUMBERS = 20_000  # in a response: encoding them on the event loop would stall other requests
 ROUTES = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}
@@ -73,6 +74,7 @@ class PoolingEndpoint(ABC, Generic[R]):
     request_type: type[R]
     id_prefix: str
     input_field = "input"
+    max_numbers = 1 << 26  # of a vector for each token
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
@@ -115,9 +117,10 @@ class PoolingEndpoint(ABC, Generic[R]):
         await context.admit_sequences(len(sources), scope, context.config.max_inputs, "inputs", self.input_field)
         with context.job(self.id_prefix, request_id, len(sources), len(sources)) as job:
             whole = await context.in_thread_if(size > LONG_TEXT or len(sources) > 16, tokenize)
-            salt = context.cache_salt(scope, request.cache_salt)
+            salt, lora = context.cache_salt(scope, request.cache_salt), context.adapter(model)
             for prompt in whole:
-                prompt.cache_salt = salt
+                prompt.cache_salt, prompt.lora = salt, lora
+            self._check_numbers(params, whole)
             try:
                 prompts, counts = split_long(whole, self.setup, params.task, self.inputs.longest)
             except ValueError as error:
@@ -167,6 +170,19 @@ class PoolingEndpoint(ABC, Generic[R]):
         if task not in self.setup.tasks:
             can = ", ".join(f"{one} ({ROUTES.get(one, '/pooling')})" for one in TASKS if one in self.setup.tasks)
             raise bad_request(f"this model cannot {task}; it can: {can}", code="unsupported_task")
+
+    def _check_numbers(self, params: PoolingParams, prompts: Sequence[ParsedPrompt]) -> None:
+        """Those of every token are kept until the response: a small body may ask for more than memory holds."""
+        if self.setup is None or params.task not in TOKEN_TASKS:
+            return
+        width = max(1, self.setup.num_labels)
+        if params.task == TOKEN_EMBED:
+            whole = embedding_size(self.context.engine_config.model.hf_config, self.setup)
+            width = params.dimensions or self.setup.dimensions or whole or 1
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        if num_tokens * width > self.max_numbers:
+            message = f"{num_tokens} tokens have vectors of {width} numbers; at most {self.max_numbers} numbers"
+            raise bad_request(f"{message} are computed for a request; send fewer inputs", self.input_field)
 
     def _check_priority(self, priority: int | None) -> None:
         if priority is not None and abs(priority) > MAX_PRIORITY:

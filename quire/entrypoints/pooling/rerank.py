@@ -22,6 +22,7 @@ S = TypeVar("S", bound=ScoringRequest)
 class ScoringEndpoint(PoolingEndpoint[S]):
     id_prefix = "score-"
     input_field = "documents"
+    max_numbers = 1 << 28  # they are not in the response
 
     def pairs(self, request: S) -> Pairs:
         raise NotImplementedError
@@ -37,9 +38,9 @@ class ScoringEndpoint(PoolingEndpoint[S]):
 
     def prompts(self, request: S, sources: Sequence[Any], size: int) -> list[ParsedPrompt]:
         context = self.context
-        for text in sources:
-            context.check_chars(len(text), self.input_field)
         pairs = self.pairs(request)
+        for text in (*pairs.queries, *pairs.documents):
+            context.check_chars(len(text), self.input_field)
         cut = Truncation(request.truncate_prompt_tokens, request.truncation_side)
         cut.check(self.inputs.longest)
         template = context.engine_config.model.chat_template
@@ -50,6 +51,7 @@ class ScoringEndpoint(PoolingEndpoint[S]):
             request.max_tokens_per_doc or 0,
             None if template is None else read_template(template),
             kwargs | (request.chat_template_kwargs or {}),
+            max_chars=context.config.max_request_bytes,
         )
         renderer = context.renderer if template is not None else None
         prompts = score_prompts(self.inputs, pairs, options, renderer)

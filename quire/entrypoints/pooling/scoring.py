@@ -15,6 +15,7 @@ from quire.entrypoints.pooling.inputs import ALL, PoolingInputs, Truncation
 
 TASKS = {"cross-encoder": CLASSIFY, "bi-encoder": EMBED, "late-interaction": TOKEN_EMBED}
 TEXT_PART = "text"
+MAX_PRODUCTS = 1 << 24  # of tokens, at a time
 
 
 @dataclass
@@ -36,6 +37,11 @@ class Pairs:
                 "be either 1:1, 1:N or N:N"
             )
         return pairs
+
+    @property
+    def num_chars(self) -> int:
+        repeated = len(self.documents) if len(self.queries) == 1 else 1
+        return repeated * sum(map(len, self.queries)) + sum(map(len, self.documents))
 
     def both(self) -> list[tuple[str, str]]:
         queries = self.queries if len(self.queries) > 1 else self.queries * len(self.documents)
@@ -66,6 +72,7 @@ class ScoreOptions:
     max_document: int = 0
     template: str | None = None  # Jinja text that makes one prompt of both texts
     template_kwargs: Mapping[str, Any] | None = None
+    max_chars: int | None = None  # of all pairs
 
 
 def score_type(setup: PoolingSetup | None) -> str:
@@ -94,6 +101,13 @@ def score_prompts(
             *inputs.texts(pairs.queries, cut=options.cut, prefix=query),
             *inputs.texts(pairs.documents, cut=options.cut, prefix=document),
         ]
+    # A query that all documents share is tokenized with each of them.
+    count = pairs.num_chars
+    if options.max_chars is not None and count > options.max_chars:
+        raise ValueError(
+            f"the pairs have {count} characters, the query's with each document; at most {options.max_chars} are "
+            "tokenized (--max-request-bytes)"
+        )
     if options.template is None:
         return inputs.pairs(pairs.both(), options.cut)
     assert renderer is not None
@@ -146,4 +160,8 @@ def _cosine(one: np.ndarray, other: np.ndarray) -> float:
 
 def _max_sim(query: np.ndarray, document: np.ndarray) -> float:
     """Late interaction: for each token of the query the nearest of the document, summed."""
-    return float((query @ document.T).max(axis=1).sum()) if len(document) and len(query) else 0.0
+    if not len(document):
+        return 0.0
+    step = max(1, MAX_PRODUCTS // len(document))  # long texts have too many pairs of tokens for one product
+    parts = (query[first : first + step] @ document.T for first in range(0, len(query), step))
+    return float(sum(part.max(axis=1).sum() for part in parts))

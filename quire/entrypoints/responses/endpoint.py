@@ -26,6 +26,7 @@ from quire.entrypoints.responses.protocol import CountRequest, ResponsesRequest
 from quire.entrypoints.responses.request import ResponsesChat, chat_request
 from quire.tokenizer.chat_template import Marks
 
+LARGE_RESPONSE = 1 << 20  # bytes; decoding them on the event loop would stall every stream
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -75,7 +76,11 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
         shape = msgspec.json.decode(stored.response)
         if shape["status"] not in ("completed", "incomplete"):
             raise bad_request(f"the response {id[:64]} is {shape['status']}; wait for it", "previous_response_id")
-        request = chat_request(source, [*stored.items, *shape["output"]])
+        earlier, most = [*stored.items, *shape["output"]], self.context.config.max_request_bytes
+        if count_chars(earlier) > most:  # no more than a request could bring itself
+            message = f"the conversation so far is larger than {most} bytes; begin a new one (--max-request-bytes)"
+            raise bad_request(message, "previous_response_id", "context_length_exceeded")
+        request = chat_request(source, earlier)
         request.more_bytes = count_chars(request.items)
         return request
 
@@ -83,7 +88,8 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
         result = await self.context.store.call(Get(owner(scope), id))
         if not result.done:
             raise not_found(id, param)
-        return msgspec.json.decode(result.data, type=StoredResponse)
+        large = len(result.data) > LARGE_RESPONSE
+        return await self.context.in_thread_if(large, lambda: msgspec.json.decode(result.data, type=StoredResponse))
 
     def request_id(self, request: ChatRequest, scope: Scope) -> str | None:
         return None  # the store's keys are ours

@@ -21,15 +21,14 @@ def as_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def messages(items: Sequence[Mapping[str, Any]], where: str = "input") -> list[dict[str, Any]]:
     """Reasoning and calls join the message of the assistant that they belong to."""
     found: list[dict[str, Any]] = []
-    reasoning: str | None = None  # of the assistant's next message
+    reasoning: list[str] = []  # of the assistant's next message
 
     def of_assistant() -> dict[str, Any]:
-        nonlocal reasoning
-        if reasoning is not None or not found or found[-1]["role"] != "assistant":
+        if reasoning or not found or found[-1]["role"] != "assistant":
             found.append({"role": "assistant", "content": None})
-            if reasoning is not None:
-                found[-1]["reasoning_content"] = reasoning
-                reasoning = None
+            if reasoning:
+                found[-1]["reasoning_content"] = "".join(reasoning)
+                reasoning.clear()
         return found[-1]
 
     for index, given in enumerate(items):
@@ -38,23 +37,23 @@ def messages(items: Sequence[Mapping[str, Any]], where: str = "input") -> list[d
         match kind:
             case "message":
                 role, content = _role(item, at), _text(item.get("content"), f"{at}.content")
-                if role == "assistant" and reasoning is not None:
+                if role == "assistant" and reasoning:
                     of_assistant()["content"] = content
                 else:
                     found.append({"role": role, "content": content})
             case "reasoning":
-                reasoning = (reasoning or "") + _reasoning(item, at)
+                reasoning.append(_reasoning(item, at))
             case "function_call":
                 message = of_assistant()
                 function = {"name": string(item, "name", at), "arguments": string(item, "arguments", at)}
                 call = {"id": string(item, "call_id", at), "type": "function", "function": function}
-                message["tool_calls"] = [*message.get("tool_calls", ()), call]
+                message.setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 content = _text(item.get("output"), f"{at}.output")
                 found.append({"role": "tool", "tool_call_id": string(item, "call_id", at), "content": content})
             case _:
                 raise bad_request(f"{at}.type is {shown(kind)}; allowed: {ITEMS}", where)
-    if reasoning:
+    if any(reasoning):
         of_assistant()["content"] = ""
     return found
 

@@ -10,6 +10,7 @@ from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import Dialect
 from quire.entrypoints.openai.errors import ERROR_BODIES, error_body
 from quire.entrypoints.openai.params import ParamsBuilder
+from quire.entrypoints.openai.pools_only import refused
 from quire.entrypoints.openai.render import RenderEndpoint
 from quire.entrypoints.openai.translated import CountEndpoint
 from quire.entrypoints.responses.endpoint import ResponsesEndpoint
@@ -27,6 +28,9 @@ def count_shape(num_tokens: int) -> dict[str, Any]:
 def routes(context: ServerContext) -> list[Route]:
     if context.config.tokens_only:
         return []
+    setup = context.engine_config.pooling.setup
+    if setup is not None:
+        return refused(setup, BODIES)
     params = ParamsBuilder(context.config, context.engine.max_model_len, context.engine_config.model)
     endpoint = ResponsesEndpoint(context, params)
     stored = StoredEndpoints(endpoint)

@@ -1,5 +1,6 @@
 """Stored responses: read, followed, cancelled, deleted, and what they were given."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.config.shown import shown
 from quire.entrypoints.http.errors import bad_request, json_response
-from quire.entrypoints.http.shared_store import Delete, Get, Put
+from quire.entrypoints.http.shared_store import Delete, Put
 from quire.entrypoints.openai.response import encode
 from quire.entrypoints.responses.answer import CANCELLED, with_status
 from quire.entrypoints.responses.endpoint import ResponsesEndpoint, StoredResponse, not_found, owner
@@ -68,10 +69,7 @@ class StoredEndpoints:
 
     async def input_items(self, request: Request) -> Response:
         id = request.path_params["response_id"]
-        result = await self.context.store.call(Get(owner(request.scope), id))
-        if not result.done:
-            raise not_found(id)
-        stored = msgspec.json.decode(result.data, type=StoredResponse)
+        stored = await self.endpoint.stored(id, request.scope)
         own = stored.items[stored.num_earlier :]
         items = [_listed(item, f"{id.removeprefix('resp_')}_{index}") for index, item in enumerate(own)]
         if _choice(request, "order", ("asc", "desc"), "desc") == "desc":
@@ -109,6 +107,6 @@ def _choice(request: Request, name: str, allowed: tuple[str, ...], default: str)
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
     given = request.query_params.get(name, str(default))
-    if not given.lstrip("-").isdecimal() or len(given) > 12 or not least <= int(given) <= most:
+    if not re.fullmatch(r"-?[0-9]{1,12}", given) or not least <= int(given) <= most:
         raise bad_request(f"{name} is {shown(given)}; it must be between {least} and {most}", name)
     return int(given)

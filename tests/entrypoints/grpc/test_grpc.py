@@ -1,6 +1,7 @@
 """The gRPC service as a client sees it, beside HTTP, on an engine without a model."""
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_choices_and_stops(server: StubServer) -> None:
         (ask(temperature=-1), "INVALID_ARGUMENT", "temperature is -1"),
         (ask(n=1000, temperature=1), "INVALID_ARGUMENT", "at most 128"),
         (ask("hi " * 9000), "INVALID_ARGUMENT", "tokens; at most"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 9000)), "INVALID_ARGUMENT", "has 9000 tokens; at most"),
         (ask(json="{"), "INVALID_ARGUMENT", "json"),
         (pb.GenerateRequest(text="x", model="gpt"), "NOT_FOUND", "does not exist"),
         (pb.GenerateRequest(text="x", request_id="a b"), "INVALID_ARGUMENT", "request_id"),
@@ -156,6 +158,27 @@ def test_keys_and_rate_limits() -> None:
         assert "limit is 3" in refused(server, ask(), "RESOURCE_EXHAUSTED", metadata=KEY)
         over_http = server.post("/v1/completions", {"prompt": "x"}, headers={"Authorization": "Bearer key"})
         assert over_http.status_code == 429  # they count together
+
+
+def test_without_a_key_the_message_is_not_read() -> None:
+    """The answer comes although the request never ends."""
+    with stub_server(stub_engine(), ServerConfig(grpc_port=0), api_keys=("key",)) as server:
+        assert server.server.grpc is not None
+        never = threading.Event()
+
+        def endless() -> Iterator[bytes]:
+            never.wait(20)
+            yield b""
+
+        with grpc.insecure_channel(server.server.grpc.address) as channel:
+            try:
+                with pytest.raises(grpc.RpcError) as caught:
+                    channel.stream_unary("/quire.grpc.engine.QuireEngine/Generate")(endless(), timeout=10)
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+                for name in ("quire.grpc.engine.QuireEngine/HealthCheck", "grpc.health.v1.Health/Check"):
+                    assert channel.stream_unary(f"/{name}")(endless(), timeout=10) == b"\x08\x01"
+            finally:
+                never.set()
 
 
 def test_the_queue_limit_is_that_of_http() -> None:

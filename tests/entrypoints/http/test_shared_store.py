@@ -2,7 +2,17 @@
 
 import asyncio
 
-from quire.entrypoints.http.shared_store import OVERHEAD, Append, Delete, Follow, Get, Put, Result, SharedStore
+from quire.entrypoints.http.shared_store import (
+    MAX_FOLLOWED_BYTES,
+    OVERHEAD,
+    Append,
+    Delete,
+    Follow,
+    Get,
+    Put,
+    Result,
+    SharedStore,
+)
 
 ME, YOU = b"me", b"you"
 
@@ -47,6 +57,12 @@ def test_bytes_are_bounded_and_counted() -> None:
     for id in "bcd":
         assert asyncio.run(store.call(Delete(ME, id))).done
     assert store.num_bytes == 0 and len(store) == 0
+
+
+def test_what_does_not_fit_drops_nothing() -> None:
+    store = SharedStore(100, 4 * (OVERHEAD + 1000), 60)
+    assert put(store, "running", 3000, final=False).done and put(store, "a", 100).done
+    assert put(store, "b", 3000).full and found(store, "running", "a") == "runninga"
 
 
 def test_documents_expire() -> None:
@@ -98,3 +114,14 @@ def test_whoever_follows_gets_every_event_once() -> None:
 
     early, late = asyncio.run(both())
     assert early == late == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_events_come_in_parts() -> None:
+    async def parts() -> list[list[bytes]]:
+        store = SharedStore(10, 1 << 30, 60)
+        await store.call(Put(ME, "a", b"", False, True))
+        await store.call(Append(ME, "a", [b"x" * (MAX_FOLLOWED_BYTES // 2 + 1)] * 3 + [b"y" * 2 * MAX_FOLLOWED_BYTES]))
+        await store.call(Put(ME, "a", b"", True, False))
+        return [(await store.call(Follow(ME, "a", start))).events for start in range(5)]
+
+    assert [[event[:1] for event in part] for part in asyncio.run(parts())] == [[b"x"], [b"x"], [b"x"], [b"y"], []]

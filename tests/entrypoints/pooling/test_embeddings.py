@@ -4,6 +4,7 @@ import base64
 import json
 import re
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -157,6 +158,10 @@ def test_truncation(embedder):
         ("/v2/embed", {"images": ["data:"]}, "embeddings of images is not available yet"),
         ("/v1/completions", {"prompt": "w4"}, "this model does not generate text; it can: embed, token_embed"),
         ("/v1/chat/completions", {"messages": []}, "this model does not generate text"),
+        ("/v1/responses", {"input": "w4", "background": True}, "this model does not generate text"),
+        ("/v1/responses/input_tokens", {"input": "w4"}, "this model does not generate text"),
+        ("/v1/messages", {"max_tokens": 1, "messages": []}, "this model does not generate text"),
+        ("/v2/embed", {"texts": ["w4 " * 10_000]}, "texts has 30000 characters; at most"),
         ("/rerank", {"query": "w4", "documents": []}, "documents is empty"),
         ("/score", {"queries": ["w4", "w5"], "documents": ["w4", "w5", "w6"]}, "must be either 1:1, 1:N or N:N"),
     ],
@@ -176,6 +181,13 @@ def test_a_bi_encoder_scores_by_the_angle(embedder):
 
 
 PROMPT = "w5 w6 "  # the model's for queries
+
+
+def test_the_page_shows_the_engine(embedder):
+    assert embedder.server.get("/view/info").json()["pools"] is True
+    with httpx.stream("GET", f"{embedder.server.url}/view/stream", timeout=20) as stream:
+        sample = json.loads(next(line for line in stream.iter_lines() if line).removeprefix("data: "))
+    assert sample["running"] == [] and sample["blocks"]["total"] == sample["blocks"]["free"]
 
 
 def test_invocations(embedder):

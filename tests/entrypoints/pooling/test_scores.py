@@ -5,7 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from tests.entrypoints.stub_server import refusal
+from quire.config.pooling import PoolingSetup
+from quire.entrypoints.pooling import scoring
+from quire.entrypoints.pooling.embeddings import PoolEndpoint
+from tests.entrypoints.stub_server import refusal, stub_engine, stub_server
 from tests.pooling.models import text
 
 QUERY = text(6, 1)
@@ -57,6 +60,33 @@ def test_limits_on_tokens(cross_encoder):
     assert cut["usage"]["prompt_tokens"] == 128
     wrong = refusal(cross_encoder.server.post("/rerank", body | {"max_tokens_per_doc": 128}))
     assert "max_tokens_per_doc is 128; it must be from 0 to less than max_model_len 128" in wrong
+
+
+def test_limits_on_characters(cross_encoder):
+    """A query is tokenized with every document: a body of some kilobytes must not become gigabytes."""
+    long = {"query": "w4 " * 10_000, "documents": ["w4"]}
+    assert "has 30000 characters; at most" in refusal(cross_encoder.server.post("/rerank", long))
+    many = {"query": "w4 " * 6000, "documents": ["w4"] * 2048, "truncate_prompt_tokens": -1}
+    message = refusal(cross_encoder.server.post("/rerank", many))
+    assert "the pairs have 36868096 characters, the query's with each document; at most 33554432" in message
+    assert cross_encoder.server.post("/rerank", many | {"max_tokens_per_query": 3}).status_code == 200
+
+
+def test_many_tokens_are_compared_in_parts(monkeypatch):
+    query, document = (np.random.default_rng(i).standard_normal((length, 8)) for i, length in enumerate((7, 5)))
+    whole = scoring._max_sim(query, document)
+    monkeypatch.setattr(scoring, "MAX_PRODUCTS", 12)
+    assert scoring._max_sim(query, document) == pytest.approx(whole) == (query @ document.T).max(axis=1).sum()
+
+
+def test_vectors_of_all_tokens_are_limited(monkeypatch):
+    engine = stub_engine()
+    engine.config.pooling.setup = PoolingSetup("embed", ("embed", "token_embed"))
+    monkeypatch.setattr(PoolEndpoint, "max_numbers", 576 * 100)  # of SmolLM2-135M's width
+    with stub_server(engine) as server:
+        for task, count, status in (("token_embed", 100, 200), ("token_embed", 101, 400), ("embed", 101, 200)):
+            response = server.post("/pooling", {"input": [1] * count, "task": task})
+            assert response.status_code == status, response.text
 
 
 def test_what_the_model_cannot_do(cross_encoder):

@@ -167,6 +167,22 @@ def test_a_conversation_goes_on_by_id(server: StubServer) -> None:
     assert item.type == "message" and item.content[0].text == "My name?"  # type: ignore[union-attr]
 
 
+def test_a_conversation_is_no_larger_than_a_request_may_be() -> None:
+    with stub_server(stub_engine(), ServerConfig(max_request_bytes=600)) as server:
+        first = server.post("/v1/responses", {"input": "x" * 300, "max_output_tokens": 1}).json()["id"]
+        more = {"input": "y" * 300, "max_output_tokens": 1, "truncation": "auto"}
+        second = server.post("/v1/responses", more | {"previous_response_id": first})
+        third = server.post("/v1/responses", more | {"previous_response_id": second.json()["id"]})
+        assert "the conversation so far is larger than 600 bytes" in refusal(third)
+
+
+@pytest.mark.parametrize("limit", ["--5", "0", "101", "x", "1e1", "9" * 13])
+def test_wrong_pages(server: StubServer, limit: str) -> None:
+    stored = server.client().responses.create(model=MODEL, input="Hello", max_output_tokens=1)
+    wrong = server.get(f"/v1/responses/{stored.id}/input_items", params={"limit": limit})
+    assert "it must be between 1 and 100" in refusal(wrong)
+
+
 def test_a_response_that_is_not_stored(server: StubServer) -> None:
     client = server.client()
     response = client.responses.create(model=MODEL, input="Hello", store=False, max_output_tokens=2)

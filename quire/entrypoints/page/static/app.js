@@ -61,7 +61,8 @@ class App extends HTMLElement {
     if (this.info.open_to_network) this.say("This server is open to the network and has no API keys.", "Whoever reaches it can use it. Set a key with --api-key. The live view is off.");
     this.showModels();
     this.panes = {};
-    if (this.info.replay) location.hash = "engine";
+    this.engineOnly = Boolean(this.info.replay || this.info.pools); // nothing generates text
+    if (this.engineOnly) location.hash = "engine";
     addEventListener("hashchange", () => this.route());
     this.dataset.panel = innerWidth >= 1100 ? "open" : "";
     this.showPanels();
@@ -88,12 +89,12 @@ class App extends HTMLElement {
 
   route() {
     const wanted = location.hash.slice(1);
-    const [name, label, tag] = TABS.find(([each]) => each === wanted) ?? (this.info.replay ? TABS[2] : TABS[0]);
+    const [name, label, tag] = TABS.find(([each]) => each === wanted) ?? (this.engineOnly ? TABS[2] : TABS[0]);
     this.tabs.forEach((tab) => {
       const here = tab.id === `tab-${name}`;
       tab.setAttribute("aria-selected", String(here));
       tab.tabIndex = here ? 0 : -1;
-      tab.hidden = Boolean(this.info.replay) && tab.id !== "tab-engine";
+      tab.hidden = this.engineOnly && tab.id !== "tab-engine";
     });
     document.title = `Quire · ${label}`;
     this.dataset.tab = name;

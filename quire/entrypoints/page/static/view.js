@@ -123,7 +123,7 @@ class View extends HTMLElement {
     set("waiting", count(stats.num_waiting));
     set("generated", count(Math.round(rate("generated"))));
     set("prompt", count(Math.round(rate("prompt"))));
-    set("cache", `${(100 * (1 - blocks.free / blocks.total)).toFixed(1)} %`);
+    set("cache", blocks.total ? `${(100 * (1 - blocks.free / blocks.total)).toFixed(1)} %` : "–");
     set("hits", stats.prefix_cache_queries ? `${(100 * stats.prefix_cache_hits / stats.prefix_cache_queries).toFixed(0)} %` : "–");
     set("preempted", count(stats.num_preemptions));
     this.rows.show(running, waiting, stats);
