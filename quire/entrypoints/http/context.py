@@ -164,17 +164,21 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the default."""
-        if name is None or name == "" or self.config.skip_model_name_validation:
+        if name is None or name == "":
             return self.model_names[0]
-        if name not in self.model_names and self.adapters.get(name) is None:
-            names = (*self.model_names, *(lora.lora_name for lora in self.adapters.all[:20]))
-            message = f"the model {shown(name)} does not exist; this server has {', '.join(names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if self.config.skip_model_name_validation and self.adapters.get(name) is None:
+            return self.model_names[0]
+        self.adapter(name)
         return name
 
     def adapter(self, model: str) -> LoRARequest | None:
-        """That of a model that `check_model` has returned."""
-        return None if model in self.model_names else self.adapters.get(model)
+        """None for the base. Asked for again when a prompt is ready: it may have been unloaded since."""
+        found = None if model in self.model_names else self.adapters.get(model)
+        if found is None and model not in self.model_names:
+            names = (*self.model_names, *(lora.lora_name for lora in self.adapters.all[:20]))
+            message = f"the model {shown(model)} does not exist; this server has {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return found
 
     def admit(self, num_sequences: int = 1) -> None:
         """Refuse requests beyond the queue limit. The engine's count of waiting requests dates from its last step, so

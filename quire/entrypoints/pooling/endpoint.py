@@ -117,7 +117,7 @@ class PoolingEndpoint(ABC, Generic[R]):
             whole = await context.in_thread_if(size > LONG_TEXT or len(sources) > 16, tokenize)
             salt = context.cache_salt(scope, request.cache_salt)
             for prompt in whole:
-                prompt.cache_salt = salt
+                prompt.cache_salt, prompt.lora = salt, context.adapter(model)
             try:
                 prompts, counts = split_long(whole, self.setup, params.task, self.inputs.longest)
             except ValueError as error:

@@ -167,7 +167,7 @@ def split_long(
         if limit is not None and len(ids) > limit:
             raise ValueError(f"the prompt has {len(ids)} tokens; at most {limit} are allowed (max_embed_len)")
         pieces = [ids[first : first + longest] for first in range(0, len(ids), longest)] or [ids]
-        parts += [ParsedPrompt(None, piece, prompt.cache_salt) for piece in pieces]
+        parts += [ParsedPrompt(None, piece, prompt.cache_salt, lora=prompt.lora) for piece in pieces]
         counts.append(len(pieces))
     return parts, counts
 
