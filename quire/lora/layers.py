@@ -149,13 +149,13 @@ def expert_of(w: LowRank, expert: int) -> LowRank:
 def adapt_experts(
     experts: FusedMoE | PackedExperts, state: LoRAState, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, ShardId, Target]]:
-    """Targets are named as the parameters of single experts are."""
+    """Targets are named as the parameters of single experts are. Shared ones among them, the last, take none."""
     terms = experts.terms = ExpertTerms(experts, state, rank, dtype)
     hidden, full, width = experts.hidden_size, experts.intermediate_size, experts.width
     start = width * experts.tp.rank
     halves = [Partition(i, i * width, width, (full, hidden), 0, start) for i in range(2)]
     whole = [Partition(None, 0, hidden, (hidden, full), 1, start)]
     for name, w, partitions in (("gate_up", terms.gate_up, halves), ("down", terms.down, whole)):
-        for e in range(experts.num_experts):
+        for e in range(experts.num_experts - experts.routing.shared):
             for shard, target in targets_of(expert_of(w, e), partitions):
                 yield f"{name}.{e}", shard, target
