@@ -49,7 +49,7 @@ class Adapters:
         self._config, self._dtype, self._device = config, dtype, device
         if config.lora_dtype not in ("auto", str(dtype).removeprefix("torch.")):
             raise ValueError(
-                f"lora_dtype is {config.lora_dtype}; allowed: auto, or the model's {dtype}".replace("torch.", "")
+                f"lora_dtype is {config.lora_dtype}; allowed: auto, or the model's, {dtype}".replace("torch.", "")
             )
         self._targets: dict[Key, Target] = {}
         inside_experts = set[nn.Module]()

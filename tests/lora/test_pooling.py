@@ -59,6 +59,8 @@ def test_a_head_for_classes_takes_no_adapter(dtype, tmp_path):
     loras = [LoRARequest("a", 1, str(tmp_path / "adapter")), None]
     with LLM(str(tmp_path / "base"), dtype=dtype, enable_lora=True, max_lora_rank=64) as llm:
         with_it, without = (llm.classify(prompts(), use_tqdm=False, lora_request=lora) for lora in loras)
+        adapters = llm.llm_engine.client.core.executor.worker.adapters
+        assert {layer.partition(".")[0] for layer, _ in adapters._targets} == {"layers"}
     assert [one.outputs.probs for one in with_it] == [one.outputs.probs for one in without]
 
 
