@@ -104,7 +104,9 @@ class TorchLatentBackend(LatentBackend):
         return "it is slow on a GPU (--attention-backend torch_mla requests it)" if platform.supports_triton else None
 
     def build(self, step: StepInputs, block_table: torch.Tensor, block_size: int) -> TorchLatentMetadata:
-        starts, lens = step.query_start.tolist(), step.seq_lens.tolist()
+        lens = step.seq_lens.tolist()
+        # Tokens that verify drafts may be rows of their own, which query_start does not know.
+        starts = range(len(lens) + 1) if step.decode_only else step.query_start.tolist()
         rows = [(first, end, keys) for first, end, keys in zip(starts, starts[1:], lens, strict=False)]
         return TorchLatentMetadata(step, block_table[step.rows.long()], block_size, rows)
 

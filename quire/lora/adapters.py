@@ -52,15 +52,16 @@ class Adapters:
                 f"lora_dtype is {config.lora_dtype}; allowed: auto, or the model's, {dtype}".replace("torch.", "")
             )
         self._targets: dict[Key, Target] = {}
-        inside_experts = set[nn.Module]()
-        # What is outside of the layers, as a head for classes, has other rows than the step's tokens.
-        for path, module in [found for found in model.named_modules() if found[0].startswith("layers.")]:
+        left_out = set[nn.Module]()
+        for path, module in list(model.named_modules()):
             if isinstance(module, FusedMoE | PackedExperts):
-                inside_experts.update(module.modules())
+                left_out.update(module.modules())
                 if config.adapt_experts:
                     for name, shard, target in adapt_experts(module, self.state, self._max_rank, self._dtype):
                         self._targets[f"{path}.{name}", shard] = target
-            elif isinstance(module, ParallelLinear) and module not in inside_experts:
+            elif not getattr(module, "takes_adapters", True):
+                left_out.update(module.modules())
+            elif isinstance(module, ParallelLinear) and module not in left_out:
                 taken = [p.shard for p in module.partitions() if self._takes(path, p.shard)]
                 if taken:
                     found = adapt_linear(module, self.state, self._max_rank, self._dtype)

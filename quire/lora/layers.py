@@ -149,7 +149,7 @@ def expert_of(w: LowRank, expert: int) -> LowRank:
 def adapt_experts(
     experts: FusedMoE | PackedExperts, state: LoRAState, rank: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, ShardId, Target]]:
-    """Targets are named as the parameters of single experts are. Shared ones among them, the last, take none."""
+    """Targets are named as the parameters of single experts are; shared ones, the last, take no adapter."""
     terms = experts.terms = ExpertTerms(experts, state, rank, dtype)
     hidden, full, width = experts.hidden_size, experts.intermediate_size, experts.width
     start = width * experts.tp.rank

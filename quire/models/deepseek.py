@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from quire.models.decoder import DECODER_WEIGHTS
 from quire.models.decoder_config import DecoderConfig, require
 from quire.models.draft_head import DraftHead
-from quire.models.latent_attention import INDEX, LATENT_ATTENTION, latent_config
+from quire.models.latent_attention import INDEX, LATENT_ATTENTION, latent_config, latent_weights
 from quire.models.loading.weight_map import WeightMap
 from quire.models.moe import BIASED_SIGMOID, CORRECTION_BIAS, EXPERTS, SHARED_EXPERTS, Experts, MoEModel
 from quire.models.mtp import MTPHead, ignoring_mtp, mtp_weights
@@ -30,6 +30,9 @@ class DeepseekV2ForCausalLM(MoEModel):
         if method == "greedy":
             routing |= {"groups": 1, "top_groups": 1}
         return Experts.from_deepseek(hf, routing)
+
+    def family_weights(self) -> WeightMap:
+        return latent_weights(super().family_weights(), self.config.latent)
 
     def is_sparse(self, layer: int) -> bool:
         return super().is_sparse(layer) and layer % (self.hf.get("moe_layer_freq") or 1) == 0

@@ -30,6 +30,7 @@ class PoolingModel(DecoderModel):
 
     is_pooling_model: ClassVar[bool] = True
     supports_generation: ClassVar[bool] = False
+    capturable = False  # graphs end with logits
     default_pooling: ClassVar[str] = "CLS"
     heads: ClassVar[dict[Task, HeadConfig]] = {}
     head_rules: ClassVar[dict[Task, tuple[Rule, ...]]] = {}
@@ -80,7 +81,6 @@ class EncoderModel(PoolingModel):
 
     weights: ClassVar[WeightMap]
     config: EncoderConfig
-    capturable = False
 
     def __init__(self, hf: dict[str, Any], options: ModelOptions) -> None:
         super().__init__(hf, options)
@@ -158,6 +158,8 @@ class TypedEmbedding(VocabEmbedding):
 
 class ClassificationHead(nn.Module):
     """In float32 whatever the compute dtype: it is small, and its result is final."""
+
+    takes_adapters: ClassVar[bool] = False  # whose terms are by the tokens of a step, and in the compute dtype
 
     def __init__(
         self, config: HeadConfig, hidden_size: int, labels: int, eps: float, norm_bias: bool, device: torch.device

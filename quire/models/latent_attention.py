@@ -16,7 +16,7 @@ from quire.layers.rope_scaling import MAX_NUMBER, yarn_magnitude
 from quire.layers.rotary import MAX_POSITIONS, RopeParameters
 from quire.models.config_checks import MAX_HEAD_DIM, MAX_HEADS
 from quire.models.decoder_config import DecoderConfig, require
-from quire.models.loading.weight_map import Rule
+from quire.models.loading.weight_map import Rule, WeightMap
 
 if TYPE_CHECKING:
     from quire.models.decoder_layers import BuildContext
@@ -39,6 +39,13 @@ INDEX = (
     Rule(f"{_THEIRS}.indexer.k_norm.{{p}}", f"{_OURS}.index_norm.{{p}}"),
     Rule(f"{_THEIRS}.indexer.weights_proj.{{p}}", f"{_OURS}.index_weights.{{p}}"),
 )
+
+
+def latent_weights(weights: WeightMap, sizes: LatentSizes | None) -> WeightMap:
+    """Without the name that queries have only where they are compressed, or only where they are not."""
+    assert sizes is not None
+    other = f"{_THEIRS}.q_proj.{{p}}" if sizes.q_rank is not None else f"{_THEIRS}.q_a_proj.{{p}}"
+    return WeightMap(tuple(rule for rule in weights.rules if rule.checkpoint != other), weights.ignored)
 
 
 class LatentSelfAttention(nn.Module):

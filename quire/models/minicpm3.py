@@ -7,7 +7,7 @@ from quire.config.values import finite_number
 from quire.models.config_checks import MAX_SCALE
 from quire.models.decoder import DECODER_WEIGHTS, DecoderModel
 from quire.models.decoder_config import DecoderConfig, require
-from quire.models.latent_attention import LATENT_ATTENTION, latent_config
+from quire.models.latent_attention import LATENT_ATTENTION, latent_config, latent_weights
 from quire.models.loading.weight_map import WeightMap
 
 
@@ -30,3 +30,6 @@ class MiniCPM3ForCausalLM(DecoderModel):
             residual_scale=depth / math.sqrt(layers),
             logit_scale=base / hidden,
         )
+
+    def family_weights(self) -> WeightMap:
+        return latent_weights(super().family_weights(), self.config.latent)

@@ -88,6 +88,11 @@ def load_heads(config: EngineConfig, checkpoint: Checkpoint, model: Any, device:
     """Of a loaded model. Dummy checkpoints get heads of random numbers."""
     setup = config.pooling.setup
     own = model if hasattr(model, "default_pooling") else None
+    if not getattr(model, "supports_generation", True) and (setup is None or config.speculative.num_drafts):
+        raise ValueError(
+            f"{type(model).__name__} gives vectors or classes, no text: serve it with runner pooling, without drafts "
+            "(--runner, --speculative-config)"
+        )
     heads = Heads(setup)
     if own is not None:
         heads.default_pooling = own.default_pooling

@@ -150,6 +150,8 @@ class Worker:
             raise ValueError(f"LoRA is not available yet for {type(self.model).__name__}; leave out enable_lora")
         assert max_tokens is not None
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
+        if not self.model.cache_layers():  # texts are computed whole
+            most = max(most, config.model.max_model_len or config.model.derived_max_model_len)
         names = self.model.weight_map()
         read = functools.partial(read_adapter, names=names)
         return Adapters(

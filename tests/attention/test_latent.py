@@ -100,6 +100,14 @@ def test_pages_are_written_and_read():
     torch.testing.assert_close(cache.flatten(0, 1)[step.slots][:, :24], normed)
 
 
+def test_tokens_that_verify_drafts_may_be_rows_of_their_own():
+    step = Step([(3, 40), (3, 19), (3, 3)], (12, 24, 8, 20), 3, torch.float32)
+    _, _, expected = step.run(TorchLatentBackend())
+    rows, lens = step.inputs.rows.repeat_interleave(3), (step.positions + 1).int()
+    step.inputs = replace(step.inputs, rows=rows, seq_lens=lens, decode_only=True)
+    torch.testing.assert_close(step.run(TorchLatentBackend())[2], expected)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotated_pairs(interleaved):
     step = Step([(4, 9)], (12, 24, 8, 20), 2, torch.float32, interleaved)

@@ -8,7 +8,7 @@ import torch
 
 from quire import LLM, PoolingParams
 from quire.models.base import TOKEN_TYPE_SHIFT, SupportsPooling
-from tests.encoders.tiny_encoders import FAMILIES, edit_config, make_reference
+from tests.encoders.tiny_encoders import FAMILIES, edit_config, make_reference, save_tiny_encoder
 
 # Those whose heads and masked language models are tried in every run; the others by `make test-encoders`.
 CORE = FAMILIES if os.environ.get("QUIRE_ALL_MODELS") else ("bert", "distilbert", "modernbert-mean")
@@ -99,6 +99,15 @@ def test_configs_that_are_not_supported_say_so(tmp_path):
     edit_config(tmp_path, position_embedding_type="relative_key")
     with pytest.raises(ValueError, match="position_embedding_type"):
         engine(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"runner": "generate"}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}]
+)
+def test_encoders_generate_no_text(tmp_path, arguments):
+    save_tiny_encoder("bert", tmp_path)
+    with pytest.raises(ValueError, match="BertModel gives vectors or classes, no text: serve it with runner pooling"):
+        engine(str(tmp_path), **arguments)
 
 
 def test_segments_of_a_pair():

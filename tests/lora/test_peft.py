@@ -140,6 +140,24 @@ def test_what_is_no_linear_layer_here(tmp_path):
         llm.llm_engine.add_lora(LoRARequest("a", 1, str(tmp_path / "adapter")))
 
 
+def test_latent_attention_and_experts_with_shared_ones_among_them(tmp_path):
+    linears = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    save_tiny("deepseek-v3", tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = greedy(model, PROMPTS[1], COUNT)[0]
+    torch.manual_seed(1)
+    config = peft.LoraConfig(init_lora_weights=False, r=4, **(EXPERTS | {"target_modules": linears}))
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapter")
+    adapted = greedy(model, PROMPTS[1], COUNT)[0]
+    given = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 25, "max_model_len": 256, "skip_tokenizer_init": True}
+    lora = LoRARequest("a", 1, str(tmp_path / "adapter"))
+    with LLM(str(tmp_path / "base"), enable_lora=True, lora_target_modules=(*linears, "experts"), **given) as llm:
+        outputs = llm.generate([{"prompt_token_ids": PROMPTS[1]}] * 2, GREEDY, False, [lora, None])
+    assert [list(one.outputs[0].token_ids) for one in outputs] == [adapted, plain]
+    assert adapted != plain
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")

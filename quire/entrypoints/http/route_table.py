@@ -50,8 +50,8 @@ WORKS: dict[str, tuple[str, ...]] = {
 }
 WITH_FLAG: dict[str, tuple[tuple[str, ...], str]] = {
     "/server_info": (GET, "--enable-admin"),
-    "/v1/load_lora_adapter": (POST, "--enable-admin, or --allow-runtime-lora-updating"),
-    "/v1/unload_lora_adapter": (POST, "--enable-admin, or --allow-runtime-lora-updating"),
+    "/v1/load_lora_adapter": (POST, "--allow-runtime-lora-updating"),
+    "/v1/unload_lora_adapter": (POST, "--allow-runtime-lora-updating"),
     "/abort_requests": (POST, "--enable-admin"),
     "/reset_prefix_cache": (POST, "--enable-admin"),
     "/start_profile": (POST, "--profiler-config"),

@@ -47,7 +47,7 @@ class PoolingInputs:
         """`tokenizer`: raises where there is none. `longest`: in tokens."""
         self.setup, self.longest = config.pooling.setup, longest
         self._tokenizer = tokenizer
-        self._has_types = config.model.hf_config.get("type_vocab_size", 0) > 1
+        self._has_types = (config.model.hf_config.get("type_vocab_size") or 0) > 1
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -21,7 +21,7 @@ from quire.platforms.private_files import PrivateFolder, path_of
 logger = logging.getLogger("quire")
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-Werror=implicit-function-declaration")
 TIMEOUT = 120
 
 # Added and tried again when a file does not compile: assemblers from before AMX do not know its instructions.

@@ -23,6 +23,7 @@ int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16
               int32_t *, bf16 *, bf16 *, bf16 *, bf16 *, int64_t, int64_t, int64_t, int64_t, int64_t, int, int);
 int quire_add_low_rank(const void *, const int32_t *, const int32_t *, const void *, const void *, float *, void *,
                        int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
+int quire_all_reduce(void *, void *, int64_t, int64_t, int);
 int quire_encoder_linear(const void *, const void *, const void *, void *, int64_t, int64_t, int64_t, int, int);
 int quire_encoder_attention(const void *, void *, const int32_t *, const float *, const void *, const int64_t *,
                             const float *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,

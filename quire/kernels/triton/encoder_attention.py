@@ -67,7 +67,8 @@ def _encoder_attention_kernel(
         seen = (keys[None, :] >= begins[:, None]) & (keys[None, :] < ends[:, None])
         if HAS_BIAS:
             distance = keys[None, :] - tokens[:, None]
-            scores += tl.load(bias + head * (2 * longest - 1) + longest - 1 + distance, mask=seen, other=0.0)
+            known = seen & (tl.abs(distance) < longest)  # a step of padding may be one longer text
+            scores += tl.load(bias + head * (2 * longest - 1) + longest - 1 + distance, mask=known, other=0.0)
         scores = tl.where(seen, scores * LOG2E, -1e30)
         new_most = tl.maximum(most, tl.max(scores, 1))
         weights = tl.where(seen, tl.exp2(scores - new_most[:, None]), 0.0)

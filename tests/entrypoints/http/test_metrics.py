@@ -63,6 +63,9 @@ def test_the_documentation_lists_all_and_only_what_is_there(text: str) -> None:
     )
     with_flag = {f"quire:{name}": "histogram" for name in RESIDENCY}  # of --kv-cache-metrics
     with_flag |= {f"{name}_total": "counter" for name in HELP_TEXTS if name.startswith("quire:spec_decode_")}
+    counters = ("quire:lora_adapters_loaded", "quire:lora_adapters_evicted")  # these and gauges of --enable-lora
+    with_flag |= {f"{name}_total": "counter" for name in counters}
+    with_flag |= {n: "gauge" for n in HELP_TEXTS if n.startswith("quire:lora_") and n not in counters}
     assert dict(rows) == exposed(text) | with_flag
     assert len(HELP_TEXTS) == len(rows)
 
