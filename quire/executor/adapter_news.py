@@ -13,11 +13,16 @@ class NewsOfAll:
         """`replies`: what each worker told. An error of any of them is the adapter's."""
         complete = []
         for news in (one for reply in replies for one in reply):
-            # A worker reads an adapter before it copies it, so that errors are of the same task as the others' news.
             key = news.lora_id, news.slot is not None
             told = self._told.setdefault(key, [])
             told.append(news)
             if len(told) == len(replies):
                 del self._told[key]
-                complete.append(next((one for one in told if one.error is not None), news))
+                complete.append(next((one for one in told if one.error is not None), _agreed(told)))
         return complete
+
+
+def _agreed(told: Sequence[AdapterNews]) -> AdapterNews:
+    if len({news.content for news in told}) == 1:
+        return told[0]
+    return AdapterNews(told[0].lora_id, error="workers have read different files; the folder must be the same for all")

@@ -30,6 +30,7 @@ from quire.config.environment import (
 )
 from quire.distributed.machine import address_towards, free_port, interface_of
 from quire.distributed.world import World
+from quire.executor.adapter_news import NewsOfAll
 from quire.executor.base import PendingOutput, WorkerMethod
 from quire.executor.placement import gpu_of_each
 from quire.executor.ranks import answering_rank, describe_layout, layout_of, refuse_connectors
@@ -40,6 +41,7 @@ from quire.executor.worker_calls import pickled_error
 from quire.executor.worker_messages import FromWorker, StepDone
 from quire.messages.features import FeatureSupport
 from quire.messages.kv_cache import KVCacheSpec
+from quire.messages.lora import AdapterNews
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import Codec
 from quire.platforms import cpu_cores, platform_class
@@ -82,6 +84,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         shown = config.load.use_tqdm_on_load and rank == 0
         config = config.replace(load=dataclasses.replace(config.load, use_tqdm_on_load=shown))
         self._loaded = False
+        self._news = NewsOfAll()
         try:
             super().__init__(config, lambda config: Worker(config, self._world))
         except BaseException as error:
@@ -115,6 +118,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
     def feature_support(self) -> FeatureSupport | None:
         support: FeatureSupport | None = self._everyones(super().feature_support())[0]
         return support
+
+    def adapter_news(self) -> list[AdapterNews]:
+        """Once it is every rank's: they plan by it."""
+        return self._news.add(self._everyones(super().adapter_news()))
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Every process has to make the same call."""

@@ -49,7 +49,7 @@ class Adapters:
         self._config, self._dtype, self._device = config, dtype, device
         if config.lora_dtype not in ("auto", str(dtype).removeprefix("torch.")):
             raise ValueError(
-                f"lora_dtype is {config.lora_dtype}; allowed: auto, or the model's {dtype}".replace("torch.", "")
+                f"lora_dtype is {config.lora_dtype}; allowed: auto, or the model's, {dtype}".replace("torch.", "")
             )
         self._targets: dict[Key, Target] = {}
         left_out = set[nn.Module]()
@@ -96,7 +96,7 @@ class Adapters:
                 self._stream.synchronize()
             return AdapterNews(lora_id, slot=slot)
 
-        self._tasks.put(lambda: self._tell(lora_id, copy))
+        self._tasks.put(lambda: self._tell(lora_id, copy, slot))
 
     def use(self, lora_id: int, slot: int) -> None:
         """Plans from here on may name it: its copy has ended."""
@@ -117,13 +117,13 @@ class Adapters:
             found.append(self._news.get())
         return found
 
-    def _tell(self, lora_id: int, task: Callable[[], AdapterNews]) -> None:
+    def _tell(self, lora_id: int, task: Callable[[], AdapterNews], slot: int | None = None) -> None:
         try:
             self._news.put(task())
         except (ValueError, OSError) as error:
-            self._news.put(AdapterNews(lora_id, error=str(error)))
+            self._news.put(AdapterNews(lora_id, slot=slot, error=str(error)))
         except Exception as error:
-            self._news.put(AdapterNews(lora_id, error=f"{type(error).__name__}: {error}"))
+            self._news.put(AdapterNews(lora_id, slot=slot, error=f"{type(error).__name__}: {error}"))
 
     def _load(self, request: LoRARequest) -> AdapterNews:
         adapter = self._read(request.lora_path, self._full_shape)
@@ -166,7 +166,11 @@ class Adapters:
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
             kept = torch.from_numpy(rounded.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
         elif self._dtype == torch.float16:
-            kept = torch.from_numpy(values.astype(np.float16))
+            with np.errstate(over="ignore"):
+                halves = values.astype(np.float16)
+            if not np.isfinite(halves).all():
+                raise ValueError("it has values that float16 cannot hold; use --dtype bfloat16")
+            kept = torch.from_numpy(halves)
         else:
             kept = torch.from_numpy(values)
         return kept.pin_memory() if self._stream is not None else kept

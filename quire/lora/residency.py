@@ -13,6 +13,8 @@ from typing import Protocol
 
 from quire.messages.lora import AdapterNews, AdapterStats, LoRARequest
 
+MAX_FAILURES = 1000  # that are remembered
+
 
 class Place(enum.IntEnum):
     READING = 0  # into host memory
@@ -86,7 +88,7 @@ class Residency:
 
     def hold(self, request_id: str, lora: LoRARequest) -> bytes | None:
         """For a new request: the content of its adapter if it may run at once. ValueError if the number is taken."""
-        entry = self.add(lora)
+        entry = self._known(lora)
         self._of_request[request_id] = entry
         if entry.place == Place.SLOT and not entry.draining:
             entry.holders.add(request_id)
@@ -97,7 +99,16 @@ class Residency:
         return None
 
     def add(self, lora: LoRARequest) -> Entry:
-        """Known from now on, and loaded; anew if it says so and no request has it."""
+        """Known from now on, and loaded. ValueError if it is to be loaded anew and cannot be."""
+        entry = self._entries.get(lora.lora_int_id)
+        if entry is not None and lora.load_inplace and not (entry.idle and not entry.moving):
+            raise ValueError(
+                f"adapter {entry.request.lora_name!r} is in use, pinned or being loaded; load it anew when it is not"
+            )
+        return self._known(lora)
+
+    def _known(self, lora: LoRARequest) -> Entry:
+        """Its entry; a new one if there is none, or if it is to be loaded anew and no request has it."""
         entry = self._entries.get(lora.lora_int_id)
         if entry is not None and lora.load_inplace and entry.idle and not entry.moving:
             self._forget(entry)
@@ -122,7 +133,9 @@ class Residency:
         entry = self._of_request.pop(request_id, None)
         if entry is None:
             return
-        entry.holders.discard(request_id)
+        if request_id in entry.holders:
+            entry.holders.remove(request_id)
+            self._ready = [one for one in self._ready if one[0] != request_id]
         if request_id in entry.waiting:
             entry.waiting.remove(request_id)
         entry.used = next(self._clock)
@@ -138,6 +151,8 @@ class Residency:
             if news.error is not None:  # of a file that cannot be used; a copy does not fail
                 failed += [(request_id, news.error) for request_id in entry.waiting]
                 self._failures[news.lora_id] = news.error
+                if len(self._failures) > MAX_FAILURES:
+                    del self._failures[next(iter(self._failures))]
                 self._forget(entry)
             elif news.slot is None:
                 entry.place, entry.content = Place.HOST, news.content
@@ -163,6 +178,7 @@ class Residency:
         if entry.moving:
             raise ValueError(f"adapter {entry.request.lora_name!r} is being loaded; remove it when that is done")
         self._forget(entry)
+        self._assign()  # a pinned one's slot may be wanted
         return True
 
     def pin(self, lora_id: int) -> bool:
@@ -171,19 +187,22 @@ class Residency:
         if entry is None:
             raise ValueError(f"adapter {lora_id} is not loaded; loaded: {sorted(self._entries)}")
         others = sum(other.pinned for other in self._entries.values() if other is not entry)
-        if others + 1 >= max(2, self._max_loras):
+        if others + 1 >= self._max_loras:
             raise ValueError(f"{others} adapters are pinned; of max_loras {self._max_loras} one slot must stay free")
         entry.pinned = True
-        entry.draining = False
+        if entry.place == Place.SLOT:
+            entry.draining = False
+            self._admit(entry)
         self._want(entry)
         self._assign()
         return True
 
     def is_loaded(self, lora_id: int) -> bool:
-        """False while it is being read. ValueError if it could not be, or is not known."""
-        if lora_id not in self._entries:
-            raise ValueError(self._failures.get(lora_id) or f"adapter {lora_id} is not loaded")
-        return self._entries[lora_id].place != Place.READING
+        """Whether one that was added has been read, though others may have taken its place since. ValueError if it
+        could not be."""
+        if lora_id in self._failures:
+            raise ValueError(self._failures[lora_id])
+        return lora_id not in self._entries or self._entries[lora_id].place != Place.READING
 
     def loaded(self) -> list[int]:
         return sorted(number for number, entry in self._entries.items() if entry.place != Place.READING)

@@ -49,7 +49,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class AdapterNews(msgspec.Struct, frozen=True):
-    """An adapter is in host memory, or (`slot` is given) in that slot of the device; or why it is not."""
+    """An adapter is in host memory, or (`slot` is given) in that slot of the device; or (`error`) why it is not."""
 
     lora_id: int
     content: bytes = b""  # a hash of what decides about its results

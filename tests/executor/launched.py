@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from quire import LLM, SamplingParams
+from quire.messages.lora import LoRARequest
 from tests.executor.test_multiproc import SMALL, outputs
 
 
@@ -22,6 +23,9 @@ def main(model: str, folder: str, task: str, options: str) -> None:
         if task == "different":
             params = SamplingParams(temperature=0, max_tokens=4)
             llm.generate([{"prompt_token_ids": [5, 6, 7 + rank] * (1 + rank)}], params, use_tqdm=False)
+        if task == "adapter":  # how long each process takes to read it differs
+            loras = [LoRARequest("a", 1, f"{folder}/adapter"), None] * 2
+            found.append(outputs(llm, loras))
         found.append(outputs(llm))
         if task == "killed":
             if rank == 1:

@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
+import transformers
 
 from quire import LLM
 from quire.config import EngineConfig
 from quire.config.environment import LAUNCHED, process_environment
 from quire.distributed.machine import free_port
 from quire.executor.factory import make_executor
+from quire.messages.lora import LoRARequest
 from tests.executor.test_multiproc import SMALL, outputs, start
+from tests.lora.random_adapters import random_adapter
 from tests.tiny_models import save_tiny
 
 
@@ -58,6 +61,19 @@ def test_every_process_says_what_one_says(model, wanted, tmp_path, task, options
     for rank in range(2):
         for found in json.loads((tmp_path / f"{rank}.json").read_text()):
             assert found == wanted
+
+
+def test_processes_that_read_an_adapter(model, wanted, tmp_path):
+    """Each by itself: they use it once all have."""
+    adapter = random_adapter(transformers.AutoModelForCausalLM.from_pretrained(model), 1)
+    loras = [LoRARequest("a", 1, str(adapter.save(tmp_path / "adapter"))), None] * 2
+    with start(model, enable_lora=True) as llm:
+        adapted = outputs(llm, loras)
+    ended = torchrun(2, model, tmp_path, "adapter", tensor_parallel_size=2, enable_lora=True)
+    assert ended.returncode == 0, ended.stderr
+    assert adapted != wanted
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [adapted, wanted]
 
 
 def test_any_launcher_and_a_process_that_is_killed(model, tmp_path):

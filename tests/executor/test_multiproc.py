@@ -36,8 +36,8 @@ def start(model, **options):
     return LLM(model, skip_tokenizer_init=True, **SMALL, **options)
 
 
-def outputs(llm):
-    found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False)
+def outputs(llm, loras=None):
+    found = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], PARAMS, use_tqdm=False, lora_request=loras)
     return [list(one.outputs[0].token_ids) for one in found]
 
 

@@ -239,6 +239,6 @@ def test_calls_are_plain_data():
     assert read.method == "initialize_kv_cache"
     assert read.args[:2] == (config, 128)
     with pytest.raises(
-        ValueError, match="__init__ cannot be called on workers of several machines; allowed: adapter_news, describe"
+        ValueError, match="__init__ cannot be called on workers of several machines; allowed: adapter_news"
     ):
         calls.write_call("__init__", (), {})

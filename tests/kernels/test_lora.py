@@ -5,6 +5,7 @@ import torch
 
 from quire.kernels import native
 from quire.kernels.lora import LowRank, add_low_rank, add_low_rank_torch
+from quire.kernels.native.replay import Recording
 from tests.kernels import lora_cases
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -33,6 +34,16 @@ def test_smaller_ranks_than_the_highest(dtype):
     add_low_rank(out, x, of_rows, w)
     exact = dtype is torch.float32
     torch.testing.assert_close(out, wanted, atol=2e-5 if exact else 2e-2, rtol=1e-4 if exact else 2e-2)
+
+
+@needs_compiler
+def test_it_is_replayed():
+    """As layers lay it out, torch has nothing to do, which could not be recorded."""
+    a, b, x, out, of_rows = lora_cases.make("query, key, value", "mixed", "cpu", torch.float32)
+    w = LowRank(a, b.transpose(1, 2).contiguous().transpose(1, 2), (128, 160, 192), lora_cases.ranks_of(b))
+    with Recording(len(x)) as recording:
+        add_low_rank(out, x, of_rows, w)
+    assert [call.kind for call in recording.calls] == ["add_low_rank"]
 
 
 @needs_compiler

@@ -1,6 +1,7 @@
 """Adapters that peft writes: each request gets the tokens that peft's own model gives, whoever else is in the batch."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -42,6 +43,21 @@ MIXTURE = [
     {"r": 3, "lora_alpha": 6, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
 ]
 PROMPTS = prompts((5, 40, 17, 33, 9, 64, 21, 12, 30, 8))
+
+
+# Outputs in another order than ours, linears that are stored transposed or fused, latents, experts in one parameter.
+FAMILIES = {
+    "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "gpt-neox": {"target_modules": "all-linear"},
+    "cohere": {"target_modules": "all-linear"},
+    "phi3": {"target_modules": "all-linear", "alpha_pattern": {r"layers\.1\.self_attn\.qkv_proj": 2}},
+    "glm": {"target_modules": "all-linear"},
+    "falcon-40b": {"target_modules": "all-linear"},
+    "deepseek-v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    "gpt-oss": EXPERTS | {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"gate_up_proj": 3}},
+}
+# Those that are tried in every run; the others by `make test-models`.
+CORE = FAMILIES if os.environ.get("QUIRE_ALL_MODELS") else ("gpt2", "cohere", "deepseek-v3", "gpt-oss")
 
 
 class Adapted:
@@ -97,6 +113,33 @@ def test_tokens_are_those_of_peft(adapted, settings):
     assert len({tuple(text) for text in adapted.texts}) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("family", CORE)
+def test_layers_of_families(family, tmp_path):
+    model = save_tiny(family, tmp_path / "base")
+    config = peft.LoraConfig(init_lora_weights=False, **({"r": 4, "lora_alpha": 8} | FAMILIES[family]))
+    model = peft.get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapter")
+    modules = ("experts",) if "target_parameters" in FAMILIES[family] else ()
+    options = {"lora_target_modules": (*LINEARS[:4], *modules)} if modules else {}
+    options |= {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_model_len": 128, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path / "base"), enable_lora=True, **options) as llm:
+        lora = LoRARequest("a", 1, str(tmp_path / "adapter"))
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[:3]], GREEDY, False, lora)
+    assert [list(one.outputs[0].token_ids) for one in outputs] == [greedy(model, p, COUNT)[0] for p in PROMPTS[:3]]
+
+
+def test_what_is_no_linear_layer_here(tmp_path):
+    """Latents become keys and values inside of attention."""
+    model = save_tiny("deepseek-v3", tmp_path / "base")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["kv_b_proj"])).save_pretrained(tmp_path / "adapter")
+    options = {"kv_cache_memory_bytes": 1 << 24, "skip_tokenizer_init": True}
+    with (
+        LLM(str(tmp_path / "base"), enable_lora=True, **options) as llm,
+        pytest.raises(ValueError, match="kv_b_proj takes no adapter in this model"),
+    ):
+        llm.llm_engine.add_lora(LoRARequest("a", 1, str(tmp_path / "adapter")))
+
+
 def test_latent_attention_and_experts_with_shared_ones_among_them(tmp_path):
     linears = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
     save_tiny("deepseek-v3", tmp_path / "base")
@@ -147,13 +190,26 @@ WRONG = {
     "rank": ({"r": 0}, None, "r is 0; it must be a whole number from 1 to 512"),
     "alpha": ({"lora_alpha": "x"}, None, "lora_alpha is 'x'; it must be a number"),
     "pattern": ({"rank_pattern": {"(a*)*b": 2}}, None, "which is not supported"),
+    "nested pattern": ({"rank_pattern": {"((a+))+b": 2}}, None, "which is not supported"),
+    "long pattern": ({"alpha_pattern": {".*.*.*.*.*x": 2}}, None, "which is not supported"),
+    "choices": ({"alpha_pattern": {"(.|.)" * 30: 2}}, None, "which is not supported"),
+    "base": ({"init_lora_weights": "pissa_niter_4"}, None, "'pissa_niter_4', which changes the base too"),
+    "other rank": ({"rank_pattern": {"q_proj": 2}}, None, "q_proj has factors of rank 4; adapter_config.json says 2"),
+    "scale": ({"lora_alpha": 1e300}, None, "not finite once scaled"),
+    "twice": ({}, lambda t: t | {f"{Q}.lora_A.b.weight": t[f"{Q}.lora_A.weight"].clone()}, "has lora_A twice"),
+    "long name": ({}, lambda t: t | {"x" * 600 + f"{Q}.lora_A.weight": torch.ones(2, 2)}, "xxx is none of lora_A"),
+    "same layer": (
+        {},
+        lambda t: t | {k.replace(".model.model.", ".model."): v.clone() for k, v in t.items() if Q in k},
+        "is a layer that another of its modules is too",
+    ),
     "missing": ({}, lambda t: {k: v for k, v in t.items() if k != f"{Q}.lora_B.weight"}, "q_proj lacks lora_B.weight"),
     "shape": ({}, lambda t: t | {f"{Q}.lora_A.weight": t[f"{Q}.lora_A.weight"][:, 1:].contiguous()}, "another base"),
     "name": ({}, lambda t: {k.replace("q_proj", "x_proj"): v for k, v in t.items()}, "x_proj takes no adapter"),
     "tensor": ({}, lambda t: t | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, "lm_head.weight is none of"),
     "values": ({}, lambda t: {k: v / 0 for k, v in t.items()}, "values that are not finite"),
     "high": (
-        {},
+        {"r": 20},
         lambda t: {k: v.repeat(5, 1) if "lora_A" in k else v.repeat(1, 5) for k, v in t.items()},
         r"its rank is 20; at most 16 is allowed \(--max-lora-rank\)",
     ),

@@ -155,6 +155,74 @@ def test_pinned_adapters_keep_their_slots():
         residency.release(str(number))
 
 
+def full(residency, workers):
+    """Of one slot: adapter 1 has it, "a1" runs; "b" waits for adapter 2, so that "a2" has to wait too."""
+    residency.hold("a1", lora(1))
+    assert settled(residency, workers) == ["a1"]
+    assert residency.hold("b", lora(2)) is None
+    settled(residency, workers)
+    assert residency.hold("a2", lora(1)) is None
+
+
+def test_a_request_that_goes_before_it_could_run_is_not_told():
+    workers = Workers()
+    residency = Residency(workers, 1, 4)
+    full(residency, workers)
+    residency.release("b")  # adapter 1 need not make room, so that "a2" may run
+    residency.release("a2")
+    assert residency.poll().ready == []
+
+
+def test_one_slot_is_never_pinned():
+    residency = Residency(Workers(), 1, 4)
+    residency.add(lora(1))
+    with pytest.raises(ValueError, match="one slot must stay free"):
+        residency.pin(1)
+
+
+def test_requests_of_an_adapter_that_is_pinned_while_it_makes_room():
+    workers = Workers()
+    residency = Residency(workers, 2, 4)
+    for number in (1, 2):
+        residency.hold(f"x{number}", lora(number))
+        settled(residency, workers)
+    residency.hold("x3", lora(3))
+    settled(residency, workers)
+    assert residency.hold("again", lora(1)) is None  # it has had its slot longest
+    residency.pin(1)
+    assert settled(residency, workers) == ["again"]
+    residency.release("x2")
+    assert settled(residency, workers) == ["x3"]
+
+
+def test_the_slot_of_a_pinned_adapter_that_is_removed():
+    workers = Workers()
+    residency = Residency(workers, 2, 4)
+    residency.add(lora(1))
+    residency.pin(1)
+    residency.hold("x2", lora(2))
+    assert settled(residency, workers) == ["x2"]
+    residency.hold("x3", lora(3))
+    settled(residency, workers)
+    assert residency.remove(1)
+    assert settled(residency, workers) == ["x3"]
+
+
+def test_an_adapter_in_use_is_not_loaded_anew():
+    workers = Workers()
+    residency = Residency(workers, 1, 4)
+    anew = LoRARequest("a1", 1, "/a1", load_inplace=True)
+    residency.hold("x", anew)
+    with pytest.raises(ValueError, match="'a1' is in use, pinned or being loaded"):
+        residency.add(anew)
+    assert residency.hold("y", anew) is None  # one of a batch gets what the others have
+    assert settled(residency, workers) == ["x", "y"]
+    residency.release("x")
+    residency.release("y")
+    residency.add(anew)
+    assert ("load", 1, "/a1") in workers.tasks
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic(seed):
     """A request runs only while its adapter is in a slot; every request gets its turn."""

@@ -46,7 +46,10 @@ class ServedAdapters:
         self._config, self.base_model = config, base_model
         self.engine = cast(AdapterEngine, engine)
         self.enabled = enabled
-        self._by_name = {lora.lora_name: lora for lora in map(self._parsed, config.lora_modules)}
+        given = [self._parsed(text) for text in config.lora_modules]
+        self._by_name = {lora.lora_name: lora for lora in given}
+        if len(self._by_name) < len(given):
+            raise ValueError("--lora-modules has a name twice; each adapter needs its own")
         if not enabled and (self._by_name or config.lora_folder):
             raise ValueError("--lora-modules and --lora-folder need --enable-lora")
         self._allowed = [Path(path).resolve() for path in config.lora_allowed_paths]
@@ -129,9 +132,9 @@ class AdapterEndpoints:
         if known is not None and not request.load_inplace:
             message = f"the adapter {shown(name)} is loaded already; load_inplace loads it anew"
             raise bad_request(message, "lora_name", "already_loaded")
-        adapters.check_path(request.lora_path)
         try:
             lora = _request(name, request.lora_path, adapters.base_model)
+            adapters.check_path(request.lora_path)
             if known is not None:
                 await adapters.engine.remove_lora(known.lora_int_id)  # refused while it is in use
             await adapters.engine.add_lora(lora)

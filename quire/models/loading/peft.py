@@ -16,7 +16,7 @@ import torch
 
 from quire.checkpoint.json_file import read_json
 from quire.checkpoint.pt_file import open_pt
-from quire.checkpoint.safetensors_file import open_safetensors
+from quire.checkpoint.safetensors_file import SafetensorsTensor, read_entries
 from quire.config.lora import MAX_LORA_RANK
 from quire.config.shown import shown
 from quire.config.values import whole_number
@@ -42,9 +42,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "velora_config": (),
     "monteclora_config": (),
 }
+# Those that change the base's weights too: without the changed ones an adapter is not what was trained.
+INITS_OF_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+MAX_NAME = 512
 # The last part may be preceded by the adapter's name in PEFT's own memory.
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.\w+)?\.weight")
-_EXPERTS = re.compile(r"(?:.+\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?experts(?P<inner>\.base_layer)?")
+_EXPERTS = re.compile(r"(?:[\w.]{1,64}\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?experts(?P<inner>\.base_layer)?")
 
 Array = np.ndarray
 
@@ -54,8 +57,8 @@ class PeftConfig:
     rank: int
     alpha: float
     rank_by_root: bool = False  # rsLoRA: the scale is alpha / sqrt(rank)
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[re.Pattern[str], int] = field(default_factory=dict)
+    alpha_pattern: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()  # fused experts that have factors
 
     @classmethod
@@ -69,20 +72,27 @@ class PeftConfig:
             value = found.get(name)
             if value is not None and value not in nothing:
                 raise ValueError(f"{folder}: {name} is {shown(value)}, which is not supported; retrain without it")
+        init = found.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(INITS_OF_BASE):
+            raise ValueError(
+                f"{folder}: init_lora_weights is {shown(init)}, which changes the base too; save it as a plain adapter "
+                "(save_pretrained's path_initial_model_for_weight_conversion)"
+            )
         rank = whole_number(f"{CONFIG}: r", found.get("r"), 1, MAX_LORA_RANK)
         return cls(
             rank,
             _number("lora_alpha", found.get("lora_alpha", rank)),
             bool(found.get("use_rslora", False)),
-            {k: whole_number("rank_pattern", v, 1, MAX_LORA_RANK) for k, v in _mapping(found, "rank_pattern").items()},
-            {k: _number("alpha_pattern", v) for k, v in _mapping(found, "alpha_pattern").items()},
+            {k: whole_number("rank_pattern", v, 1, MAX_LORA_RANK) for k, v in _patterns(found, "rank_pattern").items()},
+            {k: _number("alpha_pattern", v) for k, v in _patterns(found, "alpha_pattern").items()},
             tuple(map(str, found.get("target_parameters") or ())),
         )
 
-    def scale(self, module: str) -> float:
-        rank = self.rank_pattern.get(_pattern(self.rank_pattern, module), self.rank)
-        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, module), self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_by_root else rank)
+    def of(self, module: str) -> tuple[int, float]:
+        """Its rank and scale: those of the first pattern that matches the end of its name, as peft chooses."""
+        rank = next((rank for p, rank in self.rank_pattern.items() if p.fullmatch(module)), self.rank)
+        alpha = next((alpha for p, alpha in self.alpha_pattern.items() if p.fullmatch(module)), self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.rank_by_root else rank)
 
 
 def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
@@ -94,14 +104,19 @@ def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
     found: dict[str, dict[str, Array]] = {}
     digest = hashlib.sha256((folder / CONFIG).read_bytes())
     for name, array, raw in _tensors(folder):
-        match = _FACTOR.fullmatch(name)
+        match = _FACTOR.fullmatch(name) if len(name) <= MAX_NAME else None
         if match is None:
-            raise ValueError(f"{path}: {name} is none of lora_A and lora_B of a linear layer, which are supported")
+            raise ValueError(
+                f"{path}: {name[:MAX_NAME]} is none of lora_A and lora_B of a linear layer, which are supported"
+            )
         if array.ndim != 2 or 0 in array.shape:
             raise ValueError(f"{path}: {name} has the shape {list(array.shape)}; it must have two dimensions")
         if not np.isfinite(array).all():
             raise ValueError(f"{path}: {name} has values that are not finite")
-        found.setdefault(match["module"], {})[match["which"]] = array
+        pair = found.setdefault(match["module"], {})
+        if match["which"] in pair:
+            raise ValueError(f"{path}: {match['module']} has lora_{match['which']} twice; it must be one adapter")
+        pair[match["which"]] = array
         digest.update(f"\0{name}\0{array.shape}\0".encode())
         digest.update(raw)
     if not found:
@@ -112,6 +127,8 @@ def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
             raise ValueError(f"{path}: {module} lacks lora_{'AB'['A' in pair]}.weight")
         for key, own in _by_layer(module, pair["A"], pair["B"], config, names, full_shape):
             _check(path, module, key, own, full_shape(*key))
+            if key in factors:
+                raise ValueError(f"{path}: {module} is a layer that another of its modules is too")
             factors[key] = own
     return Adapter(factors, digest.digest())
 
@@ -126,9 +143,8 @@ def _by_layer(
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """The factors of each of our layers and shards that a module of the checkpoint is."""
     name = module.removeprefix("base_model.model.")
-    b = b * np.float32(config.scale(name))
     if (experts := _EXPERTS.fullmatch(name)) is not None:
-        yield from _of_fused_experts(name, experts, a, b, config, full_shape)
+        yield from _of_fused_experts(name, experts, a, b, config, names, full_shape)
         return
     target = names.target(f"{name}.weight") or names.target(f"model.{name}.weight")
     layer = target.parameter.removesuffix(".weight") if target is not None else ""
@@ -138,6 +154,7 @@ def _by_layer(
             f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules leaves it "
             "out"
         )
+    b = _scaled(name, len(a), b, config)
     if isinstance(target.transform, RowOrder):  # of the outputs, as the weights' rows were reordered
         b = target.transform(torch.from_numpy(b)).numpy()
     ends = np.cumsum([shape[0] for shape in shapes if shape])
@@ -153,6 +170,7 @@ def _of_fused_experts(
     a: Array,
     b: Array,
     config: PeftConfig,
+    names: WeightMap,
     full_shape: FullShape,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """PEFT's `target_parameters`: A [experts * rank, in] and B [out, rank * experts] of all experts. Where both of a
@@ -171,10 +189,27 @@ def _of_fused_experts(
         raise ValueError(f"{name} takes no adapter: name experts among --lora-target-modules to have room for them")
     if len(a) % count or b.shape[1] != len(a):
         raise ValueError(f"{name}: A is {list(a.shape)}, B {list(b.shape)}; with {count} experts A has as many ranks")
+    parameter = f"{name.removesuffix('.base_layer')}.{part}"
+    b = _scaled(parameter, len(a) // count, b, config)
+    stored = names.target(parameter) or names.target(f"model.{parameter}")
+    if part == "gate_up_proj" and stored is not None and stored.transform is not None:
+        # Of [experts, inputs, outputs] with outputs in another order than ours: gpt-oss has gate and up in turns.
+        b = stored.transform(torch.from_numpy(b.T[None]))[0].numpy()
     by_expert_a, by_expert_b = a.reshape(count, -1, a.shape[1]), b.reshape(len(b), -1, count)
     for e in range(count):
         for shard, rows in zip(shards, np.split(by_expert_b[..., e], len(shards)), strict=True):
             yield (f"{layer}.{e}", shard), (by_expert_a[e], rows)
+
+
+def _scaled(module: str, rank: int, b: Array, config: PeftConfig) -> Array:
+    said, scale = config.of(module)
+    if rank != said:
+        raise ValueError(f"{module} has factors of rank {rank}; {CONFIG} says {said}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled: Array = b * np.float32(scale)
+    if not np.isfinite(scaled).all():
+        raise ValueError(f"{module} has values that are not finite once scaled by {scale:g}")
+    return scaled
 
 
 def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, shape: tuple[int, int] | None) -> None:
@@ -192,10 +227,16 @@ def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, s
 def _tensors(folder: Path) -> Iterator[tuple[str, Array, bytes]]:
     """Name, values in float32, stored bytes."""
     if (folder / SAFETENSORS).is_file():
-        for tensor in open_safetensors((folder / SAFETENSORS,)):
+        entries = read_entries(folder / SAFETENSORS)
+        # Not mapped into memory: if the file is cut short meanwhile, as by a trainer that saves anew, the process ends.
+        data = torch.frombuffer(bytearray((folder / SAFETENSORS).read_bytes()), dtype=torch.uint8)
+        for tensor in (SafetensorsTensor(entry, data) for entry in entries):
             yield tensor.name, *_wide(tensor.name, tensor.tensor())
     elif (folder / PICKLED).is_file():
+        size = (folder / PICKLED).stat().st_size
         for stored in open_pt((folder / PICKLED,)):
+            if stored.stored.nbytes > size:  # one number, seen as many
+                raise ValueError(f"{folder}: {stored.name} is larger than {PICKLED}")
             yield stored.name, *_wide(stored.name, stored.stored)
     else:
         raise ValueError(f"{folder} has neither {SAFETENSORS} nor {PICKLED}")
@@ -212,24 +253,29 @@ def _wide(name: str, stored: torch.Tensor) -> tuple[Array, bytes]:
     return values.astype(np.float32), values.tobytes()
 
 
-def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The first that matches the end of the module's name, as peft chooses."""
-    return next((p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module)), "")
-
-
-def _mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _patterns(config: Mapping[str, Any], name: str) -> dict[re.Pattern[str], Any]:
     value = config.get(name) or {}
     if not isinstance(value, dict) or len(value) > 10_000:
         raise ValueError(f"{CONFIG}: {name} is {shown(value)}; it must be an object of at most 10000 patterns")
-    for pattern in value:
-        # A pattern is a regular expression of somebody's: only the plain ones, which names of modules need.
-        if not re.fullmatch(r"[\w.^$\\|()\[\]?+*-]{1,512}", pattern) or re.search(r"[*+?]\)?[*+{]", pattern):
+    found = {}
+    for pattern, own in value.items():
+        if not _is_plain(pattern):
             raise ValueError(f"{CONFIG}: {name} has the pattern {shown(pattern)}, which is not supported")
         try:
-            re.compile(pattern)
+            found[re.compile(rf"(.*\.)?({pattern})")] = own
         except re.error as error:
             raise ValueError(f"{CONFIG}: {name} has the pattern {shown(pattern)}: {error}") from None
-    return value
+    return found
+
+
+def _is_plain(pattern: str) -> bool:
+    """A pattern is a regular expression of somebody's: only those that names of modules need, none that takes long."""
+    return (
+        re.fullmatch(r"[\w.^$\\|()\[\]?+*-]{1,512}", pattern) is not None
+        and not re.search(r"\)[*+]|[*+?][*+]", pattern)
+        and len(re.findall(r"[*+?]", pattern)) <= 3
+        and pattern.count("(") <= 3
+    )
 
 
 def _number(name: str, value: Any) -> float:
