@@ -10,11 +10,11 @@ EXPECTED = {
     "chat.py": "continued: The moon",
     "streaming.py": "Once upon a time",
     "train_eagle.py": "tokens a step",
-    "train_lora.py": "2 of 2 answers equal peft's, 2 differ",
+    "train_lora.py": "1 of 1 answers equal peft's",
 }
 SMALLER = {
     "train_eagle.py": "--num-prompts 16 --max-tokens 16 --draft-vocab 256 --epochs 1 --output head",
-    "train_lora.py": "--steps 4 --batch 2 --prompts 2 --output adapter",
+    "train_lora.py": "--steps 4 --batch 1 --prompts 1 --output adapter",
 }
 
 

@@ -150,7 +150,7 @@ def test_loading_and_unloading(server, adapters, expected):
     assert server.post("/v1/load_lora_adapter", anew).status_code == 200
     assert [complete(server, "second") for _ in range(4)] == [expected[3]] * 4
     stream = server.client().completions.create(
-        model="second", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model="second", prompt=PROMPT, max_tokens=150, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     busy = server.post("/v1/unload_lora_adapter", {"lora_name": "second"})

@@ -169,12 +169,18 @@ class ServerContext:
             return name
         if not name or self.config.skip_model_name_validation:
             return self.model_names[0]
-        message = f"the model {shown(name)} does not exist; this server has {', '.join(self.shown_names)}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise self._no_such_model(name)
 
     def adapter(self, model: str) -> LoRARequest | None:
         """That of a model that `check_model` has returned. If it was unloaded since, there is no such model."""
-        return None if self.check_model(model) in self.model_names else self.adapters.get(model)
+        found = None if model in self.model_names else self.adapters.get(model)
+        if found is None and model not in self.model_names:
+            raise self._no_such_model(model)
+        return found
+
+    def _no_such_model(self, name: str) -> ApiError:
+        message = f"the model {shown(name)} does not exist; this server has {', '.join(self.shown_names)}"
+        return ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def shown_names(self) -> tuple[str, ...]:
