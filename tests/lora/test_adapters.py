@@ -216,7 +216,7 @@ def test_an_engine_without_room_says_so(llama):
 
 
 def test_options_that_do_not_fit(llama):
-    with pytest.raises(ValueError, match="lora_dtype is float16; allowed: auto, or the model's float32"):
+    with pytest.raises(ValueError, match="lora_dtype is float16; allowed: auto, or the model's, float32"):
         llama.engine(lora_dtype="float16").__enter__()
     with (
         llama.engine(lora_target_modules=("q_proj",), lora_dtype="float32", default_mm_loras={}) as engine,
