@@ -149,7 +149,8 @@ def test_a_pipeline_has_an_end() -> None:
     with server_with(step_seconds=0.01) as server, connection(server) as sock:
         sock.sendall(request(stream(8000)))
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
-        response(sock)  # the server closes
+        with contextlib.suppress(ConnectionResetError):  # where a part of what was sent is unread
+            response(sock)  # the server closes
         server.wait_until(lambda: not server.engine.running)
 
 
