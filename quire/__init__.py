@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from quire.engine.llm_engine import LLMEngine
     from quire.engine.outputs import CompletionOutput, RequestOutput
-    from quire.engine.pooling_outputs import (
+    from quire.engine.prompts import PromptType, TextPrompt, TokensPrompt
+    from quire.entrypoints.llm import LLM
+    from quire.messages.features import Feature
+    from quire.messages.pooling_params import PoolingParams
+    from quire.messages.sampling_params import SamplingParams
+    from quire.models.registry import ModelRegistry
+    from quire.pooling.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -45,12 +51,6 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from quire.engine.prompts import PromptType, TextPrompt, TokensPrompt
-    from quire.entrypoints.llm import LLM
-    from quire.messages.features import Feature
-    from quire.messages.pooling_params import PoolingParams
-    from quire.messages.sampling_params import SamplingParams
-    from quire.models.registry import ModelRegistry
 
 _HOMES = {
     "LLM": "quire.entrypoints.llm",
@@ -59,14 +59,14 @@ _HOMES = {
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
     "PoolingParams": "quire.messages.pooling_params",
-    "PoolingRequestOutput": "quire.engine.pooling_outputs",
-    "PoolingOutput": "quire.engine.pooling_outputs",
-    "EmbeddingRequestOutput": "quire.engine.pooling_outputs",
-    "EmbeddingOutput": "quire.engine.pooling_outputs",
-    "ClassificationRequestOutput": "quire.engine.pooling_outputs",
-    "ClassificationOutput": "quire.engine.pooling_outputs",
-    "ScoringRequestOutput": "quire.engine.pooling_outputs",
-    "ScoringOutput": "quire.engine.pooling_outputs",
+    "PoolingRequestOutput": "quire.pooling.outputs",
+    "PoolingOutput": "quire.pooling.outputs",
+    "EmbeddingRequestOutput": "quire.pooling.outputs",
+    "EmbeddingOutput": "quire.pooling.outputs",
+    "ClassificationRequestOutput": "quire.pooling.outputs",
+    "ClassificationOutput": "quire.pooling.outputs",
+    "ScoringRequestOutput": "quire.pooling.outputs",
+    "ScoringOutput": "quire.pooling.outputs",
     "TextPrompt": "quire.engine.prompts",
     "TokensPrompt": "quire.engine.prompts",
     "PromptType": "quire.engine.prompts",

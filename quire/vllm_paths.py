@@ -40,7 +40,7 @@ MODULES: dict[str, dict[str, str]] = {
     "model_executor.utils": {"entrypoints.vllm_utils": "set_random_seed"},
     "outputs": {
         "engine.outputs": "CompletionOutput RequestOutput",
-        "engine.pooling_outputs": "ClassificationOutput ClassificationRequestOutput EmbeddingOutput "
+        "pooling.outputs": "ClassificationOutput ClassificationRequestOutput EmbeddingOutput "
         "EmbeddingRequestOutput PoolingOutput PoolingRequestOutput ScoringOutput ScoringRequestOutput",
     },
     "pooling_params": {"messages.pooling_params": "PoolingParams"},

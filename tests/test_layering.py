@@ -18,6 +18,7 @@ LAYERS: list[set[str]] = [
     {"core"},  # decides: scheduler, KV-cache manager
     {"executor"},  # distributes
     {"worker", "spec_decode"},  # executes: model runner, persistent batch, proposers of drafts
+    {"features"},  # what prompts hold beside token ids
     {"models"},
     {"lora", "quantization", "layers"},
     {"attention", "pooling", "sample"},
@@ -34,7 +35,7 @@ BESIDE: dict[str, set[str]] = {
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
     "planning": {"entrypoints", "bench"},
-    "metrics": {"entrypoints", "bench", "engine", "core"},
+    "metrics": {"entrypoints", "bench", "engine", "core", "pooling"},
 }
 
 # What the packages outside the stack may import; everyone in the stack may import `messages` and `config`.

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from quire.config import EngineConfig
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.outputs import RequestOutput
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.kinds import Metric
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.tokenizer import Tokenizer
 
 

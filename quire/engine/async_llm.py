@@ -21,7 +21,6 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputBatch, OutputStream
 from quire.engine.outputs import Logprob, RequestOutput
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
 from quire.messages.lora import LoRARequest
 from quire.messages.pooling_params import PoolingParams
@@ -30,6 +29,7 @@ from quire.messages.requests import SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import cache_config_info
 from quire.metrics.kinds import Metric
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.load import tokenizer_of
 
 logger = logging.getLogger("quire")

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.config.shown import shown
-from quire.engine.prompt_features import PLACEHOLDER, FeatureChecker, content_keys, read_embeds
+from quire.features.inputs import PLACEHOLDER, FeatureChecker, content_keys, read_embeds
 from quire.messages.checks import MAX_INT, check_int, check_text
 from quire.messages.features import EMBEDS, Feature, FeatureSupport
 from quire.messages.lora import LoRARequest

@@ -14,7 +14,6 @@ from quire.engine.completion import Completion
 from quire.engine.logprobs import FlatLogprobs, Logprob
 from quire.engine.logprobs import PromptLogprobs as UserPromptLogprobs
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.lora import LoRARequest
 from quire.messages.requests import (
     EngineCoreOutputs,
@@ -30,6 +29,7 @@ from quire.messages.sampling_params import ALL_LOGPROBS, RequestOutputKind, Samp
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.request import RequestMetrics
 from quire.metrics.spec_decode import SpecDecodeMetrics
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

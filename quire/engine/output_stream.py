@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from quire.engine.logprobs import joined
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 
 Output = TypeVar("Output", RequestOutput, PoolingRequestOutput[PoolingOutput])
 

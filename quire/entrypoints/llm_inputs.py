@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from quire.engine.outputs import RequestOutput
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 # What takes the other kind of parameters.

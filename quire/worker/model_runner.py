@@ -11,6 +11,7 @@ import torch
 from quire.attention.group_backends import GroupBackends
 from quire.attention.step_batch import StepBatch, first_tokens
 from quire.distributed.group import ALONE, Group
+from quire.features.store import FeatureStore
 from quire.kernels.dispatch import supports_triton
 from quire.kernels.prepare_inputs import prepare_inputs
 from quire.kernels.sample_tokens import Draw
@@ -29,7 +30,6 @@ from quire.sample.ranks import make_sampler
 from quire.spec_decode.hidden_states import HiddenStates
 from quire.spec_decode.proposer import DraftStep, Proposer
 from quire.worker.cache_pages import block_view, new_pages, page_views
-from quire.worker.features import FeatureStore
 from quire.worker.graphs import DECODE_ROWS, MIXED_TOKENS, GraphKey, StepBuffers, StepGraphs, graph_sizes
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.prompt_logprobs import PromptLogprobsTracker

@@ -15,6 +15,7 @@ from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
 from quire.distributed.kv_connector import make_connectors
 from quire.distributed.world import SINGLE_WORLD, World
+from quire.features.store import feature_support
 from quire.kernels import native
 from quire.layers.cache_layer import CacheLayer
 from quire.layers.parallel import TensorParallel
@@ -38,7 +39,6 @@ from quire.pooling.heads import load_heads
 from quire.sample.user_processors import make_processors, processor_classes
 from quire.spec_decode.proposer import Proposer, make_proposer
 from quire.spec_decode.step_costs import measure_step_costs
-from quire.worker.features import feature_support
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner

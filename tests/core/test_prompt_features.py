@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.core.kv_layout import blocks_of_one_request
-from quire.core.prompt_features import EncoderCache
+from quire.features.encoder_cache import EncoderCache
 from quire.messages.features import EMBEDS, Feature
 from quire.messages.kv_cache import KVCacheGroup
 from quire.messages.plan import SchedulerOutput

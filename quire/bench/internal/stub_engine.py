@@ -15,12 +15,12 @@ from quire.engine.input_processor import InputProcessor, ParsedPrompt, Prompt
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.output_stream import OutputStream
 from quire.engine.outputs import RequestOutput
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.engine.resolve_config import resolve_config
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason, Logprobs, SchedulerStats
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.kinds import Metric
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.load import load_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.engine.input_processor import ParsedPrompt
-from quire.engine.prompt_features import PLACEHOLDER, read_embeds
+from quire.features.inputs import PLACEHOLDER, read_embeds
 from quire.messages.features import EMBEDS, Feature
 
 MAX_PICKLE = 1 << 12  # bytes; a tensor has some 200

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from quire.config.pooling import CLASSIFY, EMBED, TASKS, TOKEN_EMBED, TOKEN_TASKS
 from quire.engine.input_processor import MAX_PRIORITY, ParsedPrompt
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.entrypoints.http import generation
 from quire.entrypoints.http.context import LONG_TEXT, ServerContext
 from quire.entrypoints.http.errors import SERVER, ApiError, bad_request
@@ -24,6 +23,7 @@ from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, 
 from quire.entrypoints.pooling.protocol import CohereEmbedRequest, InputRequest, PooledRequest
 from quire.messages.pooling_params import PoolingParams
 from quire.pooling.inputs import embedding_size
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 
 MANY_NUMBERS = 20_000  # in a response: encoding them on the event loop would stall other requests
 ROUTES = {EMBED: "/v1/embeddings", CLASSIFY: "/classify"}

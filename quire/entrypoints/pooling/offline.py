@@ -9,7 +9,11 @@ from quire.compat.vllm_interface import NO_TOKENIZER
 from quire.config.pooling import CLASSIFY, EMBED, TOKEN_CLASSIFY
 from quire.engine.input_processor import ParsedPrompt, Prompt
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.pooling_outputs import (
+from quire.entrypoints.llm_inputs import as_prompts, per_prompt
+from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, split_long
+from quire.entrypoints.pooling.scoring import TASKS, Pairs, ScoreOptions, score_prompts, score_type, scored
+from quire.messages.pooling_params import PoolingParams
+from quire.pooling.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -18,10 +22,6 @@ from quire.engine.pooling_outputs import (
     as_classification,
     as_embedding,
 )
-from quire.entrypoints.llm_inputs import as_prompts, per_prompt
-from quire.entrypoints.pooling.inputs import PoolingInputs, Truncation, joined, split_long
-from quire.entrypoints.pooling.scoring import TASKS, Pairs, ScoreOptions, score_prompts, score_type, scored
-from quire.messages.pooling_params import PoolingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import numpy as np
 from quire.config.pooling import CLASSIFY, EMBED, TOKEN_EMBED, PoolingSetup
 from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
-from quire.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 from quire.entrypoints.chat_renderer import ChatRenderer
 from quire.entrypoints.pooling.inputs import ALL, PoolingInputs, Truncation
+from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
 
 TASKS = {"cross-encoder": CLASSIFY, "bi-encoder": EMBED, "late-interaction": TOKEN_EMBED}
 TEXT_PART = "text"
