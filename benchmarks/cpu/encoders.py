@@ -38,7 +38,7 @@ def quire(model: str, dtype: str) -> Encode:
 def vllm(model: str, dtype: str) -> Encode:
     from vllm import LLM
 
-    llm = LLM(model, dtype=dtype, runner="pooling", skip_tokenizer_init=True)
+    llm = LLM(model, dtype=dtype, runner="pooling", gpu_memory_utilization=0.3)
     return lambda texts: llm.embed([{"prompt_token_ids": ids} for ids in texts], use_tqdm=False)
 
 
@@ -83,11 +83,20 @@ def serve(engine: str, model: str, dtype: str) -> None:
         print(json.dumps(statistics.median(seconds)), file=answers, flush=True)
 
 
+def vllm_environment(python: str) -> dict[str, str]:
+    """All cores, which it does not use by itself, and the libraries that its documentation asks for."""
+    wanted = [*Path(python).parent.parent.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+    return {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "LD_PRELOAD": ":".join(map(str, wanted))}
+
+
 class Engine:
     def __init__(self, python: str, name: str, model: str, dtype: str) -> None:
         command = [python, "-m", "benchmarks.cpu.encoders", "--serve", name, "--model", model, "--dtypes", dtype]
         self.name = name
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | (vllm_environment(python) if name == "vllm" else {})
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._answer()
 
     def seconds(self, length: int, count: int, seed: int) -> float:

@@ -25,18 +25,14 @@ enum { STRIP = 12, GROUP_BYTES = 128 << 10 };
 enum { SILU, GELU_TANH, GELU, RELU };
 
 /* Out of line: the sums of a strip stay in registers while it is computed, and leave them at once. */
-static __attribute__((noinline)) void activate_sums(__m512 *sums, int count, int kind, int is_bf16) {
+static __attribute__((noinline)) void activate_sums(__m512 *sums, int count, int kind) {
 #define EACH(WITH)                                                                                                     \
     for (int i = 0; i < count; i++) sums[i] = WITH(sums[i]);                                                           \
     break;
     switch (kind) {
     case SILU: EACH(silu16)
     case GELU_TANH: EACH(gelu_tanh16)
-    case GELU:
-        if (is_bf16) {
-            EACH(gelu_of_bf16)
-        }
-        EACH(gelu16)
+    case GELU: EACH(gelu16)
     case RELU: EACH(relu16)
     }
 }
@@ -151,7 +147,7 @@ INLINE void linear_bf16(const int rows, const Linear *l, int64_t i, int64_t p) {
         __m512 kept[2 * STRIP];
 #pragma GCC unroll 24
         for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
-        activate_sums(kept, 2 * rows, l->activation, 1);
+        activate_sums(kept, 2 * rows, l->activation);
 #pragma GCC unroll 24
         for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
     }
@@ -176,7 +172,7 @@ INLINE void linear_f32(const int rows, const Linear *l, int64_t i, int64_t p) {
         __m512 kept[2 * STRIP];
 #pragma GCC unroll 24
         for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
-        activate_sums(kept, 2 * rows, l->activation, 0);
+        activate_sums(kept, 2 * rows, l->activation);
 #pragma GCC unroll 24
         for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
     }
