@@ -137,8 +137,11 @@ def test_servers_answer_as_one_process(
     settings = [flag for flag in SETTINGS[number] if flag != FEW] + [*few_blocks(family)] * preempts
     wanted = singles(family, method)
     with serve(family, method, "-tp", tensor, "-pp", stages, *settings, *DRAFTS[drafts]) as server:
-        found = answers(server)
-        preempted = metric(server, "quire:num_preemptions")
+        for _ in range(10):  # which requests run together depends on when each arrives
+            found = answers(server)
+            preempted = metric(server, "quire:num_preemptions")
+            if preempted or not preempts:
+                break
         server.process.terminate()
         assert server.wait() == 0
     assert (preempted > 0) == preempts
