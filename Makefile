@@ -37,8 +37,9 @@ endif
 serve: $(INSTALLED)  ## start the OpenAI-compatible server on the embedded model
 	@$(BIN)/quire serve
 
+# A process has half of the files, in order, so that fixtures are made once; one that has ended takes over of the other.
 test: $(INSTALLED)  ## run the tests
-	@$(BIN)/python -m pytest -n 2 --durations=20
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
 test-properties: $(INSTALLED)  ## search longer for examples that break a property: twenty times as many, at random
 	@HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/core/test_properties.py tests/core/test_block_pool.py \

@@ -1,7 +1,6 @@
 """The KV cache's blocks: how many requests hold each, which are free, and which hold the content of a known prefix."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 
 BlockKey = tuple[bytes, int]  # (hash of the block and all before it, KV-cache group)
 
@@ -30,14 +29,13 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.null_block = KVCacheBlock(0)  # stands for "no block here"; never written, never freed
-        self.blocks = [self.null_block, *(KVCacheBlock(i) for i in range(1, num_blocks + 1))]
+        self.blocks = [self.null_block]  # and those that were allocated, and one more: a million takes a second to make
         self.num_free = num_blocks
         self.on_evict: Callable[[int, BlockKey], None] | None = None  # before a block's content is lost
         self._cached: dict[BlockKey, KVCacheBlock] = {}
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
-        chain = [self._head, *self.blocks[1:], self._tail]
-        for left, right in pairwise(chain):
-            left.next, right.prev = right, left
+        self._head.next, self._tail.prev = self._tail, self._head
+        self._make_block(self._head)
 
     @property
     def num_cached(self) -> int:
@@ -59,6 +57,8 @@ class BlockPool:
         for _ in range(count):
             block = self._head.next
             assert block is not None
+            if block is self.blocks[-1]:
+                self._make_block(block)
             self._unlink(block)
             if block.key is not None:
                 if self.on_evict is not None:
@@ -131,6 +131,12 @@ class BlockPool:
                 self._unlink(block)
                 self._link(self._head, block)
         self._cached.clear()
+
+    def _make_block(self, left: KVCacheBlock) -> None:
+        """In the free list behind `left`, where it stands for all that were never allocated."""
+        if len(self.blocks) <= self.num_blocks:
+            self.blocks.append(KVCacheBlock(len(self.blocks)))
+            self._link(left, self.blocks[-1])
 
     def _unlink(self, block: KVCacheBlock) -> None:
         assert block.prev is not None and block.next is not None

@@ -21,7 +21,7 @@ class EngineView:
         self._scheduler = scheduler
         self._steps: deque[tuple[int, float, float, int, int, int, int]] = deque(maxlen=MAX_STEPS)
         self._next_block = 1
-        self._last_block = scheduler.kv.pool.num_blocks  # all behind it are as they were at the start
+        self._last_block = len(scheduler.kv.pool.blocks) - 1  # all behind it are as they were at the start
         self._last_used = 0  # seen since the first block was
         self._sampled_at = time.monotonic()
 

@@ -9,7 +9,8 @@ def test_blocks_come_in_order_and_the_null_block_is_extra():
     pool = BlockPool(8)
     assert [b.id for b in pool.allocate(3)] == [1, 2, 3]
     assert pool.num_free == 5
-    assert len(pool.blocks) == 9 and pool.null_block.id == 0
+    assert [b.id for b in pool.blocks] == [0, 1, 2, 3, 4] and pool.null_block.id == 0
+    assert [b.id for b in pool.allocate(5)] == [4, 5, 6, 7, 8] and len(pool.blocks) == 9
 
 
 def test_a_freed_block_can_be_found_until_it_is_allocated_again():
@@ -85,9 +86,10 @@ def test_free_list_and_references_always_agree(operations):
             pool.register(held[number % len(held)], (bytes([number]), 0))
         for block in pool.blocks[1:]:
             assert block.ref == held.count(block)
-        assert pool.num_free == sum(block.ref == 0 for block in pool.blocks[1:])
+        not_made = 1 + pool.num_blocks - len(pool.blocks)
+        assert pool.num_free == not_made + sum(block.ref == 0 for block in pool.blocks[1:])
         node, seen = pool._head.next, 0
         while node is not pool._tail:
             assert node.ref == 0
             node, seen = node.next, seen + 1
-        assert seen == pool.num_free
+        assert not_made + seen == pool.num_free
