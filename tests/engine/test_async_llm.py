@@ -210,7 +210,7 @@ def test_a_stopped_engine_is_detected_and_may_recover(expected):
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert not engine._calls
-            with pytest.raises(EngineStalledError, match=r"no heartbeat .* 0\.8 seconds .*heartbeat"):
+            with pytest.raises(EngineStalledError, match=r"no heartbeat .* 3 seconds .*heartbeat"):
                 while True:
                     await engine.check_health()
                     await asyncio.sleep(0.01)
@@ -229,7 +229,7 @@ def test_a_stopped_engine_is_detected_and_may_recover(expected):
         assert await text_of(engine, PROMPTS[1], "after") == expected[1]
         assert (await engine.get_state())["front_end"]["calls"] == 0  # timed-out calls are removed
 
-    run(scenario, engine_heartbeat_timeout=0.8, engine_call_timeout=0.5)
+    run(scenario, engine_heartbeat_timeout=3, engine_call_timeout=2)
 
 
 def test_several_front_ends_share_an_engine(expected):

@@ -288,17 +288,18 @@ def test_an_unreferenced_engine_is_collected():
     import threading
     import weakref
 
+    before = set(threading.enumerate())
     made = LLM(kv_cache_memory_bytes=1 << 27, max_model_len=256)
     model = weakref.ref(made.llm_engine.client.core.executor.worker.model)
     made.generate("x", GREEDY, use_tqdm=False)
-    before = threading.active_count()
+    started = set(threading.enumerate()) - before
     del made
     gc.collect()
-    assert model() is None and threading.active_count() == before - 1
+    assert model() is None and started and not any(thread.is_alive() for thread in started)
     with pytest.raises(ValueError, match="longest that fits"):
         LLM(num_gpu_blocks_override=2, max_model_len=100)
     gc.collect()
-    assert threading.active_count() == before - 1
+    assert not set(threading.enumerate()) - before
 
 
 def values_of(llm):

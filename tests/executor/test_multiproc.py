@@ -215,11 +215,11 @@ def test_options_that_cannot_be_sent_leave_nothing(model, tmp_path, monkeypatch)
 
 
 def test_a_worker_that_is_stopped(model):
-    with start(model, tensor_parallel_size=2, engine_heartbeat_timeout=2) as llm:
+    with start(model, tensor_parallel_size=2, engine_heartbeat_timeout=5) as llm:
         processes = watched(llm)
         pid = llm.llm_engine.client.core.executor.pids[1]
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(WorkersLostError, match=rf"rank 1 \(pid {pid}\) has not responded for 2 s"):
+        with pytest.raises(WorkersLostError, match=rf"rank 1 \(pid {pid}\) has not responded for 5 s"):
             outputs(llm)
         assert_ended(processes)
 

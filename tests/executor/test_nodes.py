@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,11 @@ class Node:
                 stderr=output,
                 env=os.environ | {"QUIRE_CLUSTER_TOKEN": token},
             )
+
+    def wait_for(self, line: str) -> None:
+        while line not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:
         """Its exit code and log, once it has ended."""
@@ -167,6 +173,7 @@ def test_node_0_never_answers(model, port, tmp_path):
 
 def test_another_token_is_refused(model, port, tmp_path):
     with headless(model, port, tmp_path, token="another secret of someone") as other:
+        other.wait_for("node 1 waits for node 0")  # imports may take longer than node 0 waits
         with pytest.raises(RuntimeError, match=r"node 1 of 2 did not join .*another QUIRE_CLUSTER_TOKEN was refused"):
             node_0(model, port, distributed_timeout_seconds=8)
         code, log = other.end()
