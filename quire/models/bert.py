@@ -20,23 +20,32 @@ NAMES = ModuleNames(
 DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
 
 
-def bert_weights(prefix: str) -> WeightMap:
-    """`prefix`: that of the encoder in checkpoints with a head, which others may lack."""
-    layer, embeddings = f"{prefix}encoder.layer.{{i}}", f"{prefix}embeddings"
+def bert_weights(
+    prefix: str,
+    *more: Rule,
+    names: ModuleNames = NAMES,
+    down: str = "output.dense",
+    norms: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm"),
+) -> WeightMap:
+    """`prefix`: that of the encoder in checkpoints with a head, which others may lack. `down` and `norms`, behind
+    attention and behind the MLP, are a layer's."""
+    layer, embeddings = f"{prefix}{names.layer}", f"{prefix}embeddings"
+    attention = f"{layer}.{names.attention}"
     rules = (
         *(
-            Rule(f"{layer}.attention.self.{name}.{{p}}", f"{OURS}.self_attn.qkv_proj.{{p}}", name[0])
-            for name in ("query", "key", "value")
+            Rule(f"{attention}.{name}.{{p}}", f"{OURS}.self_attn.qkv_proj.{{p}}", shard)
+            for name, shard in zip(names.qkv, "qkv", strict=True)
         ),
-        Rule(f"{layer}.attention.output.dense.{{p}}", f"{OURS}.self_attn.o_proj.{{p}}"),
-        Rule(f"{layer}.attention.output.LayerNorm.{{p}}", f"{OURS}.attention_sum_norm.{{p}}"),
-        Rule(f"{layer}.intermediate.dense.{{p}}", f"{OURS}.mlp.up_proj.{{p}}", 0),
-        Rule(f"{layer}.output.dense.{{p}}", f"{OURS}.mlp.down_proj.{{p}}"),
-        Rule(f"{layer}.output.LayerNorm.{{p}}", f"{OURS}.mlp_sum_norm.{{p}}"),
+        Rule(f"{attention}.{names.out}.{{p}}", f"{OURS}.self_attn.o_proj.{{p}}"),
+        Rule(f"{layer}.{norms[0]}.{{p}}", f"{OURS}.attention_sum_norm.{{p}}"),
+        Rule(f"{layer}.{names.mlp}.{names.up[0]}.{{p}}", f"{OURS}.mlp.up_proj.{{p}}", 0),
+        Rule(f"{layer}.{down}.{{p}}", f"{OURS}.mlp.down_proj.{{p}}"),
+        Rule(f"{layer}.{norms[1]}.{{p}}", f"{OURS}.mlp_sum_norm.{{p}}"),
         Rule(f"{embeddings}.word_embeddings.weight", "embed_tokens.weight"),
         Rule(f"{embeddings}.position_embeddings.weight", "embed_positions.weight"),
         Rule(f"{embeddings}.token_type_embeddings.weight", "embed_tokens.types"),
         Rule(f"{embeddings}.LayerNorm.{{p}}", "embedding_norm.{p}"),
+        *more,
     )
     return with_legacy_norms(WeightMap(rules)).ignoring(f"{embeddings}.position_ids").also_without(prefix)
 
@@ -51,6 +60,7 @@ BERT_UNUSED = (
     "cls.predictions.transform.LayerNorm.{p}",
     "cls.seq_relationship.{p}",
 )
+ROBERTA_UNUSED = ("pooler.dense.{p}", *(f"lm_head.{name}{{p}}" for name in ("", "dense.", "layer_norm.", "decoder.")))
 CLASSIFIER = Rule("classifier.{p}", "head.out.{p}")
 
 
@@ -101,10 +111,7 @@ class RobertaModel(BertModel):
         ),
         "token": (CLASSIFIER,),
     }
-    weights: ClassVar[WeightMap] = bert_weights("roberta.").ignoring(
-        "roberta.pooler.dense.{p}", "pooler.dense.{p}", "lm_head.{p}", "lm_head.dense.{p}", "lm_head.layer_norm.{p}",
-        "lm_head.decoder.{p}",
-    )  # fmt: skip
+    weights: ClassVar[WeightMap] = bert_weights("roberta.").ignoring("roberta.pooler.dense.{p}", *ROBERTA_UNUSED)
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> EncoderConfig:

@@ -7,15 +7,12 @@ import torch
 
 from quire.layers.encoder_attention import EncoderAttention
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
-from quire.models.bert import CLASSIFIER, OURS, BertModel, RobertaModel
+from quire.models.bert import CLASSIFIER, ROBERTA_UNUSED, BertModel, RobertaModel, bert_weights
 from quire.models.decoder_config import ModuleNames, renamed
-from quire.models.encoder import with_legacy_norms
 from quire.models.encoder_config import EncoderConfig, Task
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.options import ModelOptions
 
-PREFIX = "mpnet."
-LAYER = PREFIX + "encoder.layer.{i}"
 NAMES = ModuleNames(
     "encoder.layer.{i}", "attention.attn", ("q", "k", "v"), "o", "intermediate", ("dense",), "output.dense"
 )
@@ -32,30 +29,12 @@ class MPNetModel(BertModel):
         "sequence": RobertaModel.head_rules["sequence"],
         "token": (CLASSIFIER,),
     }
-    weights: ClassVar[WeightMap] = (
-        with_legacy_norms(
-            WeightMap(
-                (
-                    *(
-                        Rule(f"{LAYER}.attention.attn.{name}.{{p}}", f"{OURS}.self_attn.qkv_proj.{{p}}", name)
-                        for name in "qkv"
-                    ),
-                    Rule(f"{LAYER}.attention.attn.o.{{p}}", f"{OURS}.self_attn.o_proj.{{p}}"),
-                    Rule(f"{LAYER}.attention.LayerNorm.{{p}}", f"{OURS}.attention_sum_norm.{{p}}"),
-                    Rule(f"{LAYER}.intermediate.dense.{{p}}", f"{OURS}.mlp.up_proj.{{p}}", 0),
-                    Rule(f"{LAYER}.output.dense.{{p}}", f"{OURS}.mlp.down_proj.{{p}}"),
-                    Rule(f"{LAYER}.output.LayerNorm.{{p}}", f"{OURS}.mlp_sum_norm.{{p}}"),
-                    Rule(f"{PREFIX}encoder.relative_attention_bias.weight", "distances.weight"),
-                    Rule(f"{PREFIX}embeddings.word_embeddings.weight", "embed_tokens.weight"),
-                    Rule(f"{PREFIX}embeddings.position_embeddings.weight", "embed_positions.weight"),
-                    Rule(f"{PREFIX}embeddings.LayerNorm.{{p}}", "embedding_norm.{p}"),
-                )
-            )
-        )
-        .ignoring(f"{PREFIX}embeddings.position_ids", f"{PREFIX}pooler.dense.{{p}}")
-        .also_without(PREFIX)
-        .ignoring("lm_head.{p}", "lm_head.dense.{p}", "lm_head.layer_norm.{p}", "lm_head.decoder.{p}")
-    )
+    weights: ClassVar[WeightMap] = bert_weights(
+        "mpnet.",
+        Rule("mpnet.encoder.relative_attention_bias.weight", "distances.weight"),
+        names=NAMES,
+        norms=("attention.LayerNorm", "output.LayerNorm"),
+    ).ignoring("mpnet.pooler.dense.{p}", *ROBERTA_UNUSED)
 
     @classmethod
     def configure(cls, hf: dict[str, Any]) -> EncoderConfig:

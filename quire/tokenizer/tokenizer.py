@@ -1,8 +1,8 @@
 """The tokenizer of a model: `tokenizers.Tokenizer` used directly, without transformers where the files allow."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.tokenizer.token_bytes import decoder_bytes
 
@@ -14,8 +14,25 @@ if TYPE_CHECKING:
 
 SAMPLE_TEXT = "Hello, world 12 é 😀\n\tdef f(x): ..."  # every tokenizer must encode it when it is loaded
 
+GROUP_CHARS = 1 << 20  # of texts encoded in one call, which needs 200 bytes for each
 MAX_REASON = 500  # characters of the library's message
 PANIC = "PanicException"  # a Rust panic: a BaseException whose class cannot be imported
+
+T = TypeVar("T")
+
+
+def groups_to_encode(items: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Of one call each: that bounds its memory, and an item that is too long fails early. `size_of`: in characters."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size > GROUP_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 class TokenPieces(dict[int, bytes]):

@@ -93,6 +93,16 @@ def test_equal_prompts_in_one_plan_share_blocks(reference):
         assert [o.num_cached_tokens for o in outputs] == [0, 48, 48]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_forks(reference, depth):
+    """Completions of one prompt share its blocks, but for the last, which each writes for itself."""
+    most_likely = GREEDY.replace(temperature=1.0, top_k=1, n=3, seed=0)
+    options = {"async_depth": depth} if depth else {"async_scheduling": False}
+    with engine(reference, **options) as llm:
+        for i, output in enumerate(llm.generate(reference.prompts, most_likely, use_tqdm=False)):
+            assert [one.token_ids for one in output.outputs] == [reference.token_ids[i]] * 3, f"prompt {i}"
+
+
 def test_requests_that_come_and_go(reference):
     """Staggered arrivals and aborts must not affect other requests."""
     with engine(reference, max_num_batched_tokens=32) as llm:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.input_processor import ParsedPrompt
@@ -19,8 +19,7 @@ from quire.entrypoints.openai.prompt_embeds import read_prompt_embeds
 from quire.entrypoints.openai.protocol import CompletionRequest
 from quire.entrypoints.openai.response import ResponseBuilder, ResponseOptions, encode
 from quire.messages.sampling_params import SamplingParams
-
-GROUP_CHARS = 1 << 20  # characters of prompts tokenized in one call
+from quire.tokenizer.tokenizer import groups_to_encode
 
 
 class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
@@ -60,7 +59,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
             return prompts + [ParsedPrompt(None, truncated_right(request, ids, longest)) for ids in sources]
         for text in sources:
             self.context.check_chars(len(text), "prompt")
-        for texts in _groups(sources):
+        for texts in groups_to_encode(sources, len):
             try:
                 encoded = self.context.tokenizer.encode_batch(texts, request.add_special_tokens is not False)
             except ValueError as error:
@@ -105,20 +104,6 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
 
     def response(self, id: str, model: str, request: CompletionRequest, logprobs: LogprobFormat) -> ResponseBuilder:
         return CompletionResponse(id, model, self.options, request, logprobs)
-
-
-def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Tokenizing needs 200 bytes per character; groups bound that, and let a prompt that is too long fail early."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size > GROUP_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def embeds_of(request: CompletionRequest) -> list[str]:

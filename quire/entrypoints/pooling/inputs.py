@@ -1,9 +1,9 @@
 """Texts, token ids and pairs of texts as prompts to pool, within the model's length."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +11,9 @@ from quire.config import EngineConfig
 from quire.config.pooling import EMBED, PoolingSetup
 from quire.config.shown import shown
 from quire.engine.input_processor import ParsedPrompt
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer, groups_to_encode
 
-GROUP_CHARS = 1 << 20  # characters of texts tokenized in one call: it needs 200 bytes for each
 SIDES = (None, "left", "right")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class PoolingInputs:
         self, texts: Sequence[str], special: bool = True, cut: Truncation = ALL, prefix: str = ""
     ) -> list[ParsedPrompt]:
         prompts = []
-        for group in _groups(texts, len):
+        for group in groups_to_encode(texts, len):
             given = [prefix + text for text in group] if prefix else group
             for text, ids in zip(given, self.tokenizer.encode_batch(given, special), strict=True):
                 prompts.append(ParsedPrompt(text, self._cut_text(ids, cut, special)))
@@ -91,7 +88,7 @@ class PoolingInputs:
         if self.setup is None or not self.setup.pairs:
             return self.texts([query + document for query, document in pairs], cut=cut)
         prompts = []
-        for group in _groups(pairs, lambda pair: len(pair[0]) + len(pair[1])):
+        for group in groups_to_encode(pairs, lambda pair: len(pair[0]) + len(pair[1])):
             for ids, types in self.tokenizer.encode_pairs(group):
                 found = ParsedPrompt(None, self._cut_text(ids, cut, special=True))
                 if self._has_types:
@@ -135,19 +132,6 @@ def _common(frame: Sequence[int], ids: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def _groups(items: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    group: list[T] = []
-    size = 0
-    for item in items:
-        group.append(item)
-        size += size_of(item)
-        if size > GROUP_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def split_long(
