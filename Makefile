@@ -44,7 +44,8 @@ test: $(INSTALLED)  ## run the tests
 test-properties: $(INSTALLED)  ## search longer for examples that break a property: twenty times as many, at random
 	@HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n 2 tests/core/test_properties.py tests/core/test_block_pool.py \
 		tests/sample tests/messages tests/tokenizer/test_detokenizer.py tests/engine/test_stops.py \
-		tests/entrypoints/reasoning/test_formats.py tests/entrypoints/tools/test_fuzz.py
+		tests/entrypoints/reasoning/test_formats.py tests/entrypoints/tools/test_fuzz.py \
+		tests/entrypoints/http/test_json_scan.py
 
 spec-matrix: $(INSTALLED)  ## every proposer under combinations of everything else, in five families
 	@QUIRE_SPEC_MATRIX=all $(BIN)/python -m pytest -n 2 tests/spec_decode/test_matrix.py

@@ -14,6 +14,7 @@ FILES = sorted(path.name for path in HERE.glob("interpreted_*.py"))
 PROCESSES = len(FILES) if os.environ.get("QUIRE_ALL_KERNELS") else 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [FILES[i::PROCESSES] for i in range(PROCESSES)], ids=" ".join)
 def test_kernels_in_the_interpreter(files):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", SLICE]

@@ -4,11 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.entrypoints.http import json_scan
 from quire.entrypoints.http.json_scan import JsonCounts, count_json
+from tests.properties import examples
 
 ALL = JsonCounts(1 << 60, 1 << 60, 1 << 60)
 TEXTS = st.text(st.sampled_from('\\",[]{}:é a'), max_size=12)
@@ -29,6 +30,7 @@ def _holds(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
+@settings(max_examples=examples(75))
 @given(body=st.dictionaries(TEXTS, VALUES, min_size=1))
 def test_counts_are_exact(size: int, body: dict[str, Any]) -> None:
     before, json_scan.SLICE = json_scan.SLICE, size
