@@ -23,6 +23,7 @@ class HostMemory:
         self.slot_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
         self.num_slots = num_slots
         self.parts: list[torch.Tensor] = []
+        self._thread: threading.Thread | None = None  # while it allocates
         if not pinned:
             # numpy maps zero pages, which cost nothing until used.
             size = self.slot_bytes // self.dtype.itemsize * num_slots
@@ -35,7 +36,7 @@ class HostMemory:
         sizes += [left] if (left := num_slots % self.slots_per_part) else []
         shapes, stop = [(size, *self.shape) for size in sizes], threading.Event()
         arguments = (self.parts, shapes, self.dtype, stop)
-        thread = threading.Thread(target=_pin, args=arguments, name="quire-pin-memory", daemon=True)
+        self._thread = thread = threading.Thread(target=_pin, args=arguments, name="quire-pin-memory", daemon=True)
         thread.start()
         # A thread inside torch while the interpreter exits aborts the process.
         self.close = weakref.finalize(self, _stop, stop, thread)
@@ -51,7 +52,15 @@ class HostMemory:
         starts = np.union1d(starts, np.flatnonzero(np.diff(part, prepend=-1)))
         for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True):
             first = int(offset[start])
-            yield int(start), self.parts[int(part[start])][first : first + int(stop - start)]
+            yield int(start), self._part(int(part[start]))[first : first + int(stop - start)]
+
+    def _part(self, number: int) -> torch.Tensor:
+        """Of several ranks one says which slots can be used: another may be a little behind."""
+        while number >= len(self.parts):
+            if self._thread is None or not self._thread.is_alive():
+                raise RuntimeError("host memory for the KV cache could not be pinned")
+            self._thread.join(0.001)
+        return self.parts[number]
 
 
 def _pin(parts: list[torch.Tensor], shapes: list[tuple[int, ...]], dtype: torch.dtype, stop: threading.Event) -> None:

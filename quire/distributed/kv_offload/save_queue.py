@@ -37,7 +37,7 @@ class SaveQueue:
 
     def take(self, limit: int | None = None) -> dict[BlockKey, int]:
         """At the end of a plan: those evicted, and of the others the oldest, `limit` at most."""
-        taken, self.evicted = self.evicted, {}
+        taken = self.take_evicted()
         if limit is None or limit >= len(self._ready):
             taken |= self._ready
             self._ready, self._fresh = self._fresh, {}
@@ -46,6 +46,10 @@ class SaveQueue:
             taken[key] = self._ready.pop(key)
         self._ready |= self._fresh
         self._fresh = {}
+        return taken
+
+    def take_evicted(self) -> dict[BlockKey, int]:
+        taken, self.evicted = self.evicted, {}
         return taken
 
     def clear(self) -> None:

@@ -73,6 +73,10 @@ class TierScheduler(KVConnector):
     # Requests
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
+        if self.queue.evicted and not self.asynchronous:
+            # Saves come before loads, so what this plan has evicted so far can be found. Not later: what is found must
+            # not be given up until the request has its blocks.
+            self._save(self.queue.take_evicted())
         self._asked = (request.request_id, num_computed)
         stop = self._keys.longest(request.block_hashes, num_computed, request.num_tokens - 1, self.index.holds)
         return stop - num_computed, self.asynchronous
@@ -118,13 +122,13 @@ class TierScheduler(KVConnector):
         if block_id in self._saving:
             self._meta.overwritten.append(self._saving.pop(block_id))
             self._stats.waits += 1
-        elif self.queue.evict(block_id, key):
-            if not self.asynchronous:
-                self._save(self.queue.evicted)  # now: another request of this plan may look for it
-                self.queue.evicted = {}
-            elif self._saving or len(self.queue.evicted) * self._slot_bytes > MAX_URGENT_BYTES:
-                del self.queue.evicted[key]
-                self._drop("busy", 1)
+        elif self.queue.evict(block_id, key) and self.asynchronous and self._would_wait():
+            del self.queue.evicted[key]
+            self._drop("busy", 1)
+
+    def _would_wait(self) -> bool:
+        """Whether a plan would have to wait for those blocks that it overwrites."""
+        return bool(self._saving) or len(self.queue.evicted) * self._slot_bytes > MAX_URGENT_BYTES
 
     def reset_cache(self) -> None:
         self.queue.clear()
