@@ -226,7 +226,7 @@ def adapter_metrics(adapters: AdapterStats | None, labels: dict[str, str], at: f
 
 
 def tier_metrics(tier: TierStats, labels: dict[str, str], at: float) -> list[Metric]:
-    copies = {
+    copies: dict[str, dict[str, float]] = {
         "copied_blocks": {"save": tier.saved_blocks, "load": tier.loaded_blocks},
         "copied_bytes": {"save": tier.saved_bytes, "load": tier.loaded_bytes},
         "copy_seconds": {"save": tier.save_seconds, "load": tier.load_seconds},

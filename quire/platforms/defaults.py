@@ -9,7 +9,7 @@ from quire.platforms import cpu_facts, current_platform
 from quire.platforms.base import Platform
 
 OFFLOADING_SHARE = 0.3  # of the free host memory: what loads and serves the model needs the rest
-MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 256
+MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 64
 
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:
@@ -52,11 +52,15 @@ def _transfer(config: EngineConfig, platform: Platform) -> TransferConfig:
         # Not beside connectors of the user's, nor with executors that have none.
         own_process = config.parallel.distributed_executor_backend in (None, "uni") and ranks == 1
         if platform.has_own_memory and own_process and config.cache.enable_prefix_caching and not transfer.connectors:
-            size = default_offloading_gib(cpu_facts.available_memory())
+            size = default_offloading_gib()
     return dataclasses.replace(transfer, kv_offloading_size=size, device=platform.name, num_ranks=ranks)
 
 
-def default_offloading_gib(available: int) -> float:
-    """With so many bytes of host memory free, in this process's control group too."""
+def default_offloading_gib() -> float:
+    """By the host memory that is free, for this process's control group too."""
+    try:
+        available = cpu_facts.available_memory()
+    except RuntimeError:
+        return 0.0
     size = min(available / 2**30 * OFFLOADING_SHARE, MAX_OFFLOADING_GIB)
     return size if size >= MIN_OFFLOADING_GIB else 0.0

@@ -36,7 +36,8 @@ def params(number: int) -> SamplingParams:
 
 
 def expected(path: str, prompts: list[list[int]]) -> list[list[int]]:
-    with LLM(path, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN, kv_offloading_size=0) as llm:
+    room = {"kv_cache_memory_bytes": 1 << 25, "kv_offloading_size": 0}
+    with LLM(path, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN, **room) as llm:
         outputs = llm.generate(prompts, [params(i) for i in range(len(prompts))], use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.platforms import defaults
 from tests.tiny_models import make_reference
 
 NUM_TOKENS = 24
@@ -188,8 +189,14 @@ def test_a_failed_copy_ends_requests_of_its_step_and_nothing_else(reference, mon
         check_nothing_is_held(llm)
 
 
+@pytest.mark.parametrize(("free", "size"), [(4, 0.0), (20, 6.0), (1000, 64.0)])
+def test_the_default_on_a_gpu_is_a_part_of_what_is_free(monkeypatch, free, size):
+    monkeypatch.setattr(defaults.cpu_facts, "available_memory", lambda: free << 30)
+    assert defaults.default_offloading_gib() == pytest.approx(size)
+
+
 def test_it_is_vllms_connector_too(reference):
-    extra = {"cpu_bytes_to_use": 1 << 20, "eviction_policy": "arc"}
+    extra = {"cpu_bytes_to_use": 1 << 20, "eviction_policy": "arc", "block_size": 64}
     given = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     with engine(reference, kv_offloading_size=None, kv_transfer_config=given) as llm:
         generate(llm, reference)
@@ -201,6 +208,7 @@ def test_it_is_vllms_connector_too(reference):
     [
         ({"kv_offloading_size": -1}, "kv_offloading_size"),
         ({"kv_offloading_size": 1e-6}, "a block has"),
+        ({"kv_offloading_size": 1e6}, "of host memory are free"),
         ({"kv_offloading_policy": "fifo"}, "lru, arc"),
         ({"kv_offloading_backend": "lmcache"}, "native"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching must be on"),
@@ -210,7 +218,7 @@ def test_it_is_vllms_connector_too(reference):
                 "kv_offloading_size": None,
                 "kv_transfer_config": {
                     "kv_connector": "OffloadingConnector",
-                    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "block_size": 4},
+                    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "num_cpu_blocks": 4},
                 },
             },
             "allowed: cpu_bytes_to_use, eviction_policy",

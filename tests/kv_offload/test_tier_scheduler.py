@@ -116,6 +116,7 @@ def test_a_reset_forgets_all_and_aborts_leave_nothing_behind(asynchronous):
 
 def test_a_block_that_is_evicted_while_copies_are_in_flight_is_dropped_and_counted(monkeypatch):
     monkeypatch.setattr(tier_scheduler, "MIN_SAVED_BLOCKS", 1)
+    monkeypatch.setattr(tier_scheduler, "MAX_SAVING_BYTES", 2 << 20)  # two blocks
     engine = TieredEngine(num_blocks=10, num_slots=100, asynchronous=True, lands=lambda: False)
     for user in range(8):
         prompt = chat(user, 2)
