@@ -210,7 +210,7 @@ def test_it_is_vllms_connector_too(reference):
         ({"kv_offloading_size": 1e-6}, "a block has"),
         ({"kv_offloading_size": 1e6}, "of host memory are free"),
         ({"kv_offloading_policy": "fifo"}, "lru, arc"),
-        ({"kv_offloading_backend": "lmcache"}, "native"),
+        ({"kv_offloading_backend": "lmcache"}, "not available yet: LMCache.*allowed: native"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching must be on"),
         ({"kv_offloading_size": None, "kv_connector": "OffloadingConnector"}, "cpu_bytes_to_use is None"),
         (
