@@ -131,6 +131,9 @@ fuzz: $(INSTALLED)  ## look for inputs that break the server, its parsers and it
 chaos: $(INSTALLED)  ## ten minutes of mixed traffic on a server whose processes are killed, stopped and starved
 	@$(BIN)/quire bench soak --chaos
 
+kv-soak: $(INSTALLED)  ## ten minutes of random traffic through a small KV cache and its tiers, every answer compared
+	@$(BIN)/python -m tests.kv_offload.soak --seconds $(SECONDS)
+
 lock: $(INSTALLED)  ## write requirements-lock.txt anew, with the newest versions that fit
 	@$(BIN)/python scripts/lock.py
 
@@ -145,4 +148,4 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.figures
 
 .PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-ray \
-	test-page test-arm test-clients lint format fuzz chaos lock bench figures
+	test-page test-arm test-clients lint format fuzz chaos kv-soak lock bench figures

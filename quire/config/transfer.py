@@ -1,12 +1,13 @@
 """Options of KV-cache transfer: which connectors an engine has."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.config.fields import option, validate
+from quire.config.fields import internal, option, validate
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 MULTI = "MultiConnector"
+OFFLOADING = "OffloadingConnector"
 _KEYS = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config", "engine_id")
 
 
@@ -18,6 +19,8 @@ class ConnectorConfig:
     role: str = "kv_both"
     engine_id: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"  # of the engine's cache
+    num_ranks: int = 1  # each of which has a worker's side
 
 
 @dataclass
@@ -30,6 +33,18 @@ class TransferConfig:
         'KV connectors with options, as JSON: {"kv_connector": "module:Class", "kv_connector_extra_config": {...}}; '
         f'several as {{"kv_connector": "{MULTI}", "kv_connector_extra_config": {{"connectors": [...]}}}}',
     )
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of host memory, of all ranks together, for KV-cache blocks that leave the device; 0: none; default: on a "
+        "GPU a part of what is free, on a CPU none",
+        minimum=0,
+    )
+    kv_offloading_backend: str = option("native", "what keeps them", choices=("native",))
+    kv_offloading_policy: str = option(
+        "lru", "which are given up first: least recently used, or by recency and frequency", choices=("lru", "arc")
+    )
+    device: str = internal("cpu")
+    num_ranks: int = internal(1)
 
     def __post_init__(self) -> None:
         validate(self)
@@ -40,9 +55,13 @@ class TransferConfig:
     @property
     def connectors(self) -> tuple[ConnectorConfig, ...]:
         """In order of preference."""
+        found = list(_read(self.kv_transfer_config or []))
         if self.kv_connector is not None:
-            return (ConnectorConfig(self.kv_connector),)
-        return _read(self.kv_transfer_config or [])
+            found = [ConnectorConfig(self.kv_connector)]
+        if self.kv_offloading_size and not any(one.name == OFFLOADING for one in found):
+            extra = {"cpu_bytes_to_use": int(self.kv_offloading_size * 2**30)}
+            found.insert(0, ConnectorConfig(OFFLOADING, extra=extra | {"eviction_policy": self.kv_offloading_policy}))
+        return tuple(replace(one, device=self.device, num_ranks=self.num_ranks) for one in found)
 
 
 def _read(given: Any) -> tuple[ConnectorConfig, ...]:

@@ -31,7 +31,8 @@ class BlockPool:
         self.null_block = KVCacheBlock(0)  # stands for "no block here"; never written, never freed
         self.blocks = [self.null_block]  # and those that were allocated, and one more: a million takes a second to make
         self.num_free = num_blocks
-        self.on_evict: Callable[[int, BlockKey], None] | None = None  # before a block's content is lost
+        self.on_register: list[Callable[[int, BlockKey], None]] = []  # a block can be found by its content
+        self.on_evict: list[Callable[[int, BlockKey], None]] = []  # before a block's content is lost
         self._cached: dict[BlockKey, KVCacheBlock] = {}
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
         self._head.next, self._tail.prev = self._tail, self._head
@@ -61,8 +62,8 @@ class BlockPool:
                 self._make_block(block)
             self._unlink(block)
             if block.key is not None:
-                if self.on_evict is not None:
-                    self.on_evict(block.id, block.key)
+                for listener in self.on_evict:
+                    listener(block.id, block.key)
                 self.unregister(block)
             block.ref = 1
             blocks.append(block)
@@ -117,6 +118,8 @@ class BlockPool:
         if block.key is None and key not in self._cached:
             block.key = key
             self._cached[key] = block
+            for listener in self.on_register:
+                listener(block.id, key)
 
     def unregister(self, block: KVCacheBlock) -> None:
         if block.key is not None:

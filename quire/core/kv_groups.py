@@ -65,12 +65,8 @@ class SlidingWindowGroup(FullAttentionGroup):
 
     def __init__(self, index: int, spec: KVCacheSpec, pool: BlockPool, hash_size: int) -> None:
         super().__init__(index, spec, pool, hash_size)
-        self.window = self.window_of(spec)
-
-    @staticmethod
-    def window_of(spec: KVCacheSpec) -> int:
-        assert isinstance(spec, SlidingWindowSpec)
-        return spec.sliding_window
+        assert spec.window is not None
+        self.window = spec.window
 
     def longest_hit(self, hashes: list[bytes], num_tokens: int, alignment: int) -> int:
         run_end = num_tokens // alignment * alignment // self.block_size
@@ -107,10 +103,6 @@ class StateGroup(SlidingWindowGroup):
     """
 
     found_by_same_plan = False
-
-    @staticmethod
-    def window_of(spec: KVCacheSpec) -> int:
-        return 2
 
     def can_fork(self, num_tokens: int) -> bool:
         """Only from a checkpoint: the live page has advanced beyond it."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.block_pool import BlockKey
+from quire.core.block_pool import BlockKey, BlockPool
 from quire.core.request import Request
 from quire.messages.connector import SchedulerConnector
-from quire.messages.kv_transfer import ConnectorMetadata, FailedMetadata, FinishedTransfers
+from quire.messages.kv_transfer import ConnectorMetadata, FailedMetadata, FinishedTransfers, TierStats
 from quire.messages.plan import ModelRunnerOutput, SchedulerOutput
 from quire.messages.requests import ErrorKind, RequestError, failure_of, sendable
 
@@ -51,6 +51,13 @@ class KVTransfers:
         self._notified = False  # the worker's side has something to report
         self._wake = threading.Event()
         self.num_queried = self.num_matched = 0  # tokens, since the start
+
+    def listen(self, pool: BlockPool) -> None:
+        """Let connectors hear what happens to the pool's blocks."""
+        if self.connectors:
+            pool.on_evict.append(self.evict)
+        if any(connector.hears_registered for connector in self.connectors):
+            pool.on_register.append(self.register)
 
     @property
     def pending(self) -> bool:
@@ -126,6 +133,12 @@ class KVTransfers:
             for connector in self.connectors:
                 _call(connector.request_preempted, request, block_ids)
 
+    def register(self, block_id: int, key: BlockKey) -> None:
+        """The block has its content once the plan that is being made, or one before it, has run."""
+        for connector in self.connectors:
+            if connector.hears_registered:
+                _call(connector.block_registered, block_id, *key)
+
     def evict(self, block_id: int, key: BlockKey) -> None:
         """The block is about to lose its content."""
         for connector in self.connectors:
@@ -173,7 +186,13 @@ class KVTransfers:
         self._update(connector, FinishedTransfers(failed=dict.fromkeys([*loading, *kept], error.message)), ended)
         return ended
 
+    def stats(self) -> tuple[TierStats, ...]:
+        """Of the connectors that keep any."""
+        return tuple(found for connector in self.connectors if (found := _call(connector.stats)) is not None)
+
     def _update(self, connector: int, finished: FinishedTransfers, ended: Ended) -> None:
+        for report in finished.reports:
+            _call(self.connectors[connector].worker_reported, report)
         for request_id in finished.received:
             if self._loader.get(request_id) == connector:
                 del self._loader[request_id]

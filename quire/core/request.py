@@ -83,6 +83,11 @@ class Request:
         return not self.core.sampling.reads_prefix_cache
 
     @property
+    def num_tokens(self) -> int:
+        """Confirmed ones, while it is not in a row."""
+        return len(self.token_ids)
+
+    @property
     def has_blocks(self) -> bool:
         return any(self.blocks)
 

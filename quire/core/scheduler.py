@@ -73,8 +73,7 @@ class Scheduler:
         self.forks = ForkTable()
         self.transfers = transfers or KVTransfers()
         self.adapters = adapters
-        if self.transfers.connectors:
-            kv.pool.on_evict = self.transfers.evict
+        self.transfers.listen(kv.pool)
         self.features = PromptFeatures(encoder_cache_tokens or max_num_batched_tokens, max_num_batched_tokens)
         self.drafts = DraftPlanner(max_num_seqs, num_drafts, max_num_batched_tokens, adaptive_drafts, draft_profile)
         self.results = ResultReader(self.running, self.drafts)
@@ -182,6 +181,7 @@ class Scheduler:
             residency=self.kv.pool.residency,
             drafts=self.drafts.stats if self.num_drafts else None,
             adapters=self.adapters.stats() if self.adapters is not None else None,
+            tiers=self.transfers.stats(),
         )
 
     def _count_tokens(self, used: int, rows: np.ndarray, computed: np.ndarray) -> None:

@@ -1,13 +1,13 @@
 """KV connectors by name, and the base class of all: a connector that does nothing."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.config.transfer import ConnectorConfig, TransferConfig
 from quire.messages.connector import ConnectorRequest
 from quire.messages.kv_cache import KVCacheConfig
-from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
+from quire.messages.kv_transfer import ConnectorMetadata, ConnectorReport, FinishedTransfers, TierStats
 from quire.messages.plan import SchedulerOutput
 
 
@@ -16,6 +16,7 @@ class KVConnector:
     is "scheduler" or "worker", and `layout` gives the layers and block size of each KV-cache group."""
 
     by_layer = False
+    hears_registered = False
 
     def __init__(self, config: ConnectorConfig, layout: KVCacheConfig, role: str) -> None:
         self.config = config
@@ -39,9 +40,18 @@ class KVConnector:
 
     def request_failed(self, request: ConnectorRequest) -> None: ...
 
+    def block_registered(self, block_id: int, block_hash: bytes, group: int) -> None: ...
+
     def block_evicted(self, block_id: int, block_hash: bytes, group: int) -> None: ...
 
     def reset_cache(self) -> None: ...
+
+    def worker_reported(self, report: ConnectorReport) -> None: ...
+
+    def stats(self) -> TierStats | None:
+        return None
+
+    def bind_pages(self, pages: Sequence[Any]) -> None: ...
 
     def bind(self, kv_caches: Mapping[int, Any], notify: Callable[[], None]) -> None: ...
 
@@ -57,7 +67,10 @@ class KVConnector:
         return FinishedTransfers()
 
 
-_REGISTERED = {"noop": "quire.distributed.kv_connector:KVConnector"}
+_REGISTERED = {
+    "noop": "quire.distributed.kv_connector:KVConnector",
+    "OffloadingConnector": "quire.distributed.kv_offload.offloading:offloading_connector",
+}
 
 
 def register_connector(name: str, path: str) -> None:

@@ -52,8 +52,8 @@ class MultiProcExecutor(RemoteExecutor):
     def __init__(self, config: EngineConfig) -> None:
         if config.transfer.connectors:
             raise ValueError(
-                "kv_transfer_config is not available yet with workers in processes of their own "
-                "(--tensor-parallel-size, --pipeline-parallel-size, --distributed-executor-backend mp)"
+                "kv_transfer_config and kv_offloading_size are not available yet with workers in processes of their "
+                "own (--tensor-parallel-size, --pipeline-parallel-size, --distributed-executor-backend mp)"
             )
         super().__init__()
         parallel = config.parallel

@@ -32,7 +32,10 @@ def answering_rank(layout: WorldLayout) -> int:
 
 def refuse_connectors(config: EngineConfig, executor: str) -> None:
     if config.transfer.connectors:
-        raise ValueError(f"kv_transfer_config is not available yet with distributed_executor_backend {executor!r}")
+        raise ValueError(
+            "kv_transfer_config and kv_offloading_size are not available yet with distributed_executor_backend "
+            f"{executor!r}"
+        )
 
 
 def no_transfer() -> None:

@@ -1,9 +1,9 @@
 """Interfaces of KV connectors, which load and save KV-cache blocks: another engine, a CPU tier, a disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
+from quire.messages.kv_transfer import ConnectorMetadata, ConnectorReport, FinishedTransfers, TierStats
 from quire.messages.plan import SchedulerOutput
 
 
@@ -13,7 +13,13 @@ class ConnectorRequest(Protocol):
     request_id: str
     num_prompt_tokens: int
     num_computed: int  # when it has finished or was preempted: tokens whose KV its blocks hold
+    num_cached: int  # prompt tokens found when it was first admitted; -1 until then
     block_hashes: list[bytes]
+
+    @property
+    def num_tokens(self) -> int:
+        """While it waits: its prompt, and what it generated before it was preempted."""
+        ...
 
 
 class SchedulerConnector(Protocol):
@@ -23,6 +29,8 @@ class SchedulerConnector(Protocol):
     Blocks whose content is about to be lost (eviction, preemption) may be read in `start_load_kv` of the next plan,
     which comes before anything else of that plan.
     """
+
+    hears_registered: bool  # wants block_registered, which costs a call for every full block
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
         """Tokens after `num_computed` whose KV can be loaded, and whether loading is asynchronous (the request then
@@ -52,12 +60,25 @@ class SchedulerConnector(Protocol):
         """It ended with an error: what its blocks hold may be wrong."""
         ...
 
+    def block_registered(self, block_id: int, block_hash: bytes, group: int) -> None:
+        """The block can be found by its content, which is there once the plan that is being made, or one before it,
+        has run: from `start_load_kv` of the next plan on. If it is evicted before, `block_evicted` comes between."""
+        ...
+
     def block_evicted(self, block_id: int, block_hash: bytes, group: int) -> None:
         """The block of that content is allocated anew: the next plan overwrites it."""
         ...
 
     def reset_cache(self) -> None:
         """Drop all content: the user asked for it, or a step has failed and what was computed may be wrong."""
+        ...
+
+    def worker_reported(self, report: ConnectorReport) -> None:
+        """From the worker's side, with the results of a step; of several ranks, that of the one that answers."""
+        ...
+
+    def stats(self) -> TierStats | None:
+        """Called with every step's results, so it must be cheap."""
         ...
 
 
@@ -70,6 +91,10 @@ class WorkerConnector(Protocol):
     def bind(self, kv_caches: Mapping[int, Any], notify: Callable[[], None]) -> None:
         """The cache tensor of each model layer, whose first dimension is the block. `notify` is to be called, from any
         thread, once `get_finished` has something to report: an idle engine waits for that."""
+        ...
+
+    def bind_pages(self, pages: Sequence[Any]) -> None:
+        """Before `bind`: the cache as it lies in memory. Tensor i [blocks, page] backs layer i of every group."""
         ...
 
     def start_load_kv(self, meta: ConnectorMetadata) -> None:

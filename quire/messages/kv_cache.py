@@ -42,6 +42,11 @@ class KVCacheSpec:
     grows: ClassVar[bool] = True  # a request holds the pages of all its tokens
     rolls_back: ClassVar[bool] = True  # what rejected drafts wrote is overwritten by the tokens after them
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query reads, itself among them; None: all before it."""
+        return None
+
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         """The tensors of a page of `num_tokens`, by default of a block, one after the other. The first is the one that
         kernels without scales know."""
@@ -106,6 +111,10 @@ class SlidingWindowSpec(FullAttentionSpec):
 
     grows: ClassVar[bool] = False
 
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
 
 @dataclass(frozen=True)
 class LatentSpec(KVCacheSpec):
@@ -137,6 +146,10 @@ class StateSpec(KVCacheSpec):
     scales: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     rolls_back: ClassVar[bool] = False
+
+    @property
+    def window(self) -> int | None:
+        return 2  # the state after the token before, which the page of that one's block holds
 
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         return self.states

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from quire.messages.features import Feature
+from quire.messages.kv_transfer import TierStats
 from quire.messages.lora import AdapterStats, LoRARequest
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -192,6 +193,7 @@ class SchedulerStats(msgspec.Struct):
     residency: tuple[tuple[float, ...], ...] = ()
     drafts: DraftStats | None = None  # None: there is no proposer
     adapters: AdapterStats | None = None  # None: there is no room for any
+    tiers: tuple[TierStats, ...] = ()  # by KV connector that keeps any
 
 
 class EngineCoreOutputs(msgspec.Struct):

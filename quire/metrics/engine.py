@@ -5,6 +5,7 @@ from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 
 from quire.config import CacheConfig
+from quire.messages.kv_transfer import TierStats
 from quire.messages.lora import AdapterStats
 from quire.messages.requests import RESIDENCY_SECONDS, STEP_TOKEN_BOUNDS, FinishReason, SchedulerStats
 from quire.messages.sampling_params import SamplingParams
@@ -185,6 +186,7 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
         histogram("quire:iteration_tokens_total", labels, bounds, stats.step_tokens, stats.step_tokens_sum, at),
         *draft_metrics(stats.drafts, labels, at),
         *adapter_metrics(stats.adapters, labels, at),
+        *(metric for tier in stats.tiers for metric in tier_metrics(tier, {**labels, "tier": tier.tier}, at)),
         *(
             histogram(f"quire:{name}", labels, RESIDENCY_SECONDS, list(map(int, counts)), total, at)
             for name, (*counts, total) in zip(RESIDENCY, stats.residency, strict=False)
@@ -223,6 +225,32 @@ def adapter_metrics(adapters: AdapterStats | None, labels: dict[str, str], at: f
     ]
 
 
+def tier_metrics(tier: TierStats, labels: dict[str, str], at: float) -> list[Metric]:
+    copies: dict[str, dict[str, float]] = {
+        "copied_blocks": {"save": tier.saved_blocks, "load": tier.loaded_blocks},
+        "copied_bytes": {"save": tier.saved_bytes, "load": tier.loaded_bytes},
+        "copy_seconds": {"save": tier.save_seconds, "load": tier.load_seconds},
+    }
+    return [
+        Gauge("quire:kv_tier_blocks", labels, tier.blocks, as_of=at),
+        Gauge("quire:kv_tier_usage_perc", labels, tier.blocks / tier.capacity if tier.capacity else 0.0, as_of=at),
+        Counter("quire:kv_tier_queries", labels, tier.queries, as_of=at),
+        Counter("quire:kv_tier_hits", labels, tier.hits, as_of=at),
+        Counter("quire:kv_tier_restored_tokens", labels, tier.restored, as_of=at),
+        Counter("quire:kv_tier_evicted_blocks", labels, tier.evicted_blocks, as_of=at),
+        Counter("quire:kv_tier_waits", labels, tier.waits, as_of=at),
+        *(
+            Counter("quire:kv_tier_dropped_blocks", {**labels, "reason": reason}, count, as_of=at)
+            for reason, count in tier.dropped_blocks.items()
+        ),
+        *(
+            Counter(f"quire:kv_tier_{name}", {**labels, "direction": direction}, count, as_of=at)
+            for name, counts in copies.items()
+            for direction, count in counts.items()
+        ),
+    ]
+
+
 def cache_config_info(config: CacheConfig, num_blocks: int, model_name: str, max_model_len: int) -> Gauge:
     """The KV cache's configuration, as labels."""
     labels = {name: str(value) for name, value in sorted(dataclasses.asdict(config).items())}
@@ -256,6 +284,17 @@ HELP = {
     "quire:lora_adapters_waiting": "Adapters that requests wait for.",
     "quire:lora_adapters_loaded": "Adapters read from disk.",
     "quire:lora_adapters_evicted": "Adapters that left device memory for others.",
+    "quire:kv_tier_blocks": "KV blocks that a tier beside the device holds.",
+    "quire:kv_tier_usage_perc": "Used fraction of a tier, from 0 to 1.",
+    "quire:kv_tier_queries": "Tokens that a tier was asked for.",
+    "quire:kv_tier_hits": "Tokens that were loaded from a tier.",
+    "quire:kv_tier_restored_tokens": "Of these, tokens of requests that had been preempted.",
+    "quire:kv_tier_evicted_blocks": "KV blocks that left a tier for others.",
+    "quire:kv_tier_waits": "KV blocks that were overwritten while they were being saved: a step had to wait.",
+    "quire:kv_tier_dropped_blocks": "KV blocks that were not saved, by reason.",
+    "quire:kv_tier_copied_blocks": "KV blocks copied to and from a tier.",
+    "quire:kv_tier_copied_bytes": "Bytes copied to and from a tier.",
+    "quire:kv_tier_copy_seconds": "Seconds that these copies took, beside steps or in them.",
     "quire:iteration_tokens_total": "Tokens per engine step.",
     "quire:prompt_tokens": "Prompt tokens of requests that got their first token or pooled vector.",
     "quire:prompt_tokens_cached": "Prompt tokens served from the prefix cache.",

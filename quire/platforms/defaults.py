@@ -4,7 +4,12 @@ import dataclasses
 
 from quire.config import CacheConfig, EngineConfig
 from quire.config.environment import VLLM_CPU_KVCACHE_SPACE
-from quire.platforms import current_platform
+from quire.config.transfer import TransferConfig
+from quire.platforms import cpu_facts, current_platform
+from quire.platforms.base import Platform
+
+OFFLOADING_SHARE = 0.3  # of the free host memory: what loads and serves the model needs the rest
+MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 64
 
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:
@@ -22,6 +27,7 @@ def with_platform_defaults(config: EngineConfig) -> EngineConfig:
             max_num_batched_tokens=scheduler.max_num_batched_tokens or platform.default_max_num_batched_tokens,
         ),
         cache=_cache(config.cache, platform.name),
+        transfer=_transfer(config, platform),
         device=dataclasses.replace(config.device, device=platform.name),
     )
 
@@ -31,3 +37,30 @@ def _cache(cache: CacheConfig, platform: str) -> CacheConfig:
     if platform != "cpu" or not given or cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override:
         return cache
     return dataclasses.replace(cache, kv_cache_memory_bytes=given)
+
+
+def _transfer(config: EngineConfig, platform: Platform) -> TransferConfig:
+    transfer, ranks = config.transfer, config.parallel.num_ranks
+    size = transfer.kv_offloading_size
+    if size and not config.cache.enable_prefix_caching:
+        raise ValueError(
+            "kv_offloading_size keeps blocks that the prefix cache can find; enable_prefix_caching must be on "
+            "(--kv-offloading-size, --enable-prefix-caching)"
+        )
+    if size is None:
+        size = 0.0
+        # Not beside connectors of the user's, nor with executors that have none.
+        own_process = config.parallel.distributed_executor_backend in (None, "uni") and ranks == 1
+        if platform.has_own_memory and own_process and config.cache.enable_prefix_caching and not transfer.connectors:
+            size = default_offloading_gib()
+    return dataclasses.replace(transfer, kv_offloading_size=size, device=platform.name, num_ranks=ranks)
+
+
+def default_offloading_gib() -> float:
+    """By the host memory that is free, for this process's control group too."""
+    try:
+        available = cpu_facts.available_memory()
+    except RuntimeError:
+        return 0.0
+    size = min(available / 2**30 * OFFLOADING_SHARE, MAX_OFFLOADING_GIB)
+    return size if size >= MIN_OFFLOADING_GIB else 0.0

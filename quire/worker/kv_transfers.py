@@ -22,9 +22,12 @@ class WorkerTransfers:
         """None if every connector works on whole steps."""
         return self if self._layered else None
 
-    def bind(self, kv_caches: Mapping[int, torch.Tensor], notify: Callable[[], None]) -> None:
+    def bind(
+        self, kv_caches: Mapping[int, torch.Tensor], pages: Sequence[torch.Tensor], notify: Callable[[], None]
+    ) -> None:
         self._kv_caches = kv_caches
         for connector in self.connectors:
+            connector.bind_pages(pages)
             connector.bind(kv_caches, notify)
 
     def start(self, metadata: Sequence[ConnectorMetadata | None]) -> None:
@@ -47,9 +50,7 @@ class WorkerTransfers:
         def read(i: int, connector: WorkerConnector) -> None:
             new, old = connector.get_finished(), self._finished[i]
             if new:
-                self._finished[i] = FinishedTransfers(
-                    old.sent + new.sent, old.received + new.received, old.failed | new.failed
-                )
+                self._finished[i] = old.with_later(new)
 
         self._for_each(read)
         finished = tuple(self._finished)

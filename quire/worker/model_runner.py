@@ -147,7 +147,7 @@ class ModelRunner:
 
     def bind_connectors(self, transfers: WorkerTransfers, notify: Callable[[], None]) -> None:
         """After `initialize`: hand them the cache of each layer, by block."""
-        transfers.bind(self._block_views, notify)
+        transfers.bind(self._block_views, self.kv_tensors, notify)
         self.transfers, self._layer_hooks = transfers, transfers.layer_hooks
 
     def reset_workspaces(self) -> None:

@@ -98,7 +98,11 @@ def elsewhere(request):
 @given(workloads())
 def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
     options, requests = workload
-    engine = FakeEngine(**options)
+    serve_and_check(FakeEngine(**options), requests)
+
+
+def serve_and_check(engine, requests, after_step=lambda: None):
+    """All requests, each when it arrives: every output is the request's own, and in the end nothing is held."""
     names = {}
     for i, r in enumerate(requests):
         for fork in range(r["forks"] + 1):
@@ -120,6 +124,7 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
                     engine.abort(name)
         engine.step()
         engine.check_books()
+        after_step()
         clock += 1
         assert clock < 3000, "a request starves"
     for name, (r, seed) in names.items():
@@ -134,5 +139,5 @@ def test_books_balance_and_outputs_do_not_depend_on_the_schedule(workload):
         if engine.finish[name] == FinishReason.ABORT:
             expected = expected[: len(engine.tokens[name])]
         assert engine.tokens[name] == expected
-    assert engine.worker.max_tokens_seen <= options["max_num_batched_tokens"]
+    assert engine.worker.max_tokens_seen <= engine.scheduler.max_num_batched_tokens
     assert engine.kv.pool.num_free == engine.kv.pool.num_blocks

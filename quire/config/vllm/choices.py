@@ -5,6 +5,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "further formats of the KV cache": "fp8_e5m2 fp8_inc fp8_ds_mla int4_per_token_head nvfp4 nvfp4_4over6 "
         "nvfp4_ds_mla turboquant_3bit_nc turboquant_4bit_nc turboquant_k3v4_nc turboquant_k8v4 ultraquant_4bit",
     },
+    "kv_offloading_backend": {"LMCache": "lmcache"},
     "moe_backend": {
         "further kernels of mixtures of experts": "aiter aiter_mega_moe aiter_triton_mxfp4_bf16 b12x batched_triton "
         "cutlass deep_gemm deep_gemm_mega_moe emulation flashinfer_b12x flashinfer_cutedsl flashinfer_cutlass "

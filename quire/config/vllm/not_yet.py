@@ -140,10 +140,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "offload_prefetch_step": ("int", 1),
         "offload_params": ("texts",),
     },
-    "offloading of the KV cache": {
-        "kv_offloading_size": ("float", 0.0),
-        "kv_offloading_backend": ("text", "native"),
-    },
     "retention of the prefix cache by interval": {
         "prefix_cache_retention_interval": ("float", 0.0),
     },

@@ -117,6 +117,8 @@ WORKS: dict[str, str] = {
     "enable_prefix_caching": "compat/test_engine_flags.py::test_blocks_and_what_they_share",
     "prefix_caching_hash_algo": "compat/test_engine_flags.py::test_hashes_of_prefixes",
     "kv_transfer_config": "engine/test_connector.py::test_several_connectors",
+    "kv_offloading_size": "kv_offload/test_tier.py::test_texts_are_those_of_an_engine_with_room",
+    "kv_offloading_backend": "kv_offload/test_tier.py::test_wrong_options_are_named",
     # The scheduler
     "max_num_batched_tokens": "core/test_scheduler.py::test_a_step_mixes_prompts_and_decodes_within_the_budget",
     "max_num_scheduled_tokens": "compat/test_engine_flags.py::test_tokens_that_a_step_gets",

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.config import CacheConfig
 from quire.config.server import ServerConfig
 from quire.entrypoints.http.metrics import HELP_TEXTS, prometheus_text
-from quire.metrics.engine import RESIDENCY, cache_config_info
+from quire.messages.kv_transfer import TierStats
+from quire.metrics.engine import RESIDENCY, cache_config_info, tier_metrics
 from quire.metrics.kinds import Counter
 from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
 
@@ -66,6 +67,9 @@ def test_the_documentation_lists_all_and_only_what_is_there(text: str) -> None:
     counters = ("quire:lora_adapters_loaded", "quire:lora_adapters_evicted")  # these and gauges of --enable-lora
     with_flag |= {f"{name}_total": "counter" for name in counters}
     with_flag |= {n: "gauge" for n in HELP_TEXTS if n.startswith("quire:lora_") and n not in counters}
+    tier = tier_metrics(TierStats("cpu", dropped_blocks={"busy": 1}), {}, 0.0)  # of --kv-offloading-size
+    assert {metric.name for metric in tier} == {name for name in HELP_TEXTS if name.startswith("quire:kv_tier_")}
+    with_flag |= exposed(prometheus_text(tier))
     assert dict(rows) == exposed(text) | with_flag
     assert len(HELP_TEXTS) == len(rows)
 

@@ -156,7 +156,7 @@ class View extends HTMLElement {
       const accepted = drafts.accepted.reduce((sum, each, i) => sum + i * each, 0);
       parts.push(["Speculation", [["drafts", count(number)], ["draft tokens", count(drafts.num_draft_tokens)], ["accepted", drafts.num_draft_tokens ? `${(100 * accepted / drafts.num_draft_tokens).toFixed(0)} %` : "–"], ["tokens a step", number ? (1 + accepted / number).toFixed(2) : "–"]]]);
     }
-    if (stats.external_cache_queries) parts.push(["KV tiers", [["tokens asked for", count(stats.external_cache_queries)], ["loaded", count(stats.external_cache_hits)]]]);
+    if (stats.external_cache_queries) parts.push(["KV tiers", [["tokens asked for", count(stats.external_cache_queries)], ["loaded", count(stats.external_cache_hits)], ...(stats.tiers ?? []).map((tier) => [`${tier.tier}: blocks, hits`, `${count(tier.blocks)}, ${count(tier.hits)}`])]]);
     if (stats.num_deferred) parts.push(["Blocked", [["wait for a grammar, KV blocks or a fork", count(stats.num_deferred)]]]);
     this.extra.replaceChildren(...parts.map(([title, rows]) => h("section", {}, h("h2", {}, title), h("dl", { class: "pairs num" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])))));
   }

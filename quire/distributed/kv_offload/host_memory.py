@@ -1,0 +1,78 @@
+"""Host memory in slots of a block each, all layers of a block side by side."""
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+logger = logging.getLogger("quire")
+
+PART_BYTES = 1 << 28  # pinned at once: the driver holds up launches meanwhile; torch rounds up to a power of two
+
+
+class HostMemory:
+    """`parts` are tensors [slots, layers, page]. Pinned memory takes seconds to allocate, so a thread does it part by
+    part, and slots can be used as their part is there."""
+
+    def __init__(self, pages: Sequence[torch.Tensor], num_slots: int, pinned: bool) -> None:
+        self.shape = (len(pages), *pages[0].shape[1:])
+        self.dtype = pages[0].dtype
+        self.slot_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        self.num_slots = num_slots
+        self.parts: list[torch.Tensor] = []
+        self._thread: threading.Thread | None = None  # while it allocates
+        if not pinned:
+            # numpy maps zero pages, which cost nothing until used.
+            size = self.slot_bytes // self.dtype.itemsize * num_slots
+            self.slots_per_part = num_slots
+            zeros = torch.from_numpy(np.zeros(size * self.dtype.itemsize, np.uint8)).view(self.dtype)
+            self.parts.append(zeros.view(num_slots, *self.shape))
+            return
+        self.slots_per_part = max(1, PART_BYTES // self.slot_bytes)
+        sizes = [self.slots_per_part] * (num_slots // self.slots_per_part)
+        sizes += [left] if (left := num_slots % self.slots_per_part) else []
+        shapes, stop = [(size, *self.shape) for size in sizes], threading.Event()
+        arguments = (self.parts, shapes, self.dtype, stop)
+        self._thread = thread = threading.Thread(target=_pin, args=arguments, name="quire-pin-memory", daemon=True)
+        thread.start()
+        # A thread inside torch while the interpreter exits aborts the process.
+        self.close = weakref.finalize(self, _stop, stop, thread)
+
+    @property
+    def num_ready(self) -> int:
+        return sum(len(part) for part in list(self.parts))
+
+    def runs(self, slots: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
+        """Views [n, layers, page] of neighbouring slots, each with the place of its first in `slots`."""
+        part, offset = slots // self.slots_per_part, slots % self.slots_per_part
+        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1)
+        starts = np.union1d(starts, np.flatnonzero(np.diff(part, prepend=-1)))
+        for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True):
+            first = int(offset[start])
+            yield int(start), self._part(int(part[start]))[first : first + int(stop - start)]
+
+    def _part(self, number: int) -> torch.Tensor:
+        """Of several ranks one says which slots can be used: another may be a little behind."""
+        while number >= len(self.parts):
+            if self._thread is None or not self._thread.is_alive():
+                raise RuntimeError("host memory for the KV cache could not be pinned")
+            self._thread.join(0.001)
+        return self.parts[number]
+
+
+def _pin(parts: list[torch.Tensor], shapes: list[tuple[int, ...]], dtype: torch.dtype, stop: threading.Event) -> None:
+    try:
+        for shape in shapes:
+            if stop.is_set():
+                return
+            parts.append(torch.empty(shape, dtype=dtype, pin_memory=True))
+    except RuntimeError as error:
+        logger.warning("host memory for the KV cache: %d of %d parts pinned: %s", len(parts), len(shapes), error)
+
+
+def _stop(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    thread.join()
