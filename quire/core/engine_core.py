@@ -5,6 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -18,6 +20,8 @@ from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
 from quire.core.view import EngineView
 from quire.distributed.kv_connector import make_connectors
+from quire.distributed.kv_event_recorder import KVEventRecorder
+from quire.distributed.kv_events import ZmqEventPublisher
 from quire.executor.base import Executor, PendingOutput, WorkerMethod
 from quire.lora.residency import Residency
 from quire.messages.kv_cache import DraftNeeds, KVCacheConfig
@@ -33,6 +37,7 @@ logger = logging.getLogger("quire")
 
 GRAMMAR_WAIT = 0.002  # seconds; new requests are not read meanwhile
 ADAPTER_WAIT = 0.001  # likewise
+LAST_PLANS = 8
 TRANSFER_WAIT = 0.2  # seconds; the end of a transfer and new requests end it
 
 
@@ -77,16 +82,22 @@ class EngineCore:
         self.num_blocks = layout.num_blocks
         transfers = KVTransfers(make_connectors(config.transfer, layout, "scheduler"))
         executor.initialize_kv_cache(layout, self.max_model_len, transfers.notify)
+        # What connectors keep may outlive this engine, and a checkpoint may be replaced under its name.
+        weights = executor.collective_rpc("weights_identity", (), {})[0] if transfers.connectors else ""
         self.summary = EngineSummary(executor.describe(), self._describe_cache(layout, config.cache.block_size, span))
         observed = config.observability
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
-            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative),
+            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative, weights),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
         )
+        self.kv_events = ZmqEventPublisher(config.kv_events.events) if config.kv_events.events.published else None
+        if self.kv_events is not None:
+            kv.events = KVEventRecorder(layout.groups, self.kv_events.publish)
+            kv.pool.on_evict.append(kv.events.removed)
         adaptive = num_drafts > 0 and config.speculative.adaptive and num_stages == 1
         self.scheduler = Scheduler(
             kv,
@@ -158,6 +169,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self.scheduler.transfers.forget()
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         return self.executor.collective_rpc(method, args, kwargs)
@@ -288,7 +300,21 @@ class EngineCore:
             self._failures += self.scheduler.failures
             self.scheduler.failures = []
 
+    def kv_event_sources(self) -> dict[str, dict[str, Any]]:
+        """By data-parallel rank, where events of the KV cache are published."""
+        return {} if self.kv_events is None else {str(self.kv_events.rank): asdict(self.kv_events.source)}
+
     def shutdown(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.close()
+        if self.scheduler.transfers.connectors:
+            with suppress(Exception):  # of workers that may have ended before
+                for _ in range(LAST_PLANS):  # so that connectors save what is computed
+                    if self.scheduler.requests or not self.has_unfinished():
+                        break
+                    self.step()
+                self.executor.collective_rpc("close_connectors", (), {})
+            self.scheduler.transfers.close()
         self.executor.shutdown()
 
     def _lay_out_cache(self, config: EngineConfig) -> KVCacheConfig:
@@ -324,13 +350,15 @@ class EngineCore:
         return fits
 
 
-def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, drafts: SpeculativeConfig) -> bytes:
-    """Two engines with the same one compute the same keys and values for the same tokens."""
+def kv_fingerprint(
+    model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, drafts: SpeculativeConfig, weights: str = ""
+) -> bytes:
+    """Two engines with the same one compute the same keys and values for the same tokens. `weights` tells contents of
+    checkpoints; without it they are known by their name, which serves while an engine runs."""
     # Of all RoPE scalings, longrope alone chooses its factors by the longest sequence that may come.
     chooses_by_length = "long_factor" in repr(model.hf_config)
     return cache_root(
-        model.model or "",
-        model.revision or "",
+        weights or f"{model.model or ''}, {model.revision or ''}",
         repr(model.hf_overrides),
         f"{model.dtype}, {kv_cache_dtype}",
         f"quantization {model.quantization}",

@@ -339,6 +339,7 @@ class Scheduler:
         if result.failed:
             # What they computed may be wrong from any position on, and part of it can be found in the cache.
             self.reset_prefix_cache()
+        self.transfers.succeeded(plan)
         return self._with_stats(result.outputs)
 
     def note_time(self, plan: SchedulerOutput, seconds: float) -> None:
@@ -350,6 +351,8 @@ class Scheduler:
 
     def _with_stats(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         outputs.stats = self.stats()
+        if self.kv.events is not None:
+            self.kv.events.flush()
         if self._preempted:
             outputs.preempted, self._preempted = self._preempted, []
         return outputs
@@ -374,6 +377,10 @@ class Scheduler:
             self.queue.unblock(request)
         for request in ended.released:
             self.kv.free(request)
+        for request in ended.recomputed:
+            self.kv.free(request)
+            request.num_computed, request.num_cached, request.load_failed = 0, -1, True
+            self.queue.unblock(request)
         self._fail_outside_step(ended.failed)
 
     def _fail_outside_step(self, failed: list[tuple[Request, RequestError]]) -> None:
