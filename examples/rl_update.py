@@ -1,6 +1,6 @@
 """Reinforcement learning in small: Quire writes answers, torch learns from them. Run: python examples/rl_update.py
 
-SmolLM2 is rewarded for short answers. In every round the engine samples some for each question, the trainer takes a
+SmolLM2 is rewarded for short words. In every round the engine samples some for each question, the trainer takes a
 step of REINFORCE in torch, and the engine gets the new weights without being started again. At the end its greedy
 answers are compared with those of transformers with the same weights.
 """
@@ -30,7 +30,7 @@ def main() -> None:
     torch.manual_seed(0)
     model, tokenizer = load_base()
     questions = [prompt_ids(tokenizer, f"What is {subject}?") for subject in SUBJECTS[: args.prompts]]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     sampled = SamplingParams(n=args.samples, max_tokens=args.max_tokens, stop_token_ids=[END], seed=0)
     with LLM(dtype="float32", quantization="dequantized", max_model_len=512) as llm:
         before = greedy(llm, questions, args.max_tokens)
@@ -38,10 +38,12 @@ def main() -> None:
         for number in bar:
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in questions], sampled, use_tqdm=False)
             answers = [[list(one.token_ids) for one in output.outputs] for output in outputs]
-            length = learn(model, optimizer, questions, answers, args.max_tokens)
+            lengths = [[word_length(one.text) for one in output.outputs] for output in outputs]
+            learn(model, optimizer, questions, answers, lengths)
             began = time.perf_counter()
             llm.update_weights(model.state_dict(), weight_version=str(number + 1))
-            bar.set_postfix(length=f"{length:.1f}", update=f"{time.perf_counter() - began:.2f} s")
+            mean = sum(map(sum, lengths)) / (args.prompts * args.samples)
+            bar.set_postfix(letters=f"{mean:.2f}", update=f"{time.perf_counter() - began:.2f} s")
         after = greedy(llm, questions, args.max_tokens)
         version = llm.get_weight_version()
     theirs = [answer_of_transformers(model, ids, args.max_tokens) for ids in questions]
@@ -66,20 +68,23 @@ def prompt_ids(tokenizer, question: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def learn(model, optimizer, questions, answers, longest: int) -> float:
-    """One step towards shorter answers than the others to the same question; the mean length."""
-    lengths = [torch.tensor([len(answer) for answer in group], dtype=torch.float32) for group in answers]
+def word_length(text: str) -> float:
+    words = text.split() or [""]
+    return sum(map(len, words)) / len(words)
+
+
+def learn(model, optimizer, questions, answers, lengths) -> None:
+    """One step towards shorter words than in the other answers to the same question."""
     optimizer.zero_grad()
-    for ids, group, found in zip(questions, answers, lengths, strict=True):
-        advantages = (found.mean() - found) / longest
-        for answer, advantage in zip(group, advantages.tolist(), strict=True):
+    for ids, group, letters in zip(questions, answers, lengths, strict=True):
+        mean = sum(letters) / len(letters)
+        for answer, length in zip(group, letters, strict=True):
             tokens = torch.tensor([ids + answer])
             logits = model(input_ids=tokens).logits[0, len(ids) - 1 : -1]
             loss = torch.nn.functional.cross_entropy(logits, tokens[0, len(ids) :])
-            (advantage * loss / len(group)).backward()
+            ((mean - length) * loss / len(group)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(torch.cat(lengths).mean())
 
 
 def greedy(llm: LLM, questions, max_tokens: int) -> list[list[int]]:
