@@ -11,7 +11,6 @@ import msgspec
 
 from quire.config import EngineConfig, ModelConfig
 from quire.config.speculative import SpeculativeConfig
-from quire.core.control import EngineControl
 from quire.core.hashing import cache_root
 from quire.core.kv_cache_manager import KVCacheManager
 from quire.core.kv_layout import blocks_of_one_request, bytes_per_block, longest_model_len, plan_kv_cache
@@ -29,6 +28,7 @@ from quire.messages.protocol import EngineSummary
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Failure, FinishReason, failure_of, invalid
 from quire.pooling.registry import find_pooling_type
 from quire.structured_output.manager import StructuredOutputManager
+from quire.weights.engine_control import EngineControl
 
 logger = logging.getLogger("quire")
 

@@ -211,11 +211,9 @@ class LLMEngine(ControlMethods, VllmInterface):
 
     @property
     def _weights_at_hand(self) -> bool:
-        here = self.config.parallel.num_ranks == 1 and self.config.parallel.distributed_executor_backend in (
-            None,
-            "uni",
-        )
-        return here and isinstance(self.client, InprocClient)
+        parallel = self.config.parallel
+        own = parallel.num_ranks == 1 and parallel.distributed_executor_backend in (None, "uni")
+        return own and isinstance(self.client, InprocClient)
 
     def do_log_stats(self) -> None:
         load = f"{self.stats.num_running} requests running, {self.stats.num_waiting} waiting"

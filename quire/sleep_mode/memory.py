@@ -19,11 +19,11 @@ class SleepMemory(Protocol):
         ...
 
     def release(self, tag: str, tensors: Iterable[torch.Tensor], keep: bool) -> None:
-        """Give the tag's memory back, that of these tensors; `keep`: what it holds is kept on the host."""
+        """Give the tag's memory back; `keep`: what it holds is kept on the host. `tensors`: those that are not."""
         ...
 
     def restore(self, tag: str, tensors: Iterable[torch.Tensor]) -> None:
-        """At the same addresses, with what was kept, else with zeros in these tensors."""
+        """At the same addresses, with what was kept, or with zeros in these tensors, which were not."""
         ...
 
 

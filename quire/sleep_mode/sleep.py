@@ -22,7 +22,7 @@ class SleepMode:
         self._weights: Tensors = tuple
         self._cache: Tensors = tuple
         self._others: Tensors = tuple
-        self._asleep: set[str] = set()
+        self._asleep: dict[str, bool] = {}  # by tag: whether what it holds is kept
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def holds(self, weights: Tensors, others: Tensors, cache: Tensors) -> None:
@@ -44,12 +44,13 @@ class SleepMode:
     def discard_cache(self) -> None:
         self._release(KV_CACHE, keep=False)
 
+    @torch.inference_mode()
     def wake(self, tags: Sequence[str]) -> None:
         began = time.perf_counter()
         for tag in tags:
             if tag in self._asleep and self._memory is not None:
-                self._memory.restore(tag, list(self._tensors(tag)))
-                self._asleep.discard(tag)
+                self._memory.restore(tag, [] if self._asleep[tag] else list(self._tensors(tag)))
+                del self._asleep[tag]
         if WEIGHTS not in self._asleep:
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
@@ -60,8 +61,8 @@ class SleepMode:
         if self._memory is None:
             raise ValueError("the engine was started without sleep mode (--enable-sleep-mode)")
         if tag not in self._asleep:
-            self._memory.release(tag, list(self._tensors(tag)), keep)
-            self._asleep.add(tag)
+            self._memory.release(tag, [] if keep else list(self._tensors(tag)), keep)
+            self._asleep[tag] = keep
 
     def _tensors(self, tag: str) -> Iterable[torch.Tensor]:
         return self._weights() if tag == WEIGHTS else self._cache()

@@ -91,7 +91,12 @@ class _Visit:
         elif isinstance(new, CONSTANTS):
             if not isinstance(used, _Missing) and not _equal(used, new):
                 raise _differs(name, f"it is {used!r} in the model in use and {new!r} in the new one")
-        elif isinstance(new, Mapping):
+        elif not isinstance(new, (nn.Module, type)) and (id(used), id(new)) not in self._seen:
+            self._seen.add((id(used), id(new)))
+            self._held(name, used, new)
+
+    def _held(self, name: str, used: Any, new: Any) -> None:
+        if isinstance(new, Mapping):
             for key, value in new.items():
                 self.compare(f"{name}.{key}", used.get(key, _MISSING) if isinstance(used, Mapping) else _MISSING, value)
         elif isinstance(new, (list, tuple)):
@@ -99,8 +104,7 @@ class _Visit:
                 raise _differs(name, "it has other parts in the model in use")
             for index, (ours, theirs) in enumerate(zip(used, new, strict=True)):
                 self.compare(f"{name}.{index}", ours, theirs)
-        elif not isinstance(new, (nn.Module, type)) and (id(used), id(new)) not in self._seen:
-            self._seen.add((id(used), id(new)))
+        else:
             self._object(name, used, new)
 
     def _tensor(self, name: str, used: Any, new: torch.Tensor) -> None:

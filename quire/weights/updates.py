@@ -62,6 +62,7 @@ class WeightUpdates:
     def call(self, step: str, info: Any = None) -> None:
         """A step of an update, by its name."""
         steps: dict[str, Callable[[Any], None]] = {
+            "check": lambda _: self._check(),
             "init": self._init,
             "shutdown": lambda _: self.shutdown(),
             "start": lambda _: self._start(),
@@ -71,6 +72,11 @@ class WeightUpdates:
             "abandon": lambda _: self._abandon(),
         }
         steps[step](info)
+
+    def reload(self) -> None:
+        """The weights that the engine was started with."""
+        for step, info in (("start", None), ("add", {"path": None}), ("prepare", None), ("commit", None)):
+            self.call(step, info)
 
     def shutdown(self) -> None:
         if self._engine is not None:
@@ -94,9 +100,12 @@ class WeightUpdates:
         self.shutdown()
         self._engine = make_transfer_engine(self._config, info, self._device, self._rank)
 
-    def _start(self) -> None:
+    def _check(self) -> None:
         if self._refusal is not None:
             raise ValueError(f"this engine cannot get new weights: {self._refusal}")
+
+    def _start(self) -> None:
+        self._check()
         if self._given is not None:
             raise ValueError("an update of weights is under way; finish it first (finish_weight_update)")
         self._given = {}
@@ -122,7 +131,8 @@ class WeightUpdates:
             raise ValueError(MISSING_START)
         tensors = list(self._given.values())
         if loads_in_place(self._model):
-            self._load(self._checkpoint, tensors=outlines(self._without_tied_head(tensors)), device="meta")
+            self._take_tied_heads()
+            self._load(self._checkpoint, tensors=outlines(self._given.values()), device="meta")
             self._replacements = None
             return
         try:
@@ -136,22 +146,40 @@ class WeightUpdates:
 
     def _commit(self) -> None:
         assert self._given is not None, MISSING_START
-        if self._replacements is None:
-            load_weights(self._model, list(self._given.values()))
-        else:
-            replace_all(self._replacements)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the tensors may be someone else's memory
-        logger.info("%d tensors of new weights are in use", len(self._given))
-        self._abandon()
+        try:
+            if self._replacements is None:
+                load_weights(self._model, list(self._given.values()))
+            else:
+                replace_all(self._replacements)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the tensors may be someone else's memory
+            logger.info("%d tensors of new weights are in use", len(self._given))
+        finally:
+            self._abandon()
 
     def _abandon(self) -> None:
         self._given = self._replacements = None
 
-    def _without_tied_head(self, tensors: list[CheckpointTensor]) -> list[CheckpointTensor]:
-        """Whether it equals the embedding is seen when there are numbers."""
-        heads = self._model.head_names() if self._model.has_tied_head else ()
-        return [tensor for tensor in tensors if tensor.name not in heads]
+    def _take_tied_heads(self) -> None:
+        """Out of the update, once they are known to equal the embedding: loading would find that too late."""
+        assert self._given is not None
+        model = self._model
+        embeddings = [
+            self._given[n] for n in model.family_weights().names_of("embed_tokens.weight") if n in self._given
+        ]
+        for name in model.head_names() if model.has_tied_head else ():
+            head = self._given.pop(name, None)
+            if head is not None and embeddings and not _equal(head, embeddings[0]):
+                raise ValueError(f"{name} differs from the embedding, but in this engine they are tied")
+
+
+def _equal(one: CheckpointTensor, other: CheckpointTensor) -> bool:
+    if tuple(one.shape) != tuple(other.shape):
+        return False
+    read = [torch.empty(tuple(tensor.shape)) for tensor in (one, other)]
+    for tensor, out in zip((one, other), read, strict=True):
+        tensor.read_into(out)
+    return torch.equal(*read)
 
 
 def loads_in_place(model: nn.Module) -> bool:

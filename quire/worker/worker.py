@@ -371,6 +371,10 @@ class Worker:
         """A step of an update; see WeightUpdates."""
         self.weights.call(step, info)
 
+    def reload_weights(self) -> None:
+        """As programs call it after a sleep of level 2; waking up does it, too."""
+        self.weights.reload()
+
     def start_profile(self, prefix: str | None = None) -> None:
         self.profiler.start(prefix)
 

@@ -62,6 +62,30 @@ def test_discarded_weights_are_read_again_from_the_checkpoint():
         llm.sleep(level=2)
         llm.wake_up()
         assert tokens(llm) == tokens_of(old, dtype="bfloat16")
+        llm.sleep(level=2)
+        llm.wake_up(["weights"])
+        llm.collective_rpc("reload_weights")  # as vLLM's users do
+        llm.wake_up(["kv_cache"])
+        assert tokens(llm) == tokens_of(old, dtype="bfloat16")
+
+
+def test_a_failed_write_is_mended_from_the_checkpoint(monkeypatch):
+    old, new = two_models("llama")
+    with LLM(old, dtype="float32", **ENGINE) as llm:
+
+        def half_written(model, tensors):
+            model.norm.weight.fill_(7)
+            raise OSError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.weights.updates.load_weights", half_written)
+            llm.pause_generation()
+            with pytest.raises(OSError, match="the disk is gone"):
+                llm.update_weights(new)
+        with pytest.raises(RuntimeError, match="paused"):
+            tokens(llm)
+        llm.resume_generation()
+        assert tokens(llm) == tokens_of(old, dtype="float32")
 
 
 def test_the_cache_alone_and_kept_requests():

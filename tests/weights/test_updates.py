@@ -75,6 +75,7 @@ def test_a_bad_update_names_the_tensor_and_changes_nothing(dtype):
         refused({n: tensor for n, tensor in state.items() if n != name}, f"lacks {name}")
         refused(state | {name: torch.zeros(3, 4)}, rf"{name} has shape \[3, 4\].*specifies \[64, 96\]")
         refused(state | {"model.bogus": torch.zeros(1)}, "unknown model.bogus")
+        refused(state | {"lm_head.weight": torch.zeros(211, 64)}, r"lm_head\.weight differs from the embedding")
         refused(state | {"model.norm.weight": 3}, "model.norm.weight': int; they must be tensors")
         refused("/no/such/folder", "must be a folder with a checkpoint")
         refused(7, "must be a checkpoint's path, a dict of tensors")
@@ -235,9 +236,12 @@ def test_weights_of_another_kind_do_not_fit():
 def test_weights_that_are_mapped_stay(tmp_path):
     old, new = two_models("llama")
     for _ in range(2):  # written, then mapped
-        with LLM(old, dtype="bfloat16", packed_weights_cache=str(tmp_path), **ENGINE) as llm:
+        options = {"packed_weights_cache": str(tmp_path), "enable_sleep_mode": True, **ENGINE}
+        with LLM(old, dtype="bfloat16", **options) as llm:
             tokens(llm)
             mapped = llm.collective_rpc(lambda worker: worker.model.mapped_bytes)[0] > 0
             if mapped:
-                with pytest.raises(ValueError, match="leave out --packed-weights-cache"):
-                    llm.update_weights(new)
+                for call in (lambda: llm.update_weights(new), lambda: llm.sleep(level=2)):
+                    with pytest.raises(ValueError, match="leave out --packed-weights-cache"):
+                        call()
+                assert not llm.is_paused()

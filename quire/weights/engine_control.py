@@ -1,13 +1,10 @@
 """What operators and trainers do to a running engine: pause it, let it sleep, give it new weights."""
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
-
-if TYPE_CHECKING:
-    from quire.core.engine_core import EngineCore
 
 logger = logging.getLogger("quire")
 
@@ -16,11 +13,50 @@ TAGS = ("weights", "kv_cache")
 SCHEDULING = "scheduling"  # a tag of vLLM's: nothing but to go on
 
 
+class CallsWorkers(Protocol):
+    def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]: ...
+
+
+class Pending(Protocol):
+    @property
+    def pending(self) -> bool: ...
+
+
+class ControlledScheduler(Protocol):
+    sleep_level: int
+
+    @property
+    def requests(self) -> Mapping[str, Any]: ...
+
+    @property
+    def transfers(self) -> Pending: ...
+
+    def forget(self, key: bytes = b"") -> None: ...
+
+
+class ControlledCore(Protocol):
+    """EngineCore, as far as it is controlled from here."""
+
+    @property
+    def executor(self) -> CallsWorkers: ...
+
+    @property
+    def scheduler(self) -> ControlledScheduler: ...
+
+    def finish_requests(self, request_ids: list[str]) -> list[int]: ...
+
+    def add_or_fail(self, request: EngineCoreRequest) -> None: ...
+
+    def buffer(self, outputs: EngineCoreOutputs) -> None: ...
+
+    def drain(self) -> None: ...
+
+
 class EngineControl:
     """Calls between two steps. While the engine is paused new requests are held, and added when it goes on; `wait` lets
     those that it has end first, the other modes leave none running."""
 
-    def __init__(self, core: "EngineCore", sleep_mode: bool) -> None:
+    def __init__(self, core: ControlledCore, sleep_mode: bool) -> None:
         """`sleep_mode`: whether workers can give memory back."""
         self._core, self._sleep_mode = core, sleep_mode
         self.paused = False
@@ -58,7 +94,8 @@ class EngineControl:
             ended = core.finish_requests(list(core.scheduler.requests))
             ended += [request.index + i for request in self.held for i in range(request.sampling.n)]
             self.held = []
-            core.buffer(EngineCoreOutputs.ended(ended, FinishReason.ABORT))
+            if ended:
+                core.buffer(EngineCoreOutputs.ended(ended, FinishReason.ABORT))
         elif mode == "wait" and not self.frozen and core.scheduler.requests:
             return False
         self.frozen = True
@@ -84,6 +121,8 @@ class EngineControl:
             raise ValueError(f"level is {level!r}; allowed: 0, 1, 2")
         if level and not self._sleep_mode:
             raise ValueError("the engine was started without sleep mode (--enable-sleep-mode)")
+        if level == 2:
+            self.update("check", None)  # whether weights that are discarded could be had again
 
     def sleep(self, level: int) -> None:
         """After a pause. 0: nothing is given back."""
@@ -122,7 +161,7 @@ class EngineControl:
         self._note_state()
 
     def update(self, step: str, info: Any) -> None:
-        """`init`, `start`, `add` or `shutdown` of WeightUpdates, on all workers; an error ends the update."""
+        """`check`, `init`, `start`, `add` or `shutdown` of WeightUpdates, on all workers; an error ends the update."""
         if step in ("start", "add") and "weights" in self._asleep:
             raise ValueError('the weights\' memory has been given back; wake it up first (wake_up(["weights"]))')
         try:
@@ -143,7 +182,12 @@ class EngineControl:
         except Exception:
             core.executor.collective_rpc("update_weights", ("abandon",), {})
             raise
-        core.executor.collective_rpc("update_weights", ("commit",), {})
+        try:
+            core.executor.collective_rpc("update_weights", ("commit",), {})
+        except Exception:
+            # Some weights may be new: nothing runs until `resume` has read the checkpoint again.
+            self._discarded = self.paused = self.frozen = True
+            raise
         self._discarded = False
         self._num_updates += 1
         core.scheduler.forget(f"weights {self._num_updates}".encode())
