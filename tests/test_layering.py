@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"core"},  # decides: scheduler, KV-cache manager
     {"executor"},  # distributes
     {"worker", "spec_decode"},  # executes: model runner, persistent batch, proposers of drafts
-    {"features"},  # what prompts hold beside token ids
+    {"features", "weights", "sleep_mode"},  # what prompts hold beside token ids; new weights; memory given back
     {"models"},
     {"lora", "quantization", "layers"},
     {"attention", "pooling", "sample"},
@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
 BESIDE: dict[str, set[str]] = {
     "tokenizer": {"entrypoints", "bench", "engine"},
     "structured_output": {"core"},
-    "checkpoint": {"engine", "worker", "spec_decode", "models", "tokenizer", "pooling"},
+    "checkpoint": {"engine", "worker", "spec_decode", "weights", "models", "tokenizer", "pooling"},
     "plugins": {"entrypoints", "worker"},
     "compat": {"entrypoints", "engine"},
     "planning": {"entrypoints", "bench"},

@@ -10,21 +10,7 @@ from quire.messages.sampling_params import SamplingParams, check_truncation
 Params = TypeVar("Params", bound=SamplingParams | PoolingParams)
 
 TOKENIZATION = ("truncate_prompt_tokens", "add_special_tokens")
-SLEEP, WEIGHTS = "sleep mode", "new weights in a running engine"
 METHODS = {
-    "sleep": SLEEP,
-    "wake_up": SLEEP,
-    "release_kv_cache_memory": SLEEP,
-    "init_weight_transfer_engine": WEIGHTS,
-    "shutdown_weight_transfer_engine": WEIGHTS,
-    "start_weight_update": WEIGHTS,
-    "start_draft_weight_update": WEIGHTS,
-    "update_weights": WEIGHTS,
-    "finish_weight_update": WEIGHTS,
-    "update_weight_version": WEIGHTS,
-    "get_weight_version": WEIGHTS,
-    "pause_generation": "pausing an engine",
-    "resume_generation": "pausing an engine",
     "scale_elastic_ep": "expert parallelism",
 }
 

@@ -23,6 +23,7 @@ from quire.config.structured_outputs import StructuredOutputsConfig
 from quire.config.transfer import TransferConfig
 from quire.config.vllm.table import settle
 from quire.config.vllm.unpack import unpack
+from quire.config.weight_transfer import WeightTransferConfig
 
 
 @dataclass
@@ -42,6 +43,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    weight_transfer: WeightTransferConfig = field(default_factory=WeightTransferConfig)
 
     def __getattr__(self, name: str) -> Any:
         """vLLM's names of the parts: `model_config` is `model`."""
@@ -67,6 +69,7 @@ class EngineConfig:
             "structured_outputs": StructuredOutputsConfig,
             "lora": LoRAConfig,
             "pooling": PoolingConfig,
+            "weight_transfer": WeightTransferConfig,
         }
 
     @classmethod

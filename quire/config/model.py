@@ -91,6 +91,7 @@ class ModelConfig:
     )
     logits_processors: tuple[str | type, ...] = option((), "your own class as module:Class", several="many")
     skip_tokenizer_init: bool = option(False, "serve token ids only; no tokenizer is loaded")
+    enable_sleep_mode: bool = option(False, "let sleep() give back the memory of weights and KV cache (levels 1 and 2)")
     enable_prompt_embeds: bool = option(False, "accept prompts that are embeddings instead of token ids")
     seed: int = option(0, "base seed for requests that bring none", minimum=0)
 

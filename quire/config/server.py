@@ -64,7 +64,9 @@ class ServerConfig:
     renderer_num_workers: int = option(2, "threads that render and tokenize long prompts", minimum=1, maximum=64)
     tokens_only: bool = option(False, "serve token ids only, at /inference/v1/generate; no tokenizer is loaded")
     enable_admin: bool = option(
-        False, "serve /reset_prefix_cache, /abort_requests, /server_info and the page's live view"
+        False,
+        "serve the page's live view and operators' routes: /reset_prefix_cache, /abort_requests, /server_info, those "
+        "of pausing, sleep and new weights, /collective_rpc",
     )
     trust_request_chat_template: bool = option(False, "let a request bring its own chat_template")
     chat_template_content_format: str = option(

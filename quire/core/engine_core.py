@@ -29,9 +29,10 @@ from quire.messages.kv_transfer import ConnectorError
 from quire.messages.lora import LoRARequest
 from quire.messages.plan import DeviceLostError, ModelRunnerOutput, SchedulerOutput
 from quire.messages.protocol import EngineSummary
-from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Failure, FinishReason, failure_of
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, Failure, FinishReason, failure_of, invalid
 from quire.pooling.registry import find_pooling_type
 from quire.structured_output.manager import StructuredOutputManager
+from quire.weights.engine_control import EngineControl
 
 logger = logging.getLogger("quire")
 
@@ -124,9 +125,14 @@ class EngineCore:
         self._last_result = 0.0  # when it came
         self._view: EngineView | None = None  # while somebody watches
         self._in_flight: deque[tuple[SchedulerOutput, PendingOutput]] = deque()
+        self._buffered: deque[EngineCoreOutputs] = deque()  # what the next calls of step() return
+        self.control = EngineControl(self, config.model.enable_sleep_mode)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """All its sequences, or none if that raises."""
+        if self.control.paused:
+            self.control.held.append(request)
+            return
         added: list[str] = []
         if request.pooling is not None and request.pooling.pooling_type is not None:
             find_pooling_type(request.pooling.pooling_type)  # a wrong one would fail others' steps
@@ -141,13 +147,43 @@ class EngineCore:
             raise
         self._finish_failed()
 
+    def add_or_fail(self, request: EngineCoreRequest) -> None:
+        """An error is returned with the next outputs."""
+        try:
+            self.add_request(request)
+        except Exception as error:
+            told = invalid(str(error)) if isinstance(error, ValueError) else failure_of(error)
+            indices = [request.index + i for i in range(request.sampling.n)]
+            self.buffer(EngineCoreOutputs.ended(indices, FinishReason.ERROR, told))
+
     def finish_requests(self, request_ids: list[str]) -> list[int]:
+        if self.control.held:
+            self.control.held = [held for held in self.control.held if held.request_id not in request_ids]
         self.grammars.drop(request_ids)
         return self.scheduler.finish_requests(request_ids)
 
     def has_unfinished(self) -> bool:
         # Plans in flight are drained even if all their requests have ended: the scheduler expects their results.
-        return self.scheduler.has_unfinished() or bool(self._in_flight or self._failures)
+        waits = self.control.frozen or not self.scheduler.has_unfinished()
+        return not waits or bool(self._in_flight or self._failures or self._buffered)
+
+    def buffer(self, outputs: EngineCoreOutputs) -> None:
+        """To be returned by step()."""
+        self._buffered.append(outputs)
+
+    def run_out(self) -> None:
+        """Step until all requests have ended."""
+        while self.scheduler.requests:
+            outputs = self._step(schedules=True)
+            if outputs is not None:
+                self.buffer(outputs)
+
+    def drain(self) -> None:
+        """Wait for all plans in flight; schedules none."""
+        while self._in_flight or self._failures:
+            outputs = self._step(schedules=False)
+            if outputs is not None:
+                self.buffer(outputs)
 
     def state(self) -> dict[str, int]:
         """What is held right now. In an idle engine every block is free and the other numbers are 0."""
@@ -182,12 +218,15 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs | None:
         """Keep the pipeline full, then wait for its oldest plan."""
+        return self._buffered.popleft() if self._buffered else self._step(schedules=not self.control.frozen)
+
+    def _step(self, schedules: bool) -> EngineCoreOutputs | None:
         self._poll_grammars()
         self.poll_adapters()
         if self._failures:
             return self._report_failures()
         began = self._last_result if self._in_flight else time.perf_counter()
-        while self._can_schedule and (plan := self.scheduler.schedule()) is not None:
+        while schedules and self._can_schedule and (plan := self.scheduler.schedule()) is not None:
             self._in_flight.append((plan, _interrupted()))  # until it is executing
             self.executor.execute_model(plan)
             self._unsampled = plan

@@ -154,7 +154,8 @@ class EngineProcess:
                     self._out.put((address, self._ready))
             case Goodbye(client):
                 running = self.core.scheduler.requests.values()
-                self.core.finish_requests([r.request_id for r in running if r.core.index >> CLIENT_SHIFT == client])
+                requests = [*(r.core for r in running), *self.core.control.held]
+                self.core.finish_requests([r.request_id for r in requests if r.index >> CLIENT_SHIFT == client])
                 closed = self._clients.pop(client, None)
                 self._sent_stats.pop(client, None)
                 self._watching.pop(client, None)
@@ -185,6 +186,9 @@ class EngineProcess:
             if name == "reset_prefix_cache":
                 self.core.reset_prefix_cache()
                 return Result(number)
+            if name == "control":
+                method, *args = call.args
+                return Result(number, values=self.core.control.call(str(method), args))
             if name == "adapters":
                 method, *args = call.args
                 return Result(number, values=self.core.call_adapters(str(method), args))

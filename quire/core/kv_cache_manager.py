@@ -240,6 +240,11 @@ class KVCacheManager:
             self.pool.free(reversed(blocks))
             blocks.clear()
 
+    def change_root(self, key: bytes) -> None:
+        """Blocks are named anew from here on."""
+        if self.hasher is not None and key:
+            self.hasher.root = self.hasher.digest(self.hasher.root + key)
+
     def reset_prefix_cache(self) -> None:
         """Evict all content. Requests that run keep their blocks."""
         self.pool.unregister_all()

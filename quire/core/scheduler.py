@@ -91,6 +91,7 @@ class Scheduler:
             num_lookahead=num_lookahead,
         )
         self.num_preemptions = 0
+        self.sleep_level = 0
         self._preempted: list[int] = []  # since the last outputs
         self.failures: list[Failure] = []  # outside of a step; emptied by the caller that reports them
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
@@ -164,6 +165,16 @@ class Scheduler:
         self.features.cache.drop_unused()
         self.transfers.reset_cache()
 
+    def forget(self, key: bytes = b"") -> None:
+        """Nothing computed so far is used again: running requests compute anew. `key` enters the names of all blocks
+        from now on: they hold what other weights compute. No plan may be in flight."""
+        for request in reversed(self.running.all()):
+            self._preempt(request)
+        for request in self.requests.values():
+            request.block_hashes.clear()
+        self.kv.change_root(key)
+        self.reset_prefix_cache()
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             time=time.monotonic(),
@@ -182,6 +193,7 @@ class Scheduler:
             drafts=self.drafts.stats if self.num_drafts else None,
             adapters=self.adapters.stats() if self.adapters is not None else None,
             tiers=self.transfers.stats(),
+            sleep_level=self.sleep_level,
         )
 
     def _count_tokens(self, used: int, rows: np.ndarray, computed: np.ndarray) -> None:

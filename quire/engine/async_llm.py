@@ -31,6 +31,7 @@ from quire.metrics.engine import cache_config_info
 from quire.metrics.kinds import Metric
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.load import tokenizer_of
+from quire.weights.engine_methods import CONTROL_SECONDS, AsyncControlMethods
 
 logger = logging.getLogger("quire")
 
@@ -38,7 +39,7 @@ PROFILE_SECONDS = 600.0  # to write a trace
 ADAPTER_SECONDS = 0.005  # between looks at whether an adapter is loaded
 
 
-class AsyncLLM(VllmInterface):
+class AsyncLLM(AsyncControlMethods, VllmInterface):
     """The constructor returns once the model is loaded. This process does not import torch."""
 
     def __init__(self, config: EngineConfig, channel: EngineChannel | None = None) -> None:
@@ -238,8 +239,11 @@ class AsyncLLM(VllmInterface):
         except EngineCallError as error:
             raise ValueError(str(error)) from None
 
-    async def is_sleeping(self) -> bool:
-        return False
+    async def _control(self, name: str, *args: Any) -> Any:
+        try:
+            return await self._call("control", [name, *args], timeout=CONTROL_SECONDS)
+        except EngineCallError as error:
+            raise ValueError(str(error)) from None
 
     async def is_tracing_enabled(self) -> bool:
         return False

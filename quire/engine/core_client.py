@@ -16,6 +16,7 @@ from quire.executor.base import WorkerMethod
 from quire.messages.lora import LoRARequest
 from quire.messages.protocol import AddRequests, Call, Dead, FinishRequests, Outputs, Result
 from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest
+from quire.weights.engine_methods import CONTROL_SECONDS
 
 POLL_SECONDS = 0.2  # between checks that the engine is alive; messages are received at once
 
@@ -39,6 +40,10 @@ class EngineCoreClient(Protocol):
 
     def adapters(self, method: str, *args: Any) -> Any:
         """Call a method of the core's adapters."""
+        ...
+
+    def control(self, method: str, *args: Any) -> Any:
+        """Call a method of the core's EngineControl."""
         ...
 
     def shutdown(self) -> None: ...
@@ -70,6 +75,11 @@ class InprocClient:
 
     def adapters(self, method: str, *args: Any) -> Any:
         return self.core.call_adapters(method, args)
+
+    def control(self, method: str, *args: Any) -> Any:
+        if method == "pause" and args[0] == "wait":
+            self.core.run_out()  # nobody else makes it step
+        return self.core.control.call(method, args)
 
     def shutdown(self) -> None:
         self.core.shutdown()
@@ -117,10 +127,23 @@ class SyncMPClient:
         except EngineCallError as error:
             raise ValueError(str(error)) from None
 
-    def _call(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def control(self, method: str, *args: Any) -> Any:
+        try:
+            return self._call("control", [method, *args], timeout=CONTROL_SECONDS)
+        except EngineCallError as error:
+            raise ValueError(str(error).removeprefix("the engine failed control: ")) from None
+
+    def _call(
+        self,
+        name: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         self._num_calls += 1
         self._send(Call(self._num_calls, name, list(args), dict(kwargs or {})))
-        until = time.monotonic() + self._call_timeout
+        limit = timeout or self._call_timeout
+        until = time.monotonic() + limit
         while time.monotonic() < until:
             message = self._receive()
             if isinstance(message, Outputs):
@@ -129,8 +152,7 @@ class SyncMPClient:
                 if message.error is not None:
                     raise EngineCallError(f"the engine failed {name}: {message.error}")
                 return message.values
-        limit = f"{self._call_timeout:g} seconds (--engine-call-timeout)"
-        raise EngineStalledError(f"the engine has not replied to {name} within {limit}")
+        raise EngineStalledError(f"the engine has not replied to {name} within {limit:g} s (--engine-call-timeout)")
 
     def shutdown(self) -> None:
         if self._dead is None:

@@ -26,13 +26,14 @@ from quire.metrics.engine import cache_config_info
 from quire.metrics.kinds import Metric
 from quire.platforms.defaults import with_platform_defaults
 from quire.tokenizer.load import tokenizer_of
+from quire.weights.engine_methods import ControlMethods
 
 logger = logging.getLogger("quire")
 
 ADAPTER_SECONDS = 0.002  # between looks at whether an adapter is loaded
 
 
-class LLMEngine(VllmInterface):
+class LLMEngine(ControlMethods, VllmInterface):
     def __init__(
         self, config: EngineConfig, import_seconds: float | None = None, *, multiprocess: bool = False
     ) -> None:
@@ -205,8 +206,14 @@ class LLMEngine(VllmInterface):
     def list_loras(self) -> set[int]:
         return set(self.client.adapters("loaded"))
 
-    def is_sleeping(self) -> bool:
-        return False
+    def _control(self, name: str, *args: Any) -> Any:
+        return self.client.control(name, *args)
+
+    @property
+    def _weights_at_hand(self) -> bool:
+        parallel = self.config.parallel
+        own = parallel.num_ranks == 1 and parallel.distributed_executor_backend in (None, "uni")
+        return own and isinstance(self.client, InprocClient)
 
     def do_log_stats(self) -> None:
         load = f"{self.stats.num_running} requests running, {self.stats.num_waiting} waiting"

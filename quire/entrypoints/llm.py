@@ -19,6 +19,7 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.requests import ErrorKind
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.kinds import Metric, with_vectors
+from quire.weights.engine_methods import ControlMethods
 
 if TYPE_CHECKING:
     from quire.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 REFUSED = (ErrorKind.INVALID, ErrorKind.BUSY)  # a request that was never started
 
 
-class LLM(PoolingMethods, UnavailableMethods):
+class LLM(PoolingMethods, ControlMethods, UnavailableMethods):
     """A model and its engine in this process. Arguments are vLLM's engine arguments; without `model` the embedded
     SmolLM2 is used.
 
@@ -267,6 +268,13 @@ class LLM(PoolingMethods, UnavailableMethods):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def _control(self, name: str, *args: Any) -> Any:
+        return self.llm_engine._control(name, *args)
+
+    @property
+    def _weights_at_hand(self) -> bool:
+        return self.llm_engine._weights_at_hand
+
     def reset_mm_cache(self) -> None:
         """There is none as long as prompts are text."""
 
@@ -370,6 +378,8 @@ class LLM(PoolingMethods, UnavailableMethods):
         wanted = set(ids)
         progress = Progress(len(ids), doing, use_tqdm if callable(use_tqdm) else None) if use_tqdm else None
         try:
+            if self.is_paused():
+                raise RuntimeError("the engine is paused or asleep; let it go on (resume_generation, wake_up)")
             with interruption() as interrupted:
                 while len(done) < len(ids):
                     for output in self.llm_engine.step():

@@ -163,6 +163,7 @@ def _read_adapter(told: Any) -> tuple[LoRARequest]:
 METHODS = {
     "adapter_news": Method(_as(list[AdapterNews])),
     "describe": Method(_as(str)),
+    "discard_kv_cache": Method(_as(None)),
     "draft_needs": Method(_as(DraftNeeds)),
     "drop_adapter": Method(_as(None)),
     "feature_support": Method(_as(FeatureSupport | None)),
@@ -172,7 +173,10 @@ METHODS = {
     "kv_cache_specs": Method(_read_specs, _write_specs),
     "load_adapter": Method(_as(None), write_args=_write_adapter, read_args=_read_adapter),
     "place_adapter": Method(_as(None)),
+    "sleep": Method(_as(None)),
     "start_profile": Method(_as(None)),
     "stop_profile": Method(_as(str | None)),
+    "update_weights": Method(_as(None)),
     "use_adapter": Method(_as(None)),
+    "wake_up": Method(_as(None)),
 }

@@ -1,7 +1,7 @@
 """A layer with a part in the KV cache: what the runner asks of it and hands to it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ class CacheLayer(nn.Module):
     and backend before the first step."""
 
     causal = True
+    # Not of the checkpoint: set when the layer is bound.
+    bound_fields: ClassVar = ("views", "group", "backend", "features", "kv_cache", "index_cache", "kv_scales")
 
     def __init__(self, layer_index: int, shape: AttentionShape) -> None:
         super().__init__()
@@ -31,3 +33,7 @@ class CacheLayer(nn.Module):
         self.views = tuple(views)
         self.group = group
         self.backend = backend
+        self.prepare_weights(backend)
+
+    def prepare_weights(self, backend: Any) -> None:
+        """Bring what the layer holds of the checkpoint into the backend's form."""

@@ -82,6 +82,8 @@ class LatentAttention(CacheLayer):
         self.kv_cache, *by_token = views
         if by_token:
             self.features = replace(self.features, kv_scales=KVScales(by_token=by_token[0]))
+
+    def prepare_weights(self, backend: LatentBackend) -> None:
         assert self.weights is not None
         self.weights = backend.prepare(self.weights)
 

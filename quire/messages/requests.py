@@ -194,6 +194,7 @@ class SchedulerStats(msgspec.Struct):
     drafts: DraftStats | None = None  # None: there is no proposer
     adapters: AdapterStats | None = None  # None: there is no room for any
     tiers: tuple[TierStats, ...] = ()  # by KV connector that keeps any
+    sleep_level: int = 0  # 0: awake; 1: the weights are on the host; 2: discarded
 
 
 class EngineCoreOutputs(msgspec.Struct):

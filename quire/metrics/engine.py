@@ -170,8 +170,10 @@ def scheduler_metrics(stats: SchedulerStats, labels: dict[str, str]) -> list[Met
             for reason, count in waiting.items()
         ),
         *(
-            Gauge("quire:engine_sleep_state", {**labels, "sleep_state": state}, int(state == "awake"), as_of=at)
-            for state in SLEEP_STATES
+            Gauge(
+                "quire:engine_sleep_state", {**labels, "sleep_state": state}, int(level == stats.sleep_level), as_of=at
+            )
+            for level, state in enumerate(SLEEP_STATES)
         ),
         Gauge("quire:kv_cache_usage_perc", labels, stats.kv_cache_usage, as_of=at),
         Counter("quire:num_preemptions", labels, stats.num_preemptions, as_of=at),

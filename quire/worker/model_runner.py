@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,13 +79,15 @@ class ModelRunner:
         tensor: Group = ALONE,
         stages: OneStage = ONE_STAGE,
         heads: Heads | None = None,
+        cache_memory: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`processors` are users' own logits processors. `num_drafts`: the most that a row verifies in a step. `lora`:
         that of the model's layers, if rows may have adapters. `graph_sizes` and `largest_graph` are those of users, if
         they set any. `tensor`: the ranks that share every layer, of which the first samples. `stages`: what
-        connects this stage with the others. `heads`: what follows pooling."""
+        connects this stage with the others. `heads`: what follows pooling. The cache is allocated inside of
+        `cache_memory`."""
         self.model = model
-        self.heads = heads
+        self.heads, self.cache_memory = heads, cache_memory
         self.stages = stages
         self.backends = backends
         self.device = device
@@ -125,7 +128,8 @@ class ModelRunner:
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
         layers = {layer.layer_index: layer for layer in (*self.model.cache_layers(), *drafting)}
         # Tensor i backs layer i of every group.
-        self.kv_tensors = [new_pages(config, self.device) for _ in range(config.num_tensors)]
+        with self.cache_memory():
+            self.kv_tensors = [new_pages(config, self.device) for _ in range(config.num_tensors)]
         self._block_views: dict[int, torch.Tensor] = {}  # by layer
         for index, (group, count) in enumerate(zip(config.groups, pages, strict=True)):
             for tensor, layer in zip(self.kv_tensors, group.layers, strict=False):

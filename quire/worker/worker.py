@@ -2,7 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -38,8 +39,11 @@ from quire.platforms import current_platform
 from quire.plugins import load_plugins
 from quire.pooling.heads import load_heads
 from quire.sample.user_processors import make_processors, processor_classes
+from quire.sleep_mode.memory import KV_CACHE, WEIGHTS
+from quire.sleep_mode.sleep import make_sleep_mode
 from quire.spec_decode.proposer import Proposer, make_proposer
 from quire.spec_decode.step_costs import measure_step_costs
+from quire.weights.updates import WeightUpdates
 from quire.worker.kv_transfers import WorkerTransfers
 from quire.worker.memory import DeviceMemory, kv_cache_budget, measure_steps, state_memory
 from quire.worker.model_runner import ModelRunner
@@ -85,13 +89,12 @@ class Worker:
         self.platform.check_dtype(self.dtype)
         kept = (config.cache.kv_cache_dtype, config.model.hf_config)
         self.cache_format = cache_format(self.platform, self.dtype, *kept)  # before loading, which takes long
-        self.model = load_model(
-            checkpoint,
-            config.model.hf_config,
-            self.dtype,
-            self.platform.device,
-            self.tensor_parallel(),
-            progress=config.load.use_tqdm_on_load,
+        load = functools.partial(
+            load_model,
+            hf_config=config.model.hf_config,
+            dtype=self.dtype,
+            device=self.platform.device,
+            tp=self.tensor_parallel(),
             max_model_len=config.model.max_model_len,
             quantization=config.model.quantization,
             model_impl=config.model.model_impl,
@@ -99,9 +102,24 @@ class Worker:
             code_revision=config.model.code_revision,
             moe_backend=device.moe_backend,
             longest=config.model.derived_max_model_len,
-            packed_weights_cache=config.load.packed_weights_cache,
             stage=Stage(world.stage, world.layout.stages, config.parallel.pipeline_layers),
             backbone=config.pooling.setup is not None,
+        )
+        self.sleep_mode = make_sleep_mode(config.model.enable_sleep_mode, self.platform.device)
+        with self.sleep_mode.allocating(WEIGHTS):
+            self.model = load(
+                checkpoint,
+                progress=config.load.use_tqdm_on_load,
+                packed_weights_cache=config.load.packed_weights_cache,
+            )
+        self.weights = WeightUpdates(
+            self.model,
+            checkpoint,
+            load,
+            config.weight_transfer,
+            self.platform.device,
+            world.rank,
+            "it pools" if config.pooling.setup is not None else None,
         )
         self._check_length()
         self.proposer = self._make_proposer()
@@ -131,7 +149,9 @@ class Worker:
             tensor=world.tensor,
             stages=link_stages(config, world, self.model, self.dtype, self.platform.device),
             heads=load_heads(config, checkpoint, self.model, self.platform.device),
+            cache_memory=functools.partial(self.sleep_mode.allocating, KV_CACHE),
         )
+        self.sleep_mode.holds(self.weights.reloadable, self.weights.others, lambda: self.runner.kv_tensors)
         self.draft_profile = DraftProfile()
         self.profiler = TorchProfiler(config.observability.profiler_config, world.rank)
         self.recovery = Recovery(self.platform.device, self.runner.recover)
@@ -347,6 +367,23 @@ class Worker:
     def get_model(self) -> LanguageModel:
         """For users' functions: this and `model_runner` are vLLM's names."""
         return self.model
+
+    def sleep(self, level: int) -> None:
+        self.sleep_mode.sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self.sleep_mode.wake(tags)
+
+    def discard_kv_cache(self) -> None:
+        self.sleep_mode.discard_cache()
+
+    def update_weights(self, step: str, info: Any = None) -> None:
+        """A step of an update; see WeightUpdates."""
+        self.weights.call(step, info)
+
+    def reload_weights(self) -> None:
+        """As programs call it after a sleep of level 2; waking up does it, too."""
+        self.weights.reload()
 
     def start_profile(self, prefix: str | None = None) -> None:
         self.profiler.start(prefix)

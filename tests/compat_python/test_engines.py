@@ -65,7 +65,7 @@ def test_the_asynchronous_engine_streams():
             await engine.collective_rpc(print)
         with pytest.raises(RuntimeError, match="torch_profiler_dir"):
             await engine.start_profile()
-        with pytest.raises(NotImplementedError, match="not available yet: sleep mode"):
+        with pytest.raises(ValueError, match="started without sleep mode"):
             await engine.sleep()
         return texts, await engine.collective_rpc("kv_cache_memory")
 

@@ -15,6 +15,7 @@ OBJECTS = (
     "override_generation_config",
     "kv_transfer_config",
     "speculative_config",
+    "weight_transfer_config",
     "custom_histogram_buckets",
     "pooler_config",
     "profiler_config",

@@ -274,12 +274,12 @@ def test_a_model_with_its_own_processing_after_loading_is_not_cached(tiny, folde
     assert "MoreAfterLoading (the model)" in lines(caplog, "has no effect")[0] and files(folder) == []
 
 
-def test_a_method_with_its_own_processing_has_to_declare_leaves_panels_only():
-    from quire.models.loading.packed_cache import _leaves_panels_only
+def test_a_method_with_its_own_processing_has_to_declareleaves_panels_only():
+    from quire.models.loading.packed_cache import leaves_panels_only
     from quire.quantization.unquantized import UnquantizedLinearMethod
 
-    assert _leaves_panels_only(UnquantizedLinearMethod) and _leaves_panels_only(LlamaForCausalLM)
-    assert not _leaves_panels_only(DequantizedFp8LinearMethod)
+    assert leaves_panels_only(UnquantizedLinearMethod) and leaves_panels_only(LlamaForCausalLM)
+    assert not leaves_panels_only(DequantizedFp8LinearMethod)
 
 
 def test_it_is_refused_on_a_gpu(tiny, folder):

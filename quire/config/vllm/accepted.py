@@ -41,6 +41,9 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "/docs needs nothing from elsewhere": {
         "enable_offline_docs": "switch",
     },
+    "sleep mode brings the allocator that it needs": {
+        "enable_cumem_allocator": "switch",
+    },
     "no metric is hidden": {
         "show_hidden_metrics_for_version": "text",
     },

@@ -153,15 +153,12 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "disable_hybrid_kv_cache_manager": ("switch",),
         "swa_bounded_replay": ("switch", True),
     },
-    "sleep mode": {
-        "enable_sleep_mode": ("switch",),
+    "further options of sleep mode": {
         "sleep_mode_offload_cudagraph": ("switch",),
         "sleep_preserve_parameter_names": ("texts",),
-        "enable_cumem_allocator": ("switch",),
         "enable_nccl_comm_suspend": ("switch",),
     },
-    "transfer of new weights": {
-        "weight_transfer_config": ("json",),
+    "weights from elsewhere": {
         "model_weights": ("text", ""),
     },
     "gRPC instead of HTTP": {

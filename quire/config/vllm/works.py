@@ -57,6 +57,9 @@ WORKS: dict[str, str] = {
     "fingerprint_mode": "entrypoints/openai/test_vllm_responses.py::test_fingerprints",
     "fingerprint_value": "entrypoints/openai/test_vllm_responses.py::test_fingerprints",
     "profiler_config": "compat_python/test_engines.py::test_profiles_are_written",
+    # Sleep and new weights
+    "enable_sleep_mode": "sleep_mode/test_sleep.py::test_memory_is_given_back_and_texts_stay",
+    "weight_transfer_config": "weights/test_transfer.py::test_a_trainer_broadcasts_weights",
     # Chats
     "chat_template": "compat/test_engine_flags.py::test_a_template_for_chats",
     "trust_request_chat_template": "entrypoints/openai/test_chat.py::test_a_chat_template_in_a_request_needs_trust",

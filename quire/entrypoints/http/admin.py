@@ -14,6 +14,7 @@ from quire.config.shown import without_passwords
 from quire.engine.async_engine import EngineDeadError
 from quire.entrypoints.http.adapters import AdapterEndpoints
 from quire.entrypoints.http.context import ServerContext
+from quire.entrypoints.http.control import ControlEndpoints
 from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
 from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
 from quire.entrypoints.http.process_metrics import process_metrics
@@ -65,6 +66,8 @@ class AdminEndpoints:
             ]
         made = [Route(path, handler, methods=list(methods)) for path, handler, methods in routes]
         context = self.context
+        if context.config.enable_admin:
+            made += ControlEndpoints(context.engine, context.bodies).routes()
         if context.config.enable_admin or context.config.allow_runtime_lora_updating:
             made += AdapterEndpoints(context.adapters, context.bodies, context.peers, context.model_names).routes()
         return made

@@ -14,6 +14,7 @@ from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.adapters import LoadRequest, UnloadRequest
 from quire.entrypoints.http.admin import AbortRequest
 from quire.entrypoints.http.body import CLIENT_REQUEST_ID
+from quire.entrypoints.http.control import FinishRequest, InitRequest, RpcRequest, UpdateRequest, VersionRequest
 from quire.entrypoints.http.dialect import Dialect, dialect_of
 from quire.entrypoints.openai.openapi_responses import RESPONSES
 from quire.entrypoints.openai.protocol import (
@@ -51,6 +52,11 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort_requests": AbortRequest,
+    "/collective_rpc": RpcRequest,
+    "/finish_weight_update": FinishRequest,
+    "/init_weight_transfer_engine": InitRequest,
+    "/update_weight_version": VersionRequest,
+    "/update_weights": UpdateRequest,
     "/v1/load_lora_adapter": LoadRequest,
     "/v1/unload_lora_adapter": UnloadRequest,
     "/v1/embeddings": EmbeddingRequest,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -102,6 +103,7 @@ def quantize(type_name: str, weight: torch.Tensor) -> Packed:
 class Fused:
     """Weights of the same inputs whose outputs follow each other."""
 
+    address_fields: ClassVar = ("table",)  # not to be copied: weights/in_place.py
     parts: tuple[Packed, ...]
     table: torch.Tensor  # int64 [parts, 4], of addresses: it is of use while `parts` are there
     outputs: int

@@ -1,6 +1,7 @@
 """Builds a model and loads its weights from the checkpoint."""
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from quire.checkpoint.heap import large_buffers_mapped
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import Checkpoint
-from quire.checkpoint.tensors import count_tensors, open_tensors
+from quire.checkpoint.tensors import CheckpointTensor, count_tensors, open_tensors
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
 from quire.models.implementation import choose_implementation
@@ -55,6 +56,7 @@ def load_model(
     packed_weights_cache: str | None = None,
     stage: Stage = WHOLE,
     backbone: bool = False,
+    tensors: Sequence[CheckpointTensor] | None = None,
 ) -> LanguageModel:
     """The model of `hf_config` with the checkpoint's weights, ready for inference.
 
@@ -62,6 +64,7 @@ def load_model(
     the model's own, used without one. `quantization` is the user's option; None: as in the checkpoint. `model_impl`:
     see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py). `stage`: only its layers are read.
     `backbone`: of a model that pools, whose checkpoint may be saved without prefix and with heads (pooling/heads.py).
+    `tensors`: instead of the checkpoint's; on the device "meta" they are only checked.
     """
     device = torch.device(device)
     if packed_weights_cache and device.type != "cpu":
@@ -79,6 +82,8 @@ def load_model(
             raise ValueError(
                 "a model that transformers runs cannot be split into stages; use one (--pipeline-parallel-size 1)"
             )
+        if tensors is not None:
+            raise ValueError("a model that transformers runs cannot get new weights yet; start an engine with them")
         if packed_weights_cache:
             from quire.models.loading.packed_cache import warn_no_effect
 
@@ -126,16 +131,18 @@ def load_model(
             if cache.map_into(model):
                 return model.eval()
             model = build()  # the first may be partially filled
-        if ckpt.format == "dummy":
+        if ckpt.format == "dummy" and tensors is None:
             init_dummy_weights(model, seed)
         else:
             if packed_weights_cache:
                 read_ahead(ckpt.files)  # not started by the worker, since a cache hit needs no checkpoint
-            tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
+            given: Iterable[CheckpointTensor] = open_tensors(ckpt) if tensors is None else tensors
+            given = with_progress(given, count_tensors(ckpt)) if progress and tensors is None else given
             if isinstance(quantized, RegroupsTensors):
-                tensors = quantized.regroup(tensors)
-            load_weights(model, tensors, quantized.ignored, backbone)
-        model.process_after_loading()
+                given = quantized.regroup(given)
+            load_weights(model, given, quantized.ignored, backbone)
+        if device.type != "meta":
+            model.process_after_loading()
         if cache is not None:
             cache.write(model)
     return model.eval()

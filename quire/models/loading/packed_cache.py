@@ -130,12 +130,12 @@ def _obstacle(model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype) -> str 
             return f"quantized weights ({name})"
     for path, module in model.named_modules():
         for holder in (module, getattr(module, "method", None)):
-            if not _leaves_panels_only(type(holder)):
+            if not leaves_panels_only(type(holder)):
                 return f"{type(holder).__name__} ({path or 'the model'})"
     return None
 
 
-def _leaves_panels_only(kind: type) -> bool:
+def leaves_panels_only(kind: type) -> bool:
     """Whether the class that defines process_after_loading declares it: an override has to declare it again."""
     owner = next((base for base in kind.__mro__ if "process_after_loading" in vars(base)), None)
     return owner is None or bool(vars(owner).get("leaves_panels_only"))

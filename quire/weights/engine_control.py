@@ -1,0 +1,216 @@
+"""What operators and trainers do to a running engine: pause it, let it sleep, give it new weights."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from quire.messages.requests import EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+logger = logging.getLogger("quire")
+
+MODES = ("abort", "wait", "keep")
+TAGS = ("weights", "kv_cache")
+SCHEDULING = "scheduling"  # a tag of vLLM's: nothing but to go on
+
+
+class CallsWorkers(Protocol):
+    def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]: ...
+
+
+class Pending(Protocol):
+    @property
+    def pending(self) -> bool: ...
+
+
+class ControlledScheduler(Protocol):
+    sleep_level: int
+
+    @property
+    def requests(self) -> Mapping[str, Any]: ...
+
+    @property
+    def transfers(self) -> Pending: ...
+
+    def forget(self, key: bytes = b"") -> None: ...
+
+
+class ControlledCore(Protocol):
+    """EngineCore, as far as it is controlled from here."""
+
+    @property
+    def executor(self) -> CallsWorkers: ...
+
+    @property
+    def scheduler(self) -> ControlledScheduler: ...
+
+    def finish_requests(self, request_ids: list[str]) -> list[int]: ...
+
+    def add_or_fail(self, request: EngineCoreRequest) -> None: ...
+
+    def buffer(self, outputs: EngineCoreOutputs) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class EngineControl:
+    """Calls between two steps. While the engine is paused new requests are held, and added when it goes on; `wait` lets
+    those that it has end first, the other modes leave none running."""
+
+    def __init__(self, core: ControlledCore, sleep_mode: bool) -> None:
+        """`sleep_mode`: whether workers can give memory back."""
+        self._core, self._sleep_mode = core, sleep_mode
+        self.paused = False
+        self.frozen = False  # nothing is scheduled
+        self.held: list[EngineCoreRequest] = []
+        self._asleep: set[str] = set()  # tags
+        self._discarded = False  # there are no weights until an update brings some
+        self._version = "default"
+        self._num_updates = 0
+
+    def call(self, name: str, args: Sequence[Any]) -> Any:
+        calls: dict[str, Callable[..., Any]] = {
+            "pause": self.pause,
+            "resume": self.resume,
+            "is_paused": lambda: self.paused,
+            "check_sleep": self.check_sleep,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "is_sleeping": lambda: self.paused or bool(self._asleep),
+            "release_kv_cache_memory": self.release_kv_cache_memory,
+            "update": self.update,
+            "finish_update": self.finish_update,
+            "set_weight_version": self.set_weight_version,
+            "get_weight_version": lambda: self._version,
+        }
+        return calls[name](*args)
+
+    def pause(self, mode: str, clear_cache: bool) -> bool:
+        """Whether nothing runs any more. With `wait` that may take several calls."""
+        core = self._core
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
+        self.paused = True
+        if mode == "abort":
+            ended = core.finish_requests(list(core.scheduler.requests))
+            ended += [request.index + i for request in self.held for i in range(request.sampling.n)]
+            self.held = []
+            if ended:
+                core.buffer(EngineCoreOutputs.ended(ended, FinishReason.ABORT))
+        elif mode == "wait" and not self.frozen and core.scheduler.requests:
+            return False
+        self.frozen = True
+        core.drain()
+        if clear_cache:
+            core.scheduler.forget()
+        return True
+
+    def resume(self) -> None:
+        if self._asleep:
+            raise ValueError(
+                f"the engine has given back its {' and '.join(sorted(self._asleep))}; wake it up (wake_up)"
+            )
+        self._reload_discarded()
+        self.paused = self.frozen = False
+        held, self.held = self.held, []
+        for request in held:
+            self._core.add_or_fail(request)
+
+    def check_sleep(self, level: int) -> None:
+        """Before anything is paused for it."""
+        if type(level) is not int or level not in (0, 1, 2):
+            raise ValueError(f"level is {level!r}; allowed: 0, 1, 2")
+        if level and not self._sleep_mode:
+            raise ValueError("the engine was started without sleep mode (--enable-sleep-mode)")
+        if level == 2:
+            self.update("check", None)  # whether weights that are discarded could be had again
+
+    def sleep(self, level: int) -> None:
+        """After a pause. 0: nothing is given back."""
+        self.check_sleep(level)
+        self._require_pause()
+        if level:
+            self._core.executor.collective_rpc("sleep", (level,), {})
+            self._discarded |= level == 2 and "weights" not in self._asleep
+            self._asleep.update(TAGS)
+        self._note_state()
+
+    def wake_up(self, tags: Sequence[str] | None) -> bool:
+        """Whether all memory is there again; then the engine goes on."""
+        wanted = [*TAGS, SCHEDULING] if tags is None else list(tags)
+        unknown = [tag for tag in wanted if tag not in (*TAGS, SCHEDULING)]
+        if unknown:
+            raise ValueError(f"tags are {wanted!r}; allowed: {', '.join((*TAGS, SCHEDULING))}")
+        asleep = [tag for tag in TAGS if tag in wanted and tag in self._asleep]
+        if asleep:
+            self._core.executor.collective_rpc("wake_up", (asleep,), {})
+            self._asleep.difference_update(asleep)
+        self._note_state()
+        if self._asleep:
+            return False
+        self.resume()
+        return True
+
+    def release_kv_cache_memory(self) -> None:
+        self.check_sleep(1)
+        self._require_pause()
+        if self._asleep:
+            raise ValueError("the engine sleeps already: its memory has been given back")
+        self._core.scheduler.forget()
+        self._core.executor.collective_rpc("discard_kv_cache", (), {})
+        self._asleep.add("kv_cache")
+        self._note_state()
+
+    def update(self, step: str, info: Any) -> None:
+        """`check`, `init`, `start`, `add` or `shutdown` of WeightUpdates, on all workers; an error ends the update."""
+        if step in ("start", "add") and "weights" in self._asleep:
+            raise ValueError('the weights\' memory has been given back; wake it up first (wake_up(["weights"]))')
+        try:
+            self._core.executor.collective_rpc("update_weights", (step, info), {})
+        except Exception:
+            if step == "add":
+                self._core.executor.collective_rpc("update_weights", ("abandon",), {})
+            raise
+
+    def finish_update(self, version: str | None) -> None:
+        """New weights are checked on all workers, then used by all. Nothing computed with the old ones is reused."""
+        core = self._core
+        core.drain()
+        if core.scheduler.transfers.pending:
+            raise ValueError('KV blocks are on their way from or to a connector; let requests end first (mode "wait")')
+        try:
+            core.executor.collective_rpc("update_weights", ("prepare",), {})
+        except Exception:
+            core.executor.collective_rpc("update_weights", ("abandon",), {})
+            raise
+        try:
+            core.executor.collective_rpc("update_weights", ("commit",), {})
+        except Exception:
+            # Some weights may be new: nothing runs until `resume` has read the checkpoint again.
+            self._discarded = self.paused = self.frozen = True
+            raise
+        self._discarded = False
+        self._num_updates += 1
+        core.scheduler.forget(f"weights {self._num_updates}".encode())
+        if version is not None:
+            self.set_weight_version(version)
+
+    def set_weight_version(self, version: str) -> None:
+        if not isinstance(version, str):
+            raise ValueError(f"weight_version is {version!r}; it must be a string")
+        self._version = version
+
+    def _require_pause(self) -> None:
+        if not self.frozen or self._core.scheduler.transfers.pending:
+            raise ValueError("the engine is running, or transfers KV blocks; pause it first (pause_generation)")
+
+    def _reload_discarded(self) -> None:
+        """Weights that were discarded and not replaced come from the engine's checkpoint."""
+        if self._discarded:
+            logger.info("weights were discarded; they are read again from the checkpoint")
+            self.update("start", None)
+            self.update("add", {"path": None})
+            self.finish_update(None)
+
+    def _note_state(self) -> None:
+        level = (2 if self._discarded else 1) if "weights" in self._asleep else 0
+        self._core.scheduler.sleep_level = level
