@@ -28,11 +28,12 @@ from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheGroup, KVC
 from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.speculation import DraftProfile
-from quire.models.base import LanguageModel
+from quire.models.base import LanguageModel, SupportsLoRA
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
 from quire.models.loading.peft import read_adapter
+from quire.models.loading.sharded_state import save_sharded_state
 from quire.models.registry import ModelRegistry
 from quire.models.stage import Stage
 from quire.platforms import current_platform
@@ -72,7 +73,7 @@ class Worker:
             remote_code=config.model.trust_remote_code,
             ignore_patterns=config.load.ignore_patterns,
         )
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         strategy = config.load.safetensors_load_strategy
         reads = checkpoint.format != "dummy" and world.local_rank == 0  # ranks of a machine share what is read ahead
         if reads and not config.load.packed_weights_cache and strategy != "lazy":
@@ -102,6 +103,8 @@ class Worker:
             code_revision=config.model.code_revision,
             moe_backend=device.moe_backend,
             longest=config.model.derived_max_model_len,
+            threads=config.load.load_threads,
+            state_pattern=config.load.sharded_state_pattern,
             stage=Stage(world.stage, world.layout.stages, config.parallel.pipeline_layers),
             backbone=config.pooling.setup is not None,
         )
@@ -168,14 +171,15 @@ class Worker:
         config, max_tokens = self.config, self.config.scheduler.max_num_batched_tokens
         if not config.lora.enable_lora:
             return None
-        if not isinstance(self.model, DecoderModel):
+        if not isinstance(self.model, SupportsLoRA):
             raise ValueError(f"LoRA is not available yet for {type(self.model).__name__}; leave out enable_lora")
+        assert isinstance(self.model, torch.nn.Module)
         assert max_tokens is not None
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
         if not self.model.cache_layers():  # texts are computed whole
             most = max(most, config.model.max_model_len or config.model.derived_max_model_len)
-        names = self.model.weight_map()
-        read = functools.partial(read_adapter, names=names)
+        names = self.model.adapted_names()
+        read = functools.partial(read_adapter, names=names, elsewhere=self.model.is_elsewhere)
         return Adapters(
             self.model,
             read,
@@ -311,7 +315,7 @@ class Worker:
 
     def weights_identity(self) -> str:
         """Tells models apart by what their files hold."""
-        return checkpoint_identity(self._checkpoint)
+        return checkpoint_identity(self.checkpoint)
 
     def close_connectors(self) -> None:
         if self.runner.transfers is not None:
@@ -384,6 +388,11 @@ class Worker:
     def reload_weights(self) -> None:
         """As programs call it after a sleep of level 2; waking up does it, too."""
         self.weights.reload()
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        if self.config.pooling.setup is not None:
+            raise ValueError("sharded state has no heads for pooling; only models that generate can be saved so")
+        save_sharded_state(self.model, self.checkpoint, path, pattern, max_size)
 
     def start_profile(self, prefix: str | None = None) -> None:
         self.profiler.start(prefix)
