@@ -191,7 +191,7 @@ class EngineProcess:
             if name == "state":
                 return Result(number, values=self.core.state())
             if name == "view":
-                return Result(number, values=self.core.view(int(call.args[0])))
+                return Result(number, values=self.core.view(*call.args))
         except ValueError as error:
             return Result(number, sendable(str(error)))
         except Exception as error:

@@ -266,8 +266,8 @@ class AsyncLLM(VllmInterface):
         own = {"requests": len(self.output_processor), "streams": len(self._streams), "calls": len(self._calls)}
         return {"front_end": own, "core": await self._call("state")}
 
-    async def get_view(self, since: int) -> dict[str, Any]:
-        view: dict[str, Any] = await self._call("view", [since])
+    async def get_view(self, since: int, cursor: Sequence[int]) -> dict[str, Any]:
+        view: dict[str, Any] = await self._call("view", [since, list(cursor)])
         return view
 
     async def _call(

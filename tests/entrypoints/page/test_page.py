@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,9 @@ def test_the_core_is_asked_only_while_somebody_watches() -> None:
     calls: list[int] = []
     answer = engine.get_view
 
-    async def get_view(since: int) -> dict[str, Any]:
+    async def get_view(since: int, cursor: Sequence[int]) -> dict[str, Any]:
         calls.append(since)
-        return await answer(since)
+        return await answer(since, cursor)
 
     engine.get_view = get_view  # type: ignore[method-assign]
     with stub_server(engine) as server:
