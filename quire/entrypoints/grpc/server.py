@@ -35,8 +35,7 @@ class GrpcServer:
     def __init__(self, context: ServerContext) -> None:
         import grpc.aio
 
-        from quire.entrypoints.grpc.engine_pb2_grpc import add_QuireEngineServicer_to_server
-        from quire.entrypoints.grpc.service import EngineService, KeysFirst, health_handler
+        from quire.entrypoints.grpc.service import EngineService
 
         config = context.config
         options = [
@@ -47,11 +46,9 @@ class GrpcServer:
             ("grpc.so_reuseport", int(config.api_server_count > 1)),
         ]
         most = config.max_connections or 8192
-        service = EngineService(context)
-        keys = [] if context.keys is None else [KeysFirst(context.keys, service)]
-        self._server = grpc.aio.server(interceptors=keys, options=options, maximum_concurrent_rpcs=most)
-        add_QuireEngineServicer_to_server(service, self._server)
-        self._server.add_generic_rpc_handlers((health_handler(service.problem),))
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=most)
+        self.service = EngineService(context)
+        self._server.add_generic_rpc_handlers(tuple(self.service.handlers()))
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
         if config.ssl_certfile is not None and config.ssl_keyfile is not None:
