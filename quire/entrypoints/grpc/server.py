@@ -10,6 +10,8 @@ from quire.entrypoints.http.context import ServerContext
 
 logger = logging.getLogger("quire")
 
+IDLE_SECONDS = 60  # after which a connection without calls is closed: each takes a file descriptor
+
 
 def check_grpc(config: ServerConfig) -> None:
     """Before the model is loaded: ValueError if it could not be served."""
@@ -42,6 +44,8 @@ class GrpcServer:
             ("grpc.max_receive_message_length", config.max_request_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", config.h11_max_incomplete_event_size),
+            ("grpc.server_handshake_timeout_ms", round(1000 * config.timeout_request_headers)),
+            ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
             # All API processes accept from one port; else a port that is taken must be an error.
             ("grpc.so_reuseport", int(config.api_server_count > 1)),
         ]

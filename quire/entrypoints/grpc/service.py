@@ -15,7 +15,7 @@ from quire.entrypoints.grpc.request import GrpcEndpoint, GrpcRequest, MessagesOf
 from quire.entrypoints.http import generation
 from quire.entrypoints.http.body import SMALL_BODY
 from quire.entrypoints.http.context import ServerContext
-from quire.entrypoints.http.errors import ApiError, as_api_error, bad_request
+from quire.entrypoints.http.errors import ApiError, as_api_error, bad_request, overloaded
 from quire.entrypoints.http.keys import KnownKeys
 from quire.entrypoints.http.rate_limit import limit_client
 from quire.entrypoints.openai.params import ParamsBuilder
@@ -34,6 +34,7 @@ SERVICE = "quire.grpc.engine.QuireEngine"
 HEALTH = "grpc.health.v1.Health"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"  # HealthCheckResponse: its status, field 1
 WATCH_SECONDS = 1.0
+MAX_WATCHES = 256  # they need no key, and must not take the places of calls
 
 Call = Any  # grpc.aio.ServicerContext
 
@@ -148,14 +149,22 @@ def health_handler(problem: Callable[[], Awaitable[str | None]]) -> grpc.Generic
     async def check(messages: AsyncIterator[bytes], call: Call) -> bytes:
         return SERVING if await problem() is None else NOT_SERVING
 
+    watching: set[Call] = set()
+
     async def watch(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[bytes]:
+        if len(watching) >= MAX_WATCHES:
+            await _abort(call, overloaded(f"{MAX_WATCHES} clients are watching already", 5))
+        watching.add(call)
         last = b""
-        while True:
-            status = await check(messages, call)
-            if status != last:
-                yield status
-            last = status
-            await asyncio.sleep(WATCH_SECONDS)
+        try:
+            while True:
+                status = await check(messages, call)
+                if status != last:
+                    yield status
+                last = status
+                await asyncio.sleep(WATCH_SECONDS)
+        finally:
+            watching.discard(call)
 
     # As if requests were streams, which are left unread.
     methods = {

@@ -16,6 +16,7 @@ from tests.entrypoints.stub_server import MODEL, StubServer, make_certificate, s
 grpc = pytest.importorskip("grpc")
 pb = pytest.importorskip("quire.entrypoints.grpc.engine_pb2")
 pb_grpc = pytest.importorskip("quire.entrypoints.grpc.engine_pb2_grpc")
+service = pytest.importorskip("quire.entrypoints.grpc.service")
 
 PROTO = Path(str(pb.__file__)).with_name("engine.proto")
 KEY = (("authorization", "Bearer key"),)
@@ -189,7 +190,7 @@ def test_messages_that_are_read_are_bounded_in_all() -> None:
     limits.timeout_request_body = 0.5
     with stub_server(stub_engine(), limits) as server:
         assert server.server.grpc is not None
-        never, service = threading.Event(), server.server.grpc.service
+        never, reading = threading.Event(), server.server.grpc.service._reading
 
         def endless() -> Iterator[bytes]:
             never.wait(20)
@@ -197,7 +198,7 @@ def test_messages_that_are_read_are_bounded_in_all() -> None:
 
         with grpc.insecure_channel(server.server.grpc.address) as channel:
             stalled = channel.stream_stream("/quire.grpc.engine.QuireEngine/Generate")(endless(), timeout=20)
-            server.wait_until(service._reading.locked)
+            server.wait_until(reading.locked)
             assert whole(server, ask()).text and stalled.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             assert "--timeout-request-body" in stalled.details()
             never.set()
@@ -274,6 +275,19 @@ def test_the_standard_health_service(server: StubServer) -> None:
         finally:
             server.in_loop(lambda: setattr(server.server.context, "draining", False))
             watched.cancel()
+
+
+def test_watchers_of_health_leave_room_for_calls(server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_WATCHES", 1)
+    assert server.server.grpc is not None
+    with grpc.insecure_channel(server.server.grpc.address) as channel:
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watched = watch(b"", timeout=20)
+        assert next(watched) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch(b"", timeout=20))
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE and "watching" in caught.value.details()
+        watched.cancel()
 
 
 def test_the_code_is_that_of_the_proto_file() -> None:

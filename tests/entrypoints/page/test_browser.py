@@ -76,6 +76,24 @@ def test_markdown_code_and_mathematics(page: Any, parrot: str) -> None:
     assert page.evaluate("navigator.clipboard.readText()").strip() == "print(1)"
 
 
+BLOCKS = r"""1. One\n\n2. Two\n3. Three\n\n   more of it\n\n10. Ten\n\nA paragraph\nof two lines\n\n- a\n  - b\n\n- c
+> quoted\n\n> again\n\n```python\nx = 1\n\ny = 2\n```\n\nTitle\n---\n\n    indented\n\n    still
+| a | b |\n|---|---|\n| 1 | 2 |\n\n$$\nx^2\n\n$$\n\n**bold** and `code` and [a link](https://example.org)
+***\n\nThe end.""".replace("\n", r"\n\n")
+
+
+def test_a_stream_is_shown_as_the_whole_text_is(page: Any, wheel: Path) -> None:
+    with start_parrot(wheel, "--step-seconds", "0.04") as url:  # slow enough for every token to be shown
+        page.goto(url)
+        ask(page, f"SAY: {BLOCKS}")
+        page.wait_for_selector("q-message.assistant math")
+        html = "document.querySelector('q-message.assistant > .text').innerHTML"
+        streamed = page.evaluate(html)
+        page.reload()
+        page.wait_for_selector("q-message.assistant math")
+        assert streamed == page.evaluate(html)
+
+
 def test_stop_regenerate_edit_and_branches(page: Any, wheel: Path) -> None:
     with start_parrot(wheel, "--step-seconds", "0.02") as url:
         page.goto(url)
@@ -111,7 +129,8 @@ def test_a_schema_is_checked_as_it_is_typed(page: Any, wheel: Path) -> None:
         page.fill("#p-temperature", "0")
         ask(page, "When did Columbus sail?")
         assert "follows the schema" in page.locator("q-message.assistant .note").inner_text()
-        assert isinstance(json.loads(last_answer(page))["year"], int)
+        answer = page.locator("q-message.assistant figure.code pre")
+        assert isinstance(json.loads(text_of(answer))["year"], int)
         # The tokens' alternatives, and going on from one of them
         page.fill("#s-schema", "")
         page.click("summary:has-text('Output')")
@@ -249,6 +268,12 @@ def test_a_server_open_to_the_network_says_so(page: Any, wheel: Path) -> None:
         page.wait_for_selector("q-view .state:has-text('Off')")
 
 
+def engine_of(server: int) -> int:
+    """The largest of the server's processes."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return max(map(int, children), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+
+
 def test_an_engine_that_dies_leaves_the_chat(page: Any, wheel: Path) -> None:
     with start_quire(wheel, "--max-model-len", "2048") as (url, process):
         page.goto(url)
@@ -256,11 +281,7 @@ def test_an_engine_that_dies_leaves_the_chat(page: Any, wheel: Path) -> None:
         page.check("#p-ignore_eos")
         ask(page, "Tell me a long story.", wait=False)
         until(page, "document.querySelector('q-message.assistant > .text').innerText.length > 20")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(
-            max(map(int, children), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1])),
-            signal.SIGKILL,
-        )
+        os.kill(engine_of(process.pid), signal.SIGKILL)
         page.wait_for_selector("q-message.assistant .note.error")
         assert "What had arrived is kept" in page.locator("q-message.assistant .note").inner_text()
         page.wait_for_selector(".banner:has-text('Your chats are kept')")
