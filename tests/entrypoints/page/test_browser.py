@@ -191,6 +191,13 @@ INJECTIONS = [
     "[x]: javascript:alert(1)\\n\\n[x]",
     "<details open ontoggle=alert(1)>",
     "{{constructor.constructor('alert(1)')()}}",
+    "[x](data:text/html,<script>alert(1)</script>) [y](vbscript:alert(1)) <javascript:alert(1)>",
+    "[x](java\\tscript:alert(1)) [y](//evil.example) [z](/page/app.js)",
+    "$\\style{background:url(http://evil.example)}{x}$ $\\url{javascript:alert(1)}$ $\\data{x=1}{y}$",
+    '| <img src=x onerror=alert(1)> | "><svg onload=alert(1)> |\\n|---|---|\\n| [a](javascript:x) | <b onclick=x> |',
+    "<input autofocus onfocus=alert(1)> - [x] <input type=image src=x onerror=alert(1)>",
+    "<xmp><p title='</xmp><img src=x onerror=alert(1)>'>",
+    ">" * 3000 + " <img src=x onerror=alert(1)>",
 ]
 
 

@@ -83,12 +83,26 @@ function finish(fragment) {
   return fragment;
 }
 
-const parse = (text) => finish(DOMPurify.sanitize(marked.parse(text), TEXT));
+// What the parser cannot take, such as thousands of quotations in one another, is shown as it is.
+function parse(text) {
+  try {
+    return finish(DOMPurify.sanitize(marked.parse(text), TEXT));
+  } catch {
+    const fragment = document.createDocumentFragment();
+    fragment.append(h("p", { class: "as-it-is" }, text));
+    return fragment;
+  }
+}
 
 // The blocks of a text that nothing after it can change: all but the last, and but a list before that, whose next item
 // begins like a paragraph.
 function settledPart(text) {
-  const blocks = marked.lexer(text).filter((token) => token.raw);
+  let blocks;
+  try {
+    blocks = marked.lexer(text).filter((token) => token.raw);
+  } catch {
+    return "";
+  }
   const isBlock = (token) => token.type !== "space";
   let last = blocks.findLastIndex(isBlock);
   const before = blocks.slice(0, Math.max(0, last)).findLastIndex(isBlock);
