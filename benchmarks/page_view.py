@@ -20,6 +20,8 @@ from pathlib import Path
 
 import httpx
 
+from quire.bench.machine import describe_machine
+
 WORDS = ["paper", "ink", "page", "block", "token", "engine", "river", "stone", "light", "north", "cloud", "seven"]
 
 
@@ -121,7 +123,8 @@ def main() -> None:
     )
     if args.save is not None:
         shape = {"streams": args.streams, "watchers": args.watchers, "tokens": args.tokens, "pairs": pairs}
-        args.save.write_text(json.dumps(shape | {"percent": [first, middle, third]}, indent=1) + "\n")
+        shape |= {"percent": [first, middle, third], "machine": describe_machine(probe=False)}
+        args.save.write_text(json.dumps(shape, indent=1) + "\n")
 
 
 if __name__ == "__main__":

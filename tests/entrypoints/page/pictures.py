@@ -135,6 +135,7 @@ class Pictures:
             ask(page, "Write a long history of the book, in many chapters.", wait=False)
             page.wait_for_selector(DONE)
             print("frames of 4,000 tokens:", frames(), flush=True)
+            page.wait_for_timeout(500)
             self.take(page, "long")
 
     def keyboard(self) -> None:
@@ -166,7 +167,7 @@ class Pictures:
             self.take(page, "killed")
 
     def engine(self) -> None:
-        flags = ("--num-gpu-blocks-override", "1600", "--max-model-len", "2048")
+        flags = ("--num-gpu-blocks-override", "1400", "--max-model-len", "2048")
         tall = {"width": 1280, "height": 1000}
         with (
             start_quire(ROOT, *flags) as (url, _),
@@ -175,7 +176,7 @@ class Pictures:
         ):
             page.wait_for_selector("q-view .state:has-text('Live')")
             until(page, "Number(document.querySelector('.figures dd').textContent) > 40")
-            page.wait_for_timeout(30_000)  # the plots' span
+            page.wait_for_timeout(40_000)  # the plots' span, without the start
             self.take(page, "engine")
             with page.expect_download() as saved:
                 page.click("text=Save the last minute")
@@ -183,10 +184,11 @@ class Pictures:
 
 
 def with_palette(picture: Image.Image) -> Image.Image:
-    """A third of the size: with the colours that most pixels have, exactly, and near ones at the edges of letters."""
-    counts = sorted(picture.getcolors(1 << 24), reverse=True)[:256]
+    """Half of the size: with the colours that most pixels have, and the extremes of the others."""
+    counts = sorted(picture.getcolors(1 << 24), reverse=True)[:128]
+    extremes = picture.quantize(128, Image.Quantize.MAXCOVERAGE).getpalette()
     palette = Image.new("P", (1, 1))
-    palette.putpalette([part for _, color in counts for part in color])
+    palette.putpalette([*(part for _, color in counts for part in color), *extremes])
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
@@ -231,8 +233,10 @@ def streams(url: str, count: int) -> Iterator[None]:
     def one(number: int) -> None:
         chosen = random.Random(number)
         while not ended.is_set():
-            shared = "You are a careful librarian who answers at length. " * 24 if chosen.random() < 0.4 else ""
-            prompt = f"{shared}Story {chosen.randrange(10**6)}, about {chosen.choice(THEMES)}: once "
+            theme, kind = chosen.choice(THEMES), chosen.random()
+            shared = "You are a careful librarian who answers at length. " * 24 if kind < 0.4 else ""
+            own = " ".join(chosen.choices(THEMES, k=chosen.randrange(60))) if kind > 0.7 else ""
+            prompt = f"{shared}{chosen.randrange(10**6)} {own}, a story about {theme}: once "
             tokens = chosen.randrange(24, 320)
             body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
             try:

@@ -250,6 +250,15 @@ def test_a_long_answer_stays_smooth(page: Any, wheel: Path) -> None:
         assert re.search(r"\d+ tok/s", page.locator("q-message.assistant .facts").inner_text())
         words = last_answer(page).count("ord")
         assert words >= 3900
+        assert shown(page, "#ask") and shown(page, "q-message:last-of-type .facts")
+        log = "(() => { const log = document.querySelector('.log'); return log.scrollHeight - log.clientHeight })()"
+        assert page.evaluate(log) > 1000  # it is the conversation that scrolls
+
+
+def shown(page: Any, selector: str) -> bool:
+    """Within the window."""
+    box = page.locator(selector).bounding_box()
+    return bool(box and box["y"] >= 0 and box["y"] + box["height"] <= page.viewport_size["height"])
 
 
 def test_a_wrong_key_is_asked_for_again(page: Any, wheel: Path) -> None:
@@ -361,9 +370,9 @@ def test_narrow_screens(browser: Any, parrot: str, width: int, height: int) -> N
             "SAY: A fairly long answer that has to wrap, with "
             "`a_rather_long_identifier_that_cannot_be_broken_anywhere_at_all`",
         )
-        assert fits(page)
-        box = page.locator("#ask").bounding_box()
-        assert box["y"] + box["height"] <= height and box["width"] > 200
+        ask(page, "COUNT 300")
+        assert fits(page) and shown(page, "#ask") and shown(page, "q-message:last-of-type .facts")
+        assert page.locator("#ask").bounding_box()["width"] > 200
         page.click("button[aria-label='Settings']")
         page.fill("#p-temperature", "0.5")
         assert fits(page)

@@ -105,7 +105,8 @@ def test_files_need_no_key_and_calls_do(keyed: StubServer) -> None:
     assert keyed.get("/").status_code == 200 and keyed.get("/page/app.js").status_code == 200
     for path in ("/view/info", "/view/stream", "/v1/models"):
         assert refusal(keyed.get(path), 401)
-    assert keyed.get("/view/info", headers=KEYS).json()["view"] is True
+    info = keyed.get("/view/info", headers=KEYS).json()
+    assert info["view"] is True and info["keys"] is True
 
 
 @pytest.mark.parametrize("config", [{"disable_page": True}, {"tokens_only": True}])

@@ -281,7 +281,7 @@ def test_background_responses_may_not_fill_the_store_forever() -> None:
 
 
 def test_a_response_whose_events_do_not_fit_leaves_nothing_behind() -> None:
-    with stub_server(stub_engine(0.02), ServerConfig(max_stored_response_bytes=6000)) as server:
+    with stub_server(stub_engine(0.02), ServerConfig(max_stored_response_bytes=3500)) as server:
         body = {"input": "Hello", "background": True, "stream": True, "max_output_tokens": 5000}
         for _ in range(3):
             assert "too large" in refusal(server.post("/v1/responses", body), 503)
