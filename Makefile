@@ -105,6 +105,9 @@ $(PAGE)/.page: pyproject.toml $(LOCK)
 test-page: $(PAGE)/.page  ## the page in Chromium, from a built wheel without network; installs Chromium
 	@$(PAGE)/bin/python -m pytest tests/entrypoints/page tests/core/test_view.py
 
+page-pictures: $(PAGE)/.page  ## take the pictures of docs/page again
+	@$(PAGE)/bin/python -m tests.entrypoints.page.pictures
+
 test-arm:  ## the C kernels on an emulated ARM; needs gcc-aarch64-linux-gnu and qemu-user
 	@mkdir -p build
 	@aarch64-linux-gnu-gcc -O3 -fno-math-errno -fno-trapping-math -fopenmp -Iquire/kernels/native tests/arm/check.c \
@@ -157,4 +160,4 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.figures
 
 .PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-ray \
-	test-page test-arm test-clients lint format fuzz chaos kv-soak test-redis lock bench figures
+	test-page page-pictures test-arm test-clients lint format fuzz chaos kv-soak test-redis lock bench figures

@@ -1,6 +1,6 @@
 """What watching costs: throughput of a server under load with and without clients that read its live view.
 
-    python -m benchmarks.page_view [--streams 64] [--watchers 2] [--rounds 10] [MODEL]
+    python -m benchmarks.page_view [--streams 64] [--watchers 2] [--rounds 10] [--save FILE.json] [MODEL]
 
 Rounds alternate between watched and not, on one server, in an order that is reversed every other time; the figure is
 the median of the ratios of neighbours. A client that reads the stream stands for a browser.
@@ -16,8 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+
+from quire.bench.machine import describe_machine
 
 WORDS = ["paper", "ink", "page", "block", "token", "engine", "river", "stone", "light", "north", "cloud", "seven"]
 
@@ -91,27 +94,37 @@ def main() -> None:
     parser.add_argument("--watchers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--rounds", type=int, default=10, help="pairs of runs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further pair begins")
+    parser.add_argument("--save", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    began = time.monotonic()
     with serving([args.model] if args.model else []) as url:
         generate(url, args.streams, min(32, args.tokens))  # warm-up
-        ratios = []
+        pairs: list[dict[str, float]] = []
         for number in range(args.rounds):
+            if time.monotonic() - began > args.seconds:
+                break
             rates: dict[bool, float] = {}
             seen = 0
             for watched in (False, True) if number % 2 == 0 else (True, False):
                 with watching(url, args.watchers if watched else 0) as samples:
                     rates[watched] = generate(url, args.streams, args.tokens)
                 seen = max(samples, default=seen)
-            ratios.append(rates[True] / rates[False])
+            pairs.append({"alone": rates[False], "watched": rates[True], "samples": seen})
             print(
                 f"{number + 1}: {rates[False]:.1f} tokens/s, watched {rates[True]:.1f}, {seen} samples: "
-                f"{100 * (ratios[-1] - 1):+.2f} %",
+                f"{100 * (rates[True] / rates[False] - 1):+.2f} %",
                 flush=True,
             )
-    spread = f"{100 * (min(ratios) - 1):+.2f} to {100 * (max(ratios) - 1):+.2f} %"
+    ratios = [pair["watched"] / pair["alone"] for pair in pairs]
+    first, middle, third = (100 * (part - 1) for part in statistics.quantiles(ratios, n=4))
     print(
-        f"{args.watchers} watchers, {args.streams} streams: {100 * (statistics.median(ratios) - 1):+.2f} % ({spread})"
+        f"{args.watchers} watchers, {args.streams} streams: {middle:+.2f} % (quartiles {first:+.2f} and {third:+.2f} %)"
     )
+    if args.save is not None:
+        shape = {"streams": args.streams, "watchers": args.watchers, "tokens": args.tokens, "pairs": pairs}
+        shape |= {"percent": [first, middle, third], "machine": describe_machine(probe=False)}
+        args.save.write_text(json.dumps(shape, indent=1) + "\n")
 
 
 if __name__ == "__main__":

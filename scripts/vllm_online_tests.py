@@ -47,6 +47,8 @@ FILES = (
     "openai/completion/test_token_in_token_out.py",
     "openai/models/test_models.py",
     "openai/responses/test_basic.py",
+    "openai/responses/test_function_call.py",
+    "openai/responses/test_parsable_context.py",
     "openai/responses/test_simple.py",
     "openai/responses/test_stateful.py",
     "openai/responses/test_structured_output.py",

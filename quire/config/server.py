@@ -144,7 +144,7 @@ class ServerConfig:
     max_stop: int = option(64, "most stop strings of a request", minimum=0)
 
     max_stored_responses: int = option(
-        1024, "responses of /v1/responses that are kept, the oldest go first; 0: none", minimum=0
+        1024, "responses of /v1/responses that are kept, the oldest of a key go first; 0: none", minimum=0
     )
     max_stored_response_bytes: int = option(256 << 20, "most bytes of them", minimum=0)
     stored_response_ttl: float = option(86400.0, "seconds for which they are kept", minimum=0)

@@ -197,11 +197,11 @@ class EngineCore:
             "blocks_free": pool.num_free,
         }
 
-    def view(self, since: int) -> dict[str, Any]:
+    def view(self, since: int, cursor: Sequence[int]) -> dict[str, Any]:
         """Requests, blocks, and the steps after step `since`. Steps are noted from the first call on, until nobody
         calls for seconds."""
         self._view = self._view or EngineView(self.scheduler)
-        return self._view.sample(since)
+        return self._view.sample(since, cursor)
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()

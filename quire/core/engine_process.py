@@ -197,7 +197,7 @@ class EngineProcess:
             if name == "kv_event_sources":
                 return Result(number, values=self.core.kv_event_sources())
             if name == "view":
-                return Result(number, values=self.core.view(int(call.args[0])))
+                return Result(number, values=self.core.view(*call.args))
         except ValueError as error:
             return Result(number, sendable(str(error)))
         except Exception as error:

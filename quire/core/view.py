@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from quire.core.block_pool import KVCacheBlock
@@ -20,9 +21,6 @@ class EngineView:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._steps: deque[tuple[int, float, float, int, int, int, int]] = deque(maxlen=MAX_STEPS)
-        self._next_block = 1
-        self._last_block = len(scheduler.kv.pool.blocks) - 1  # all behind it are as they were at the start
-        self._last_used = 0  # seen since the first block was
         self._sampled_at = time.monotonic()
 
     def after_step(self, plan: SchedulerOutput, seconds: float) -> "EngineView | None":
@@ -36,8 +34,9 @@ class EngineView:
         self._steps.append((plan.step, now, seconds, total - decodes - drafts, decodes, drafts, len(plan.rows)))
         return self if now - self._sampled_at < WATCH_SECONDS else None
 
-    def sample(self, since: int) -> dict[str, Any]:
-        """The requests, the blocks, and the steps after step `since`."""
+    def sample(self, since: int, cursor: Sequence[int]) -> dict[str, Any]:
+        """The requests, the steps after step `since`, and the blocks from `cursor` on: of the watcher's last sample, or
+        empty. Each API process has its own, so that each sees everything."""
         scheduler, run = self._scheduler, self._scheduler.running
         self._sampled_at = time.monotonic()
         rows = run.order[:MAX_ROWS]
@@ -48,24 +47,24 @@ class EngineView:
             "running": list(zip(ids, *(column[rows].tolist() for column in columns), strict=True)),
             "waiting": [(r.key[1], r.num_prompt_tokens, len(r.token_ids), int(r.state)) for r in waiting],
             "steps": [step for step in self._steps if step[0] > since],
-            "blocks": self._sample_blocks(),
+            "blocks": self._sample_blocks(cursor),
             "groups": [(type(group).__name__, group.block_size, group.window) for group in scheduler.kv.groups],
             "prompt_tokens": scheduler.results.num_prompt_tokens,
             "generated_tokens": scheduler.results.num_generated_tokens,
             "stats": scheduler.stats(),
         }
 
-    def _sample_blocks(self) -> dict[str, Any]:
+    def _sample_blocks(self, cursor: Sequence[int]) -> dict[str, Any]:
         """A byte for each block of the next slice: 0, 1 or 2 (more) owners; 4: its content can be found; from bit 3
         on 1 + its group, where that is known."""
         pool, kv, run = self._scheduler.kv.pool, self._scheduler.kv, self._scheduler.running
+        # The cursor: the next block, the last (those behind it are as they were), the last used of this round.
+        first, last, used = cursor or (1, len(pool.blocks) - 1, 0)
+        if first > last:
+            first, last, used = 1, max(used, 1), 0
         tails = [block.id for request in run.all() for blocks in request.blocks for block in blocks[-1:]]
-        if self._next_block > self._last_block:
-            self._next_block, self._last_block, self._last_used = 1, max(self._last_used, 1), 0
-        self._last_block = max(self._last_block, *tails, 1)
-        first = self._next_block
-        part = pool.blocks[first : min(first + MAX_BLOCKS, self._last_block + 1)]
-        self._next_block = first + len(part)
+        last = max(last, *tails, 1)
+        part = pool.blocks[first : min(first + MAX_BLOCKS, last + 1)]
         # A block that is not full yet has no key: it is one of its owner's last.
         group_of: dict[KVCacheBlock, int] = {}
         if len(kv.groups) > 1:
@@ -76,11 +75,12 @@ class EngineView:
             (b.ref if b.ref < 2 else 2) + (12 + 8 * (b.key[1] % 30) if b.key else 8 + 8 * group_of.get(b, only))
             for b in part
         ]
-        self._last_used = max([self._last_used, *(b.id for b in part if b.ref or b.key)])
+        used = max([used, *(b.id for b in part if b.ref or b.key)])
         return {
             "total": pool.num_blocks,
             "free": pool.num_free,
             "cached": pool.num_cached,
             "first": first - 1,
             "states": bytes(states),
+            "cursor": (first + len(part), last, used),
         }

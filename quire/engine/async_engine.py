@@ -70,8 +70,9 @@ class AsyncEngine(Protocol):
         """By data-parallel rank, where events of the KV cache are published; empty if they are not."""
         ...
 
-    async def get_view(self, since: int) -> dict[str, Any]:
-        """What the core does right now, and its steps after step `since`: see `core/view.py`."""
+    async def get_view(self, since: int, cursor: Sequence[int]) -> dict[str, Any]:
+        """What the core does right now, its steps after step `since`, and its blocks from `cursor` on, which is that of
+        the last call's, or empty: see `core/view.py`."""
         ...
 
     async def check_health(self) -> None:

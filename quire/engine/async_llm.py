@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -37,6 +37,17 @@ logger = logging.getLogger("quire")
 
 PROFILE_SECONDS = 600.0  # to write a trace
 ADAPTER_SECONDS = 0.005  # between looks at whether an adapter is loaded
+PACE = 32  # prompts, which take some milliseconds
+
+T = TypeVar("T")
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """The event loop's other tasks run now and then meanwhile: thousands of prompts would stall every stream."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % PACE == 0:
+            await asyncio.sleep(0)
 
 
 class AsyncLLM(AsyncControlMethods, VllmInterface):
@@ -174,10 +185,12 @@ class AsyncLLM(AsyncControlMethods, VllmInterface):
         self._ensure_listening()
         self._health.check()
         process = self.input_processor.process
-        ready = [process(i, p, pooling_params, priority=priority) for i, p in zip(request_ids, prompts, strict=True)]
+        pairs = paced(zip(request_ids, prompts, strict=True))
+        ready = [process(id, prompt, pooling_params, priority=priority) async for id, prompt in pairs]
+        self._check_dead()  # by now
         batch = OutputBatch(len(ready))
         try:
-            for request_id, (parsed, request) in zip(request_ids, ready, strict=True):
+            async for request_id, (parsed, request) in paced(zip(request_ids, ready, strict=True)):
                 self.output_processor.add(request_id, parsed.text, parsed.token_ids, request)
                 self._streams[request_id] = batch
             self._connection.send(AddRequests([request for _, request in ready]))
@@ -275,8 +288,8 @@ class AsyncLLM(AsyncControlMethods, VllmInterface):
         sources: dict[str, dict[str, Any]] = await self._call("kv_event_sources")
         return sources
 
-    async def get_view(self, since: int) -> dict[str, Any]:
-        view: dict[str, Any] = await self._call("view", [since])
+    async def get_view(self, since: int, cursor: Sequence[int]) -> dict[str, Any]:
+        view: dict[str, Any] = await self._call("view", [since, list(cursor)])
         return view
 
     async def _call(

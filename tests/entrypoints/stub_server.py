@@ -1,14 +1,18 @@
 """A real server on a free local port, on an engine without a model."""
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from quire.bench.internal.stub_engine import StubEngine, cycle
 from quire.config.server import ServerConfig
@@ -87,6 +91,18 @@ def stub_server(
         thread.join(20)
         sock.close()
         assert not thread.is_alive()
+
+
+def make_certificate(folder: Path, password: str | None = None) -> tuple[Path, Path]:
+    """A key and its certificate for 127.0.0.1, signed by itself."""
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-keyout", str(key), "-out", str(certificate)]
+    command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-nodes"] if password is None else ["-passout", f"pass:{password}"]
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate
 
 
 def refusal(response: httpx.Response, status: int = 400) -> str:

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, PoolingParams, SamplingParams
 from quire.config import EngineConfig
-from quire.engine.async_llm import AsyncLLM
+from quire.engine.async_llm import PACE, AsyncLLM
+from quire.engine.input_processor import ParsedPrompt
 from quire.kernels import native
 from quire.messages.requests import ErrorKind
 from tests.pooling import largest
@@ -149,6 +150,7 @@ def test_asynchronously(reference):
             await anext(llm.encode([3], GREEDY, "wrong"))
         with pytest.raises(ValueError, match="encode\\(\\) pools"):
             await anext(llm.generate([3], PoolingParams(), "wrong"))
+        await many_at_once(llm)
         waiting = asyncio.ensure_future(encode(5, "aborted"))
         while "aborted 5" not in llm.output_processor:
             await asyncio.sleep(0)
@@ -158,6 +160,18 @@ def test_asynchronously(reference):
         state = await llm.get_state()
         assert state["front_end"] == {"requests": 0, "streams": 0, "calls": 0}
         assert state["core"]["requests"] == 0
+
+    async def many_at_once(llm: AsyncLLM) -> None:
+        """Other tasks run while the prompts are prepared, before any is sent."""
+        prompts = [ParsedPrompt(None, reference.prompts[4])] * 200
+        ids = [f"many {i}" for i in range(len(prompts))]
+        work = asyncio.ensure_future(llm.encode_many(prompts, PoolingParams(pooling_type="LAST"), ids))
+        turns = 0
+        while ids[-1] not in llm.output_processor:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= 2 * (len(prompts) // PACE)
+        assert_close(await work, [reference.vectors("LAST")[4]] * len(prompts))
 
     async def main() -> None:
         llm = AsyncLLM(EngineConfig.from_kwargs(model=reference.path, **ARGUMENTS))

@@ -169,10 +169,10 @@ class StubEngine:
     async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
         return {}
 
-    async def get_view(self, since: int) -> dict[str, Any]:
+    async def get_view(self, since: int, cursor: Sequence[int]) -> dict[str, Any]:
         await self.check_health()
         running = [(i, len(r.prompt_token_ids), 0, count, 0, 0) for i, (r, count) in enumerate(self.running.values())]
-        blocks = {"total": 1, "free": 1, "cached": 0, "first": 0, "states": b"\x00"}
+        blocks = {"total": 1, "free": 1, "cached": 0, "first": 0, "states": b"\x00", "cursor": ()}
         return {"running": running, "waiting": [], "steps": [], "blocks": blocks, "groups": [], "stats": self.stats}
 
     async def check_health(self) -> None:

@@ -1,7 +1,9 @@
 """A request over gRPC, as one for tokens; and its outputs as messages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
+
+from google.protobuf.message import DecodeError
 
 from quire.engine.input_processor import ParsedPrompt
 from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -15,47 +17,60 @@ from quire.entrypoints.openai.protocol import TokensRequest
 from quire.entrypoints.openai.response import Usage
 from quire.entrypoints.openai.tokens import TokensEndpoint
 
-STRUCTURED = ("json", "regex", "grammar", "choice")
+STRUCTURED = ("json", "regex", "grammar")
 
 
 class GrpcRequest(TokensRequest, kw_only=True):
     text: str | None = None  # instead of token ids
 
 
-def as_request(message: Any) -> GrpcRequest:
-    kind = message.WhichOneof("input")
-    if kind is None:
-        raise bad_request("the request has no input; give text or token_ids", "input")
-    return GrpcRequest(
-        request_id=message.request_id or None,
-        model=message.model or None,
-        token_ids=list(message.token_ids.ids),
-        text=message.text if kind == "text" else None,
-        sampling_params=_sampling(message.sampling_params),
-        stream=message.stream,
-        priority=message.priority,
-        cache_salt=message.cache_salt or None,
-    )
-
-
-def _sampling(message: Any) -> dict[str, Any]:
-    """The fields that are set, with the names of SamplingParams."""
-    given: dict[str, Any] = {}
-    for field, value in message.ListFields():
-        if field.name in STRUCTURED:
-            wanted = list(value.texts) if field.name == "choice" else value
-            given["structured_outputs"] = {field.name: wanted}
-        elif field.name == "logit_bias":
-            given[field.name] = dict(value)
-        else:
-            given[field.name] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-    return given
-
-
 class GrpcEndpoint(TokensEndpoint):
     """Limits, admission, parameters and prompts are those of requests over HTTP."""
 
     id_prefix = "grpc-"
+
+    def decoded(self, data: bytes) -> GrpcRequest:
+        try:
+            message = pb.GenerateRequest.FromString(data)
+        except DecodeError:
+            raise bad_request("the message is not a GenerateRequest of engine.proto") from None
+        kind = message.WhichOneof("input")
+        if kind is None:
+            raise bad_request("the request has no input; give text or token_ids", "input")
+        self.check_length(False, len(message.token_ids.ids))  # before they are copied
+        return GrpcRequest(
+            request_id=message.request_id or None,
+            model=message.model or None,
+            token_ids=list(message.token_ids.ids),
+            text=message.text if kind == "text" else None,
+            sampling_params=self._sampling(message.sampling_params),
+            stream=message.stream,
+            priority=message.priority,
+            cache_salt=message.cache_salt or None,
+        )
+
+    def _sampling(self, message: Any) -> dict[str, Any]:
+        """The fields that are set, with the names of SamplingParams."""
+        given: dict[str, Any] = {}
+        for field, value in message.ListFields():
+            if field.name == "choice":
+                given["structured_outputs"] = {"choice": self._values("choice", value.texts)}
+            elif field.name in STRUCTURED:
+                given["structured_outputs"] = {field.name: value}
+            elif field.name == "logit_bias":
+                self._values(field.name, value)
+                given[field.name] = dict(value)
+            elif isinstance(value, Sequence) and not isinstance(value, str):
+                given[field.name] = self._values(field.name, value)
+            else:
+                given[field.name] = value
+        return given
+
+    def _values(self, name: str, values: Collection[Any]) -> list[Any]:
+        most = self.context.bodies.decoder.limits.values
+        if len(values) > most:
+            raise bad_request(f"{name} has more than {most} values (--max-request-values)", name, "request_too_large")
+        return list(values)
 
     def sources(self, request: TokensRequest) -> Sequence[Any]:
         assert isinstance(request, GrpcRequest)

@@ -10,6 +10,8 @@ from quire.entrypoints.http.context import ServerContext
 
 logger = logging.getLogger("quire")
 
+IDLE_SECONDS = 60  # after which a connection without calls is closed: each takes a file descriptor
+
 
 def check_grpc(config: ServerConfig) -> None:
     """Before the model is loaded: ValueError if it could not be served."""
@@ -35,23 +37,22 @@ class GrpcServer:
     def __init__(self, context: ServerContext) -> None:
         import grpc.aio
 
-        from quire.entrypoints.grpc.engine_pb2_grpc import add_QuireEngineServicer_to_server
-        from quire.entrypoints.grpc.service import EngineService, KeysFirst, health_handler
+        from quire.entrypoints.grpc.service import EngineService
 
         config = context.config
         options = [
             ("grpc.max_receive_message_length", config.max_request_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", config.h11_max_incomplete_event_size),
+            ("grpc.server_handshake_timeout_ms", round(1000 * config.timeout_request_headers)),
+            ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
             # All API processes accept from one port; else a port that is taken must be an error.
             ("grpc.so_reuseport", int(config.api_server_count > 1)),
         ]
         most = config.max_connections or 8192
-        service = EngineService(context)
-        keys = [] if context.keys is None else [KeysFirst(context.keys, service)]
-        self._server = grpc.aio.server(interceptors=keys, options=options, maximum_concurrent_rpcs=most)
-        add_QuireEngineServicer_to_server(service, self._server)
-        self._server.add_generic_rpc_handlers((health_handler(service.problem),))
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=most)
+        self.service = EngineService(context)
+        self._server.add_generic_rpc_handlers(tuple(self.service.handlers()))
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
         if config.ssl_certfile is not None and config.ssl_keyfile is not None:

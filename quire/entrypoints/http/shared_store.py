@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -83,88 +83,92 @@ class Document:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass
+class Owned:
+    """One client's documents, and what they count for."""
+
+    unfinished: dict[str, Document] = field(default_factory=dict)
+    final: OrderedDict[str, Document] = field(default_factory=OrderedDict)  # oldest first
+    used: int = 0
+    used_unfinished: int = 0
+
+    def find(self, id: str) -> Document | None:
+        return self.unfinished.get(id) or self.final.get(id)
+
+
 class SharedStore:
-    """Keys are owner and id, so that one client cannot read another's. If there is no room, the oldest final documents
-    go; those that are not final stay until they are."""
+    """Documents are found by owner and id, so that one client cannot read another's. If there is no room, the oldest
+    final ones of whoever has most go: nobody pushes out documents of a client that has less. What is not final stays
+    until it is; one client's may take no more than all such documents leave free, so that others find room.
+
+    A document counts for its bytes, or for an equal part of the store if that is more: there is one sum to bound."""
 
     def __init__(
         self, max_documents: int, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.max_documents = max_documents
         self.max_bytes = max_bytes
+        self.least = max_bytes // max(1, max_documents)
         self.seconds = seconds
         self.clock = clock
-        self.num_bytes = 0
-        self._unfinished: dict[tuple[bytes, str], Document] = {}
-        self._final: OrderedDict[tuple[bytes, str], Document] = OrderedDict()  # oldest first
+        self.used = 0
+        self._used_unfinished = 0
+        self._owners: dict[bytes, Owned] = {}
 
     @classmethod
     def of(cls, config: ServerConfig) -> "SharedStore":
         return cls(config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl)
 
     def __len__(self) -> int:
-        return len(self._unfinished) + len(self._final)
+        return sum(len(owned.unfinished) + len(owned.final) for owned in self._owners.values())
 
     async def call(self, call: Call) -> Result:
         self._expire()
-        key = (call.owner, call.id)
+        owned = self._owners.get(call.owner, Owned())
+        document = owned.find(call.id)
+        if isinstance(call, Put) and document is None and call.new:
+            return self._put(call, owned, Document())
+        if document is None:
+            return Result(False)
         match call:
-            case Put(data=data, final=final, new=new):
-                return self._put(key, data, final, new)
+            case Put(new=new):
+                return Result(False) if new or document.final_at is not None else self._put(call, owned, document)
             case Append(events=events):
-                return self._append(key, events)
+                return self._append(call, owned, document, events)
             case Get():
-                document = self._find(key)
-                if document is None:
-                    return Result(False)
                 return Result(True, document.data, document.final_at is not None)
             case Delete():
-                document = self._find(key)
-                if document is None:
-                    return Result(False)
                 was_final = document.final_at is not None
-                self._remove(key)
+                self._remove(call.owner, call.id)
                 return Result(True, document.data, was_final)
             case Follow(start=start):
-                return await self._follow(key, start)
+                return await self._follow(document, start)
 
-    def _find(self, key: tuple[bytes, str]) -> Document | None:
-        return self._unfinished.get(key) or self._final.get(key)
-
-    def _put(self, key: tuple[bytes, str], data: bytes, final: bool, new: bool) -> Result:
-        document = self._find(key)
-        if new != (document is None) or (document is not None and document.final_at is not None):
-            return Result(False)
-        old = 0 if document is None else len(document.data)
-        if not self._make_room(len(data) - old + (OVERHEAD if new else 0), int(new)):
+    def _put(self, call: Put, owned: Owned, document: Document) -> Result:
+        num_bytes = document.num_bytes + len(call.data) - len(document.data) + (OVERHEAD if call.new else 0)
+        if not self._resize(call.owner, owned, document, num_bytes, stays=not call.final):
             return Result(False, full=True)
-        if document is None:
-            document = self._unfinished[key] = Document(num_bytes=OVERHEAD)
-            self.num_bytes += OVERHEAD
-        self._grow(document, len(data) - old)
-        document.data = data
-        if final:
+        self._owners[call.owner] = owned
+        document.data = call.data
+        owned.unfinished[call.id] = document
+        if call.final:
             document.final_at = self.clock()
-            self._final[key] = self._unfinished.pop(key)
+            owned.final[call.id] = owned.unfinished.pop(call.id)
+            self._count_unfinished(owned, -self._size(document.num_bytes))
         self._wake(document)
         return Result(True)
 
-    def _append(self, key: tuple[bytes, str], events: list[bytes]) -> Result:
-        document = self._unfinished.get(key)
-        if document is None:
+    def _append(self, call: Append, owned: Owned, document: Document, events: list[bytes]) -> Result:
+        if document.final_at is not None:
             return Result(False)
-        more = sum(len(event) + 64 for event in events)
-        if not self._make_room(more, 0):
+        num_bytes = document.num_bytes + sum(len(event) + 64 for event in events)
+        if not self._resize(call.owner, owned, document, num_bytes, stays=True):
             return Result(False, full=True)
-        self._grow(document, more)
         document.events += events
         self._wake(document)
         return Result(True)
 
-    async def _follow(self, key: tuple[bytes, str], start: int) -> Result:
-        document = self._find(key)
-        if document is None:
-            return Result(False)
+    @staticmethod
+    async def _follow(document: Document, start: int) -> Result:
         if len(document.events) <= start and document.final_at is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(document.changed.wait(), WAIT_SECONDS)
@@ -172,47 +176,79 @@ class SharedStore:
         count = sum(size <= MAX_FOLLOWED_BYTES for size in itertools.accumulate(map(len, events)))
         return Result(True, b"", document.final_at is not None, events[: max(1, count)])
 
-    def _grow(self, document: Document, by: int) -> None:
-        document.num_bytes += by
-        self.num_bytes += by
-
     @staticmethod
     def _wake(document: Document) -> None:
         """Those who wait now; whoever comes later waits for the next change."""
         document.changed.set()
         document.changed = asyncio.Event()
 
-    def _make_room(self, num_bytes: int, num_documents: int) -> bool:
-        for key in list(self._too_many(num_bytes, num_documents)):
-            self._remove(key)
-        fits = self.num_bytes + num_bytes <= self.max_bytes
-        return fits and len(self) + num_documents <= self.max_documents
+    def _size(self, num_bytes: int) -> int:
+        """What a document of that many bytes counts for."""
+        return max(num_bytes, self.least) if num_bytes else 0
 
-    def _too_many(self, num_bytes: int, num_documents: int) -> Iterator[tuple[bytes, str]]:
-        """The documents that have to go; none if all of them would not make room."""
-        bytes_over = self.num_bytes + num_bytes - self.max_bytes
-        documents_over = len(self) + num_documents - self.max_documents
-        if bytes_over <= 0 and documents_over <= 0:
-            return
-        if documents_over > len(self._final) or bytes_over > sum(one.num_bytes for one in self._final.values()):
-            return
-        for key, document in self._final.items():
-            if bytes_over <= 0 and documents_over <= 0:
-                return
-            yield key
-            bytes_over -= document.num_bytes
-            documents_over -= 1
+    def _resize(self, owner: bytes, owned: Owned, document: Document, num_bytes: int, stays: bool) -> bool:
+        """Make room for an unfinished document's new size. False, and nothing is changed, if there is none."""
+        more = self._size(num_bytes) - self._size(document.num_bytes)
+        left = self.max_bytes - self._used_unfinished - more
+        if stays and more > 0 and owned.used_unfinished and owned.used_unfinished + more > left:
+            return False
+        leaving = self._leaving(owner, owned, more)
+        if leaving is None:
+            return False
+        for key in leaving:
+            self._remove(*key)
+        document.num_bytes = num_bytes
+        self.used += more
+        owned.used += more
+        self._count_unfinished(owned, more)
+        return True
+
+    def _leaving(self, owner: bytes, owned: Owned, more: int) -> list[tuple[bytes, str]] | None:
+        """The documents that have to go; None if those that may would not make room."""
+        over = self.used + more - self.max_bytes
+        if over <= 0:
+            return []
+        used = {who: one.used for who, one in self._owners.items()} | {owner: owned.used + more}
+        oldest = {who: iter(one.final.items()) for who, one in self._owners.items()}
+        leaving = []
+        while over > 0:
+            most = max(used, key=used.__getitem__)
+            id, document = next(oldest.get(most, iter(())), (None, None))
+            if id is None or document is None:
+                if most == owner:
+                    return None  # all others have less
+                del used[most]
+                continue
+            size = self._size(document.num_bytes)
+            leaving.append((most, id))
+            used[most] -= size
+            over -= size
+        return leaving
+
+    def _count_unfinished(self, owned: Owned, by: int) -> None:
+        owned.used_unfinished += by
+        self._used_unfinished += by
 
     def _expire(self) -> None:
-        now = self.clock()
-        while self._final:
-            key, document = next(iter(self._final.items()))
-            if document.final_at is None or now - document.final_at < self.seconds:
-                return
-            self._remove(key)
+        before = self.clock() - self.seconds
+        for owner, owned in list(self._owners.items()):
+            while owned.final:
+                id, document = next(iter(owned.final.items()))
+                if document.final_at is None or document.final_at > before:
+                    break
+                self._remove(owner, id)
 
-    def _remove(self, key: tuple[bytes, str]) -> None:
-        document = self._unfinished.pop(key, None) or self._final.pop(key)
-        self.num_bytes -= document.num_bytes
+    def _remove(self, owner: bytes, id: str) -> None:
+        owned = self._owners[owner]
+        document = owned.find(id)
+        assert document is not None
+        size = self._size(document.num_bytes)
+        if owned.unfinished.pop(id, None) is not None:
+            self._count_unfinished(owned, -size)
+        owned.final.pop(id, None)
+        owned.used -= size
+        self.used -= size
+        if not owned.unfinished and not owned.final:
+            del self._owners[owner]
         document.final_at = document.final_at or self.clock()  # ends whoever follows it
         self._wake(document)

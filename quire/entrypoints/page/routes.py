@@ -45,6 +45,7 @@ class PageEndpoints:
             "tools": context.parsers.tools or None,
             "reasoning": context.parsers.reasoning or None,
             "pools": context.pools,
+            "keys": context.keys is not None,
             "view": refused is None,
             "view_refused": refused,
             "open_to_network": is_public(context.config) and context.keys is None,

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -67,11 +67,13 @@ class ViewFeed:
     async def _run(self) -> None:
         """Ends with the last watcher: nothing asks the core then, and it stops taking notes."""
         last_step, latency_due = 0, 0.0
+        cursor: Sequence[int] = ()
         cause = "the server is shutting down"
         try:
             while self._watchers and not self._context.draining:
                 began = time.monotonic()
-                view = await self._context.engine.get_view(last_step)
+                view = await self._context.engine.get_view(last_step, cursor)
+                cursor = view["blocks"].pop("cursor")
                 last_step = max([last_step, *(step[0] for step in view["steps"])])
                 if began >= latency_due:
                     view["latency"], latency_due = await self._percentiles(began), began + LATENCY_INTERVAL

@@ -13,7 +13,7 @@ from quire.engine.input_processor import ParsedPrompt
 from quire.entrypoints.http import generation
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.errors import ApiError, as_api_error, bad_request, overloaded
-from quire.entrypoints.http.shared_store import Append, Follow, Get, Put
+from quire.entrypoints.http.shared_store import Append, Delete, Follow, Get, Put
 from quire.entrypoints.openai.chat import count_chars
 from quire.entrypoints.openai.endpoint import EVENT_STREAM_HEADERS, Answer, Run
 from quire.entrypoints.openai.logprobs import LogprobFormat
@@ -176,8 +176,11 @@ class ResponsesEndpoint(TranslatedEndpoint[ResponsesRequest]):
             first = answer.encoded()
             if not await self._put(answer, scope, final=False, new=True):
                 raise overloaded("the store of responses is full of unfinished ones (--max-stored-responses)", 5)
-            if queued:
+            try:
                 await self._append(answer, queued, scope)
+            except BaseException:  # nobody will know its id
+                await self.context.store.call(Delete(owner(scope), answer.id))
+                raise
             task = asyncio.create_task(self._generate(run, stack.pop_all(), scope))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -11,11 +11,12 @@ import pytest
 
 from quire.config.server import ServerConfig
 from quire.entrypoints.cli import serve
-from tests.entrypoints.stub_server import MODEL, StubServer, stub_engine, stub_server
+from tests.entrypoints.stub_server import MODEL, StubServer, make_certificate, stub_engine, stub_server
 
 grpc = pytest.importorskip("grpc")
 pb = pytest.importorskip("quire.entrypoints.grpc.engine_pb2")
 pb_grpc = pytest.importorskip("quire.entrypoints.grpc.engine_pb2_grpc")
+service = pytest.importorskip("quire.entrypoints.grpc.service")
 
 PROTO = Path(str(pb.__file__)).with_name("engine.proto")
 KEY = (("authorization", "Bearer key"),)
@@ -104,6 +105,8 @@ def test_choices_and_stops(server: StubServer) -> None:
         (pb.GenerateRequest(text="x", request_id="a b"), "INVALID_ARGUMENT", "request_id"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**31])), "INVALID_ARGUMENT", ""),
         (ask("x" * (2 << 20)), "RESOURCE_EXHAUSTED", "larger"),
+        (ask(stop=["x"] * 300_000), "INVALID_ARGUMENT", "stop has more than 262144 values"),
+        (ask(choice=pb.Choices(texts=["x"] * 300_000)), "INVALID_ARGUMENT", "choice has more than"),
     ],
 )
 def test_mistakes_are_explained(server: StubServer, request_: Any, code: str, message: str) -> None:
@@ -181,6 +184,73 @@ def test_without_a_key_the_message_is_not_read() -> None:
                 never.set()
 
 
+def test_messages_that_are_read_are_bounded_in_all() -> None:
+    """A client that does not send its message has the only place until its time is over."""
+    limits = ServerConfig(grpc_port=0, max_request_bytes=1 << 20, max_request_bytes_in_all=1 << 20)
+    limits.timeout_request_body = 0.5
+    with stub_server(stub_engine(), limits) as server:
+        assert server.server.grpc is not None
+        never, reading = threading.Event(), server.server.grpc.service._reading
+
+        def endless() -> Iterator[bytes]:
+            never.wait(20)
+            yield b""
+
+        with grpc.insecure_channel(server.server.grpc.address) as channel:
+            stalled = channel.stream_stream("/quire.grpc.engine.QuireEngine/Generate")(endless(), timeout=20)
+            server.wait_until(reading.locked)
+            assert whole(server, ask()).text and stalled.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "--timeout-request-body" in stalled.details()
+            never.set()
+
+
+def test_what_is_no_request_is_refused(server: StubServer) -> None:
+    assert server.server.grpc is not None
+    with grpc.insecure_channel(server.server.grpc.address) as channel:
+        generate = channel.stream_stream("/quire.grpc.engine.QuireEngine/Generate")
+        for messages, said in ((iter((b"\xff\xff",)), "engine.proto"), (iter(()), "no message")):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(generate(messages, timeout=20))
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT and said in caught.value.details()
+
+
+def test_tls(tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    config = ServerConfig(grpc_port=0, ssl_keyfile=str(key), ssl_certfile=str(certificate))
+    with stub_server(stub_engine(), config, api_keys=("key",)) as server:
+        assert server.server.grpc is not None
+        port = server.server.grpc.port
+        trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
+        with grpc.secure_channel(f"127.0.0.1:{port}", trusted) as channel:
+            engine = pb_grpc.QuireEngineStub(channel)
+            (message,) = list(engine.Generate(ask(), timeout=20, metadata=KEY))
+            assert message.complete.completion_tokens == 5
+        plain = grpc.insecure_channel(f"127.0.0.1:{port}")
+        untrusting = grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials())
+        for channel in (plain, untrusting):
+            with channel, pytest.raises(grpc.RpcError) as caught:
+                list(pb_grpc.QuireEngineStub(channel).Generate(ask(), timeout=20, metadata=KEY))
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_tls_with_certificates_of_clients(tmp_path: Path) -> None:
+    key, certificate = make_certificate(tmp_path)
+    config = ServerConfig(grpc_port=0, ssl_keyfile=str(key), ssl_certfile=str(certificate))
+    config.ssl_ca_certs, config.ssl_cert_reqs = str(certificate), 2
+    with stub_server(stub_engine(), config) as server:
+        assert server.server.grpc is not None
+        address, root = f"127.0.0.1:{server.server.grpc.port}", certificate.read_bytes()
+        known = grpc.ssl_channel_credentials(root, key.read_bytes(), root)
+        with grpc.secure_channel(address, known) as channel:
+            assert list(pb_grpc.QuireEngineStub(channel).Generate(ask(), timeout=20))
+        with (
+            grpc.secure_channel(address, grpc.ssl_channel_credentials(root)) as channel,
+            pytest.raises(grpc.RpcError) as caught,
+        ):
+            list(pb_grpc.QuireEngineStub(channel).Generate(ask(), timeout=20))
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
 def test_the_queue_limit_is_that_of_http() -> None:
     with stub_server(stub_engine(0.02), ServerConfig(grpc_port=0, max_waiting_requests=0)) as server:
         server.engine.max_num_seqs = 1
@@ -205,6 +275,19 @@ def test_the_standard_health_service(server: StubServer) -> None:
         finally:
             server.in_loop(lambda: setattr(server.server.context, "draining", False))
             watched.cancel()
+
+
+def test_watchers_of_health_leave_room_for_calls(server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_WATCHES", 1)
+    assert server.server.grpc is not None
+    with grpc.insecure_channel(server.server.grpc.address) as channel:
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watched = watch(b"", timeout=20)
+        assert next(watched) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch(b"", timeout=20))
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE and "watching" in caught.value.details()
+        watched.cancel()
 
 
 def test_the_code_is_that_of_the_proto_file() -> None:

@@ -17,7 +17,7 @@ import pytest
 from quire.config.server import ServerConfig, server_config
 from quire.entrypoints.cli import serve
 from tests.entrypoints.server_process import SECONDS, eventually, server_process
-from tests.entrypoints.stub_server import stub_engine, stub_server
+from tests.entrypoints.stub_server import make_certificate, stub_engine, stub_server
 
 COUNTS = pytest.mark.parametrize("count", ["1", "2"])
 ENDLESS: dict[str, Any] = {"prompt": "Once", "max_tokens": 500, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -119,16 +119,7 @@ def test_wrong_flags(flags: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("password", [None, "secret"])
 def test_tls(tmp_path: Path, password: str | None) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    how = "-nodes" if password is None else f"-passout pass:{password}"
-    made = subprocess.run(
-        f"openssl req -x509 -newkey rsa:2048 {how} -keyout {key} -out {certificate} -days 1 -subj /CN=localhost "
-        "-addext subjectAltName=IP:127.0.0.1",
-        shell=True,
-        capture_output=True,
-    )
-    if made.returncode:
-        pytest.skip("no openssl to make a certificate with")
+    key, certificate = make_certificate(tmp_path, password)
     config = ServerConfig(ssl_keyfile=str(key), ssl_certfile=str(certificate), ssl_keyfile_password=password)
     with stub_server(stub_engine(), config) as server:
         assert server.url.startswith("https://")

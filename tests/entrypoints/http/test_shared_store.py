@@ -39,30 +39,57 @@ def test_a_full_store_drops_the_oldest_final_documents() -> None:
     assert found(store, *"abcd") == "bcd"
 
 
-def test_unfinished_documents_stay_and_may_fill_the_store() -> None:
-    store = SharedStore(2, 1 << 20, 60)
+def test_unfinished_documents_stay_and_leave_room() -> None:
+    store = SharedStore(4, 1 << 20, 60)
     assert put(store, "a", final=False).done and put(store, "b", final=False).done
-    refused = put(store, "c")
+    refused = put(store, "c", final=False)
     assert refused.full and not refused.done and found(store, *"abc") == "ab"
-    assert put(store, "a", new=False).done  # it is final now
-    assert put(store, "c").done and found(store, *"abc") == "bc"
+    assert put(store, "a", owner=YOU, final=False).done  # another's, in what is left
+    assert put(store, "b", owner=YOU, final=False).full
+    for id in "cde":
+        assert put(store, id).done
+    assert found(store, *"abcde") == "abe"
+    assert put(store, "a", new=False).done  # final now, and the newest
+    assert put(store, "f").done and found(store, *"abef") == "abf"
 
 
 def test_bytes_are_bounded_and_counted() -> None:
     store = SharedStore(100, 3 * (OVERHEAD + 1000), 60)
     for id in "abcd":
         assert put(store, id, 1000).done
-    assert found(store, *"abcd") == "bcd" and store.num_bytes == 3 * (OVERHEAD + 1000)
+    assert found(store, *"abcd") == "bcd" and store.used == 3 * (OVERHEAD + 1000)
     assert put(store, "huge", 10_000).full and found(store, *"abcd") == "bcd"
     for id in "bcd":
         assert asyncio.run(store.call(Delete(ME, id))).done
-    assert store.num_bytes == 0 and len(store) == 0
+    assert store.used == 0 and len(store) == 0
 
 
 def test_what_does_not_fit_drops_nothing() -> None:
     store = SharedStore(100, 4 * (OVERHEAD + 1000), 60)
-    assert put(store, "running", 3000, final=False).done and put(store, "a", 100).done
-    assert put(store, "b", 3000).full and found(store, "running", "a") == "runninga"
+    assert put(store, "running", 2000, final=False).done and put(store, "a", 100).done
+    assert put(store, "b", 4000).full and found(store, "running", "a") == "runninga"
+
+
+def test_whoever_has_most_makes_room() -> None:
+    store = SharedStore(6, 1 << 20, 60)
+    for id in "ab":
+        assert put(store, id, owner=YOU).done
+    for id in "abcdefgh":
+        assert put(store, id).done
+    assert found(store, *"abcdefgh") == "efgh" and found(store, *"ab", owner=YOU) == "ab"
+    for id in "cde":  # until both have the same
+        assert put(store, id, owner=YOU).done
+    assert found(store, *"efgh") == "fgh" and found(store, *"abcde", owner=YOU) == "cde"
+
+
+def test_one_client_does_not_push_out_others_with_large_documents_or_running_ones() -> None:
+    store = SharedStore(100, 8 * (OVERHEAD + 1000), 60)
+    assert put(store, "a", 1000, owner=YOU).done
+    assert put(store, "running", 2000, final=False).done
+    for id in "abcd":
+        assert put(store, id, 3000).done
+    assert put(store, "huge", 8000).full
+    assert found(store, "a", owner=YOU) == "a" and found(store, "running", *"abcd") == "runningcd"
 
 
 def test_documents_expire() -> None:

@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def running(command: list[str], wheel: Path, found: Callable[[str], str | None]) -> Iterator[tuple[str, Any]]:
     """A server's URL and process, from when it says where it listens."""
-    environment = os.environ | {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(wheel)}
     process = subprocess.Popen(
         command, cwd=wheel, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -36,7 +36,12 @@ def ask(page: Any, text: str, wait: bool = True) -> None:
 
 
 def last_answer(page: Any) -> str:
-    return str(page.locator("q-message.assistant").last.locator("> .text").inner_text())
+    return text_of(page.locator("q-message.assistant").last.locator("> .text"))
+
+
+def text_of(element: Any) -> str:
+    """Also of what has not been painted yet, which `inner_text` takes for empty."""
+    return str(element.text_content()).strip()
 
 
 def test_first_chat(page: Any, parrot: str) -> None:
@@ -71,6 +76,24 @@ def test_markdown_code_and_mathematics(page: Any, parrot: str) -> None:
     assert page.evaluate("navigator.clipboard.readText()").strip() == "print(1)"
 
 
+BLOCKS = r"""1. One\n\n2. Two\n3. Three\n\n   more of it\n\n10. Ten\n\nA paragraph\nof two lines\n\n- a\n  - b\n\n- c
+> quoted\n\n> again\n\n```python\nx = 1\n\ny = 2\n```\n\nTitle\n---\n\n    indented\n\n    still
+| a | b |\n|---|---|\n| 1 | 2 |\n\n$$\nx^2\n\n$$\n\n**bold** and `code` and [a link](https://example.org)
+***\n\nThe end.""".replace("\n", r"\n\n")
+
+
+def test_a_stream_is_shown_as_the_whole_text_is(page: Any, wheel: Path) -> None:
+    with start_parrot(wheel, "--step-seconds", "0.04") as url:  # slow enough for every token to be shown
+        page.goto(url)
+        ask(page, f"SAY: {BLOCKS}")
+        page.wait_for_selector("q-message.assistant math")
+        html = "document.querySelector('q-message.assistant > .text').innerHTML"
+        streamed = page.evaluate(html)
+        page.reload()
+        page.wait_for_selector("q-message.assistant math")
+        assert streamed == page.evaluate(html)
+
+
 def test_stop_regenerate_edit_and_branches(page: Any, wheel: Path) -> None:
     with start_parrot(wheel, "--step-seconds", "0.02") as url:
         page.goto(url)
@@ -86,7 +109,7 @@ def test_stop_regenerate_edit_and_branches(page: Any, wheel: Path) -> None:
         page.wait_for_selector(DONE)
         assert last_answer(page) == "You said: Another question"
         page.click("q-message.user button[aria-label='Previous version']")
-        assert "COUNT 3000" in page.locator("q-message.user > .text").inner_text() and "Word 0" in last_answer(page)
+        assert "COUNT 3000" in text_of(page.locator("q-message.user > .text")) and "Word 0" in last_answer(page)
         page.click("q-message.user button[aria-label='Next version']")
         page.click("q-message.assistant button:has-text('Regenerate')")
         page.wait_for_selector("q-message.assistant .branch:has-text('2 / 2')")
@@ -106,7 +129,8 @@ def test_a_schema_is_checked_as_it_is_typed(page: Any, wheel: Path) -> None:
         page.fill("#p-temperature", "0")
         ask(page, "When did Columbus sail?")
         assert "follows the schema" in page.locator("q-message.assistant .note").inner_text()
-        assert isinstance(json.loads(last_answer(page))["year"], int)
+        answer = page.locator("q-message.assistant figure.code pre")
+        assert isinstance(json.loads(text_of(answer))["year"], int)
         # The tokens' alternatives, and going on from one of them
         page.fill("#s-schema", "")
         page.click("summary:has-text('Output')")
@@ -167,6 +191,13 @@ INJECTIONS = [
     "[x]: javascript:alert(1)\\n\\n[x]",
     "<details open ontoggle=alert(1)>",
     "{{constructor.constructor('alert(1)')()}}",
+    "[x](data:text/html,<script>alert(1)</script>) [y](vbscript:alert(1)) <javascript:alert(1)>",
+    "[x](java\\tscript:alert(1)) [y](//evil.example) [z](/page/app.js)",
+    "$\\style{background:url(http://evil.example)}{x}$ $\\url{javascript:alert(1)}$ $\\data{x=1}{y}$",
+    '| <img src=x onerror=alert(1)> | "><svg onload=alert(1)> |\\n|---|---|\\n| [a](javascript:x) | <b onclick=x> |',
+    "<input autofocus onfocus=alert(1)> - [x] <input type=image src=x onerror=alert(1)>",
+    "<xmp><p title='</xmp><img src=x onerror=alert(1)>'>",
+    ">" * 3000 + " <img src=x onerror=alert(1)>",
 ]
 
 
@@ -201,7 +232,7 @@ def test_nothing_in_names_and_schemas_is_executed(page: Any, wheel: Path) -> Non
         page.fill("#s-tools", "")
         page.fill("#s-system", "<script>alert(1)</script>")
         ask(page, "<img src=x onerror=alert(1)>")
-        assert page.locator("q-message.user > .text").inner_text() == "<img src=x onerror=alert(1)>"
+        assert text_of(page.locator("q-message.user > .text")) == "<img src=x onerror=alert(1)>"
         assert page.locator("q-chat .chats img, q-message img").count() == 0
 
 
@@ -219,6 +250,15 @@ def test_a_long_answer_stays_smooth(page: Any, wheel: Path) -> None:
         assert re.search(r"\d+ tok/s", page.locator("q-message.assistant .facts").inner_text())
         words = last_answer(page).count("ord")
         assert words >= 3900
+        assert shown(page, "#ask") and shown(page, "q-message:last-of-type .facts")
+        log = "(() => { const log = document.querySelector('.log'); return log.scrollHeight - log.clientHeight })()"
+        assert page.evaluate(log) > 1000  # it is the conversation that scrolls
+
+
+def shown(page: Any, selector: str) -> bool:
+    """Within the window."""
+    box = page.locator(selector).bounding_box()
+    return bool(box and box["y"] >= 0 and box["y"] + box["height"] <= page.viewport_size["height"])
 
 
 def test_a_wrong_key_is_asked_for_again(page: Any, wheel: Path) -> None:
@@ -244,6 +284,12 @@ def test_a_server_open_to_the_network_says_so(page: Any, wheel: Path) -> None:
         page.wait_for_selector("q-view .state:has-text('Off')")
 
 
+def engine_of(server: int) -> int:
+    """The largest of the server's processes."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return max(map(int, children), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+
+
 def test_an_engine_that_dies_leaves_the_chat(page: Any, wheel: Path) -> None:
     with start_quire(wheel, "--max-model-len", "2048") as (url, process):
         page.goto(url)
@@ -251,11 +297,7 @@ def test_an_engine_that_dies_leaves_the_chat(page: Any, wheel: Path) -> None:
         page.check("#p-ignore_eos")
         ask(page, "Tell me a long story.", wait=False)
         until(page, "document.querySelector('q-message.assistant > .text').innerText.length > 20")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(
-            max(map(int, children), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1])),
-            signal.SIGKILL,
-        )
+        os.kill(engine_of(process.pid), signal.SIGKILL)
         page.wait_for_selector("q-message.assistant .note.error")
         assert "What had arrived is kept" in page.locator("q-message.assistant .note").inner_text()
         page.wait_for_selector(".banner:has-text('Your chats are kept')")
@@ -328,9 +370,9 @@ def test_narrow_screens(browser: Any, parrot: str, width: int, height: int) -> N
             "SAY: A fairly long answer that has to wrap, with "
             "`a_rather_long_identifier_that_cannot_be_broken_anywhere_at_all`",
         )
-        assert fits(page)
-        box = page.locator("#ask").bounding_box()
-        assert box["y"] + box["height"] <= height and box["width"] > 200
+        ask(page, "COUNT 300")
+        assert fits(page) and shown(page, "#ask") and shown(page, "q-message:last-of-type .facts")
+        assert page.locator("#ask").bounding_box()["width"] > 200
         page.click("button[aria-label='Settings']")
         page.fill("#p-temperature", "0.5")
         assert fits(page)

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def test_files_need_no_key_and_calls_do(keyed: StubServer) -> None:
     assert keyed.get("/").status_code == 200 and keyed.get("/page/app.js").status_code == 200
     for path in ("/view/info", "/view/stream", "/v1/models"):
         assert refusal(keyed.get(path), 401)
-    assert keyed.get("/view/info", headers=KEYS).json()["view"] is True
+    info = keyed.get("/view/info", headers=KEYS).json()
+    assert info["view"] is True and info["keys"] is True
 
 
 @pytest.mark.parametrize("config", [{"disable_page": True}, {"tokens_only": True}])
@@ -145,9 +146,9 @@ def test_the_core_is_asked_only_while_somebody_watches() -> None:
     calls: list[int] = []
     answer = engine.get_view
 
-    async def get_view(since: int) -> dict[str, Any]:
+    async def get_view(since: int, cursor: Sequence[int]) -> dict[str, Any]:
         calls.append(since)
-        return await answer(since)
+        return await answer(since, cursor)
 
     engine.get_view = get_view  # type: ignore[method-assign]
     with stub_server(engine) as server:

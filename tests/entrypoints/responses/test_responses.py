@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from quire.config.server import ServerConfig
+from quire.entrypoints.http.shared_store import SharedStore
 from tests.entrypoints.openai.test_parsed_chat import say, says
 from tests.entrypoints.stub_server import MODEL, StubServer, refusal, stub_engine, stub_server
 
@@ -277,6 +278,15 @@ def test_background_responses_may_not_fill_the_store_forever() -> None:
         assert server.post(f"/v1/responses/{id}/cancel").json()["status"] == "cancelled"
         server.wait_until(lambda: not server.engine.running and not server.server.context.jobs)
         assert server.post("/v1/responses", body).json()["status"] == "queued"
+
+
+def test_a_response_whose_events_do_not_fit_leaves_nothing_behind() -> None:
+    with stub_server(stub_engine(0.02), ServerConfig(max_stored_response_bytes=3500)) as server:
+        body = {"input": "Hello", "background": True, "stream": True, "max_output_tokens": 5000}
+        for _ in range(3):
+            assert "too large" in refusal(server.post("/v1/responses", body), 503)
+        server.wait_until(lambda: not server.engine.running and not server.server.context.jobs)
+        assert isinstance(server.server.context.store, SharedStore) and len(server.server.context.store) == 0
 
 
 def test_a_server_without_a_store() -> None:

@@ -2,9 +2,12 @@
 
 const KEY = "quire.key";
 
+// The server's messages begin and end as a log's do.
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}`.replace(/[^.!?…]$/, "$&.");
+
 export class ApiFailure extends Error {
   constructor(message, status = 0) {
-    super(message);
+    super(sentence(message));
     this.status = status;
   }
 }
@@ -31,8 +34,9 @@ export async function call(path, { body, signal } = {}) {
   try {
     message = (await response.json()).error.message;
   } catch { /* not JSON: the status must do */ }
-  if (response.status === 401) onUnauthorized(message);
-  throw new ApiFailure(message, response.status);
+  const failure = new ApiFailure(String(message), response.status);
+  if (response.status === 401) onUnauthorized(failure.message);
+  throw failure;
 }
 
 export const get = async (path) => (await call(path)).json();

@@ -30,7 +30,7 @@ class App extends HTMLElement {
       next.click();
     });
     this.themeButton = h("button", { class: "icon", type: "button", onclick: () => { const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark"; localStorage.setItem(THEME, next); this.showTheme(next); } });
-    this.keyButton = h("button", { class: "icon", type: "button", "aria-label": "API key", title: "API key", onclick: () => this.askKey("") }, icon("key"));
+    this.keyButton = h("button", { class: "icon", type: "button", "aria-label": "API key", title: "API key", hidden: true, onclick: () => this.askKey("") }, icon("key"));
     this.listButton = h("button", { class: "icon list-button", type: "button", "aria-label": "Chats", "aria-expanded": "false", onclick: () => this.toggle("chats") }, icon("list"));
     this.panelButton = h("button", { class: "icon", type: "button", "aria-label": "Settings", title: "Settings", "aria-expanded": "true", onclick: () => this.toggle("panel") }, icon("sliders"));
     this.modelPlace = h("span", { class: "model" });
@@ -99,7 +99,7 @@ class App extends HTMLElement {
     document.title = `Quire · ${label}`;
     this.dataset.tab = name;
     this.panelButton.hidden = name === "engine";
-    this.keyButton.hidden = Boolean(this.info.replay);
+    this.keyButton.hidden = !this.info.keys;
     this.listButton.hidden = name !== "chat";
     for (const [other, pane] of Object.entries(this.panes)) if (other !== name) { pane.hidden = true; pane.leave?.(); }
     if (!this.panes[name]) {
@@ -146,6 +146,7 @@ class App extends HTMLElement {
   }
 
   askKey(message) {
+    this.keyButton.hidden = false;
     if (this.dialog) {
       this.dialog.querySelector(".error").textContent = message && key() ? message : "";
       return;

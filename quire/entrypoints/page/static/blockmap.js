@@ -37,6 +37,7 @@ export function drawBlocks(canvas, map, byGroup) {
   const { context, width, height } = fit(canvas);
   const { cell, columns, per } = layout(map.length, width, height);
   const gap = cell >= 4 ? 1 : 0;
+  const x = (column) => Math.round(column * (width + gap) / columns); // to the edge: some columns are a pixel wider
   const colors = { free: variable("--free"), cached: variable("--cached"), used: variable("--used"), shared: variable("--shared") };
   const groups = [0, 1, 2, 3, 4, 5].map((i) => variable(`--group-${i}`));
   const cells = new Map(); // color -> cells: few changes of the fill
@@ -56,6 +57,9 @@ export function drawBlocks(canvas, map, byGroup) {
   }
   for (const [fill, places] of cells) {
     context.fillStyle = fill;
-    for (const i of places) context.fillRect((i % columns) * cell, Math.floor(i / columns) * cell, cell - gap, cell - gap);
+    for (const i of places) {
+      const left = x(i % columns);
+      context.fillRect(left, Math.floor(i / columns) * cell, x((i % columns) + 1) - left - gap, cell - gap);
+    }
   }
 }

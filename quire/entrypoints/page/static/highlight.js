@@ -6,7 +6,7 @@ const WORDS = new Set(("abstract and as assert async await begin bool boolean br
   "select insert update create table into values join left right inner outer group order by having limit on set").split(" "));
 const HASH = new Set(["python", "py", "sh", "bash", "shell", "ruby", "rb", "yaml", "yml", "toml", "perl", "r", "makefile", "dockerfile", "elixir"]);
 const DASH = new Set(["sql", "lua", "haskell", "ada"]);
-const MAX = 60_000; // characters; longer ones stay plain
+const MAX = 20_000; // characters; longer ones stay plain
 
 export function highlight(text, language = "") {
   if (text.length > MAX || ["text", "txt", "plaintext"].includes(language)) return [text];

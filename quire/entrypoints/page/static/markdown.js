@@ -83,7 +83,33 @@ function finish(fragment) {
   return fragment;
 }
 
-const parse = (text) => finish(DOMPurify.sanitize(marked.parse(text), TEXT));
+// What the parser cannot take, such as thousands of quotations in one another, is shown as it is.
+function parse(text) {
+  try {
+    return finish(DOMPurify.sanitize(marked.parse(text), TEXT));
+  } catch {
+    const fragment = document.createDocumentFragment();
+    fragment.append(h("p", { class: "as-it-is" }, text));
+    return fragment;
+  }
+}
+
+// The blocks of a text that nothing after it can change: all but the last, and but a list before that, whose next item
+// begins like a paragraph.
+function settledPart(text) {
+  let blocks;
+  try {
+    blocks = marked.lexer(text).filter((token) => token.raw);
+  } catch {
+    return "";
+  }
+  const isBlock = (token) => token.type !== "space";
+  let last = blocks.findLastIndex(isBlock);
+  const before = blocks.slice(0, Math.max(0, last)).findLastIndex(isBlock);
+  if (before >= 0 && (blocks[before].type === "list" || blocks[before].codeBlockStyle === "indented")) last = before;
+  const settled = blocks.slice(0, Math.max(0, last)).map((token) => token.raw).join("");
+  return text.startsWith(settled) ? settled : ""; // the parser replaces tabs, say
+}
 
 // One answer's text. `update` with the whole text so far; only what changed is parsed and rendered.
 export class Markdown {
@@ -104,19 +130,15 @@ export class Markdown {
     const rest = text.slice(this.settled.length);
     for (const node of this.tail) node.remove();
     this.tail = [];
-    let tokens = marked.lexer(rest);
-    let open = done ? "" : rest;
-    if (!done) {
-      let last = tokens.length - 1;
-      while (last > 0 && tokens[last].type === "space") last--;
-      const before = tokens.slice(0, Math.max(0, last)).map((token) => token.raw).join("");
-      tokens = rest.startsWith(before) ? [before] : [""];
-      open = rest.slice(tokens[0].length);
-      if (tokens[0]) this.root.append(parse(tokens[0]));
-      this.settled += tokens[0];
-    } else {
+    let open = "";
+    if (done) {
       this.root.append(parse(rest));
       this.settled = text;
+    } else {
+      const before = settledPart(rest);
+      open = rest.slice(before.length);
+      if (before) this.root.append(parse(before));
+      this.settled += before;
     }
     if (open) {
       const fragment = parse(open);

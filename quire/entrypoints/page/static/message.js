@@ -32,7 +32,7 @@ class Message extends HTMLElement {
 
   update(done) {
     const node = this.node;
-    this.markdown.update(node.content, done);
+    this.markdown.update(this.schema && !node.tool_calls?.length ? asJson(node.content, done) : node.content, done);
     if (node.reasoning) {
       this.folded.hidden = false;
       this.thought.update(node.reasoning, done);
@@ -64,7 +64,14 @@ class Message extends HTMLElement {
     this.note.textContent = node.error ?? ENDS[node.finish] ?? "";
     if (!node.error && this.schema && node.content && !node.tool_calls?.length) {
       const { value, error } = parseJson(node.content);
-      const problem = error ?? violation(value, this.schema);
+      const check = () => {
+        try {
+          return violation(value, this.schema);
+        } catch (problem) { // a part of the schema that is not looked at before
+          return problem.message;
+        }
+      };
+      const problem = error ?? check();
       this.note.textContent = [this.note.textContent, problem ? `Not of the schema: ${problem}` : "✓ follows the schema"].filter(Boolean).join(" · ");
     }
   }
@@ -86,7 +93,7 @@ class Message extends HTMLElement {
       button("›", () => this.actions.branch(1), { "aria-label": "Next version", disabled: busy || index === siblings - 1 })) : null;
     const copied = button("Copy", () => copy(node.content, copied));
     const own = node.role === "user" ? [button("Edit", () => this.edit(), { disabled: busy })]
-      : node.role === "assistant" ? [button("Regenerate", () => this.actions.regenerate(), { disabled: busy }), this.more(button)] : [];
+      : node.role === "assistant" ? [this.more(button), button("Regenerate", () => this.actions.regenerate(), { disabled: busy })] : [];
     this.bar.replaceChildren(...[branch, copied, ...own, this.facts].filter(Boolean));
   }
 
@@ -125,6 +132,9 @@ class Message extends HTMLElement {
     return this.calls.replaceChildren(h("form", { onsubmit: submit }, fields.map((field) => field.element), this.node.answered ? null : h("button", { class: "button main", type: "submit" }, calls.length > 1 ? "Send results" : "Send result")));
   }
 }
+
+// An answer by a schema is code.
+const asJson = (text, done) => `\`\`\`json\n${done ? pretty(text) : text}`;
 
 function pretty(text) {
   const { value, error } = parseJson(text);

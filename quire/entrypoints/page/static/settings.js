@@ -48,14 +48,16 @@ class Settings extends HTMLElement {
   json(id, title, help, text, example, read, valid, changed) {
     const note = h("p", { class: "check", id: `${id}-note`, role: "status" });
     const check = () => {
+      area.rows = Math.min(12, Math.max(2, area.value.split("\n").length));
       const { error } = read(area.value);
       const empty = !area.value.trim();
+      fill.textContent = empty ? "Example" : "Clear";
       note.textContent = empty ? help : error ?? `✓ ${valid}`;
       note.classList.toggle("error", Boolean(error));
       area.setAttribute("aria-invalid", error ? "true" : "false");
     };
-    const area = h("textarea", { id, class: "code", rows: text ? "8" : "2", value: text, placeholder: "none", spellcheck: "false", "aria-describedby": note.id, oninput: () => { changed(area.value); check(); } });
-    const fill = h("button", { class: "plain", type: "button", onclick: () => { area.value = area.value.trim() ? "" : example; area.rows = area.value ? 8 : 2; changed(area.value); check(); fill.textContent = area.value ? "Clear" : "Example"; } }, text ? "Clear" : "Example");
+    const area = h("textarea", { id, class: "code", value: text, placeholder: "none", spellcheck: "false", "aria-describedby": note.id, oninput: () => { changed(area.value); check(); } });
+    const fill = h("button", { class: "plain", type: "button", onclick: () => { area.value = area.value.trim() ? "" : example; changed(area.value); check(); } });
     fill.setAttribute("aria-label", `${title}: example or clear`);
     check();
     return h("section", {}, h("div", { class: "row spread" }, h("label", { for: id, class: "title" }, title), fill), area, note);

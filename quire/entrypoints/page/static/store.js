@@ -3,13 +3,15 @@
 const CHATS = "quire.chats";
 const ACTIVE = "quire.active";
 
+const EMPTY = { title: "", model: "", system: "", params: {}, tools: "", schema: "", chosen: {}, draft: "" };
+
 const id = () => crypto.randomUUID?.() ?? Math.random().toString(36).slice(2);
 
 export class Chats {
   constructor() {
     this.chats = [];
     try {
-      this.chats = JSON.parse(localStorage.getItem(CHATS) ?? "[]").filter((chat) => chat && typeof chat.nodes === "object");
+      this.chats = JSON.parse(localStorage.getItem(CHATS) ?? "[]").filter((chat) => chat?.id && chat.nodes && typeof chat.nodes === "object").map((chat) => ({ ...EMPTY, ...chat }));
     } catch { /* not ours, or from another version: begin anew */ }
     this.full = false;
     if (!this.chats.length) this.add();
@@ -18,7 +20,7 @@ export class Chats {
 
   add() {
     const before = this.active;
-    const chat = { id: id(), title: "", model: before?.model ?? "", system: "", params: { ...(before?.params ?? {}) }, tools: "", schema: "", nodes: {}, chosen: {}, draft: "" };
+    const chat = { ...EMPTY, id: id(), model: before?.model ?? "", params: { ...(before?.params ?? {}) }, nodes: {}, chosen: {} };
     this.chats.unshift(chat);
     this.active = chat;
     return chat;
