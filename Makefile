@@ -54,6 +54,9 @@ tp-matrix: $(INSTALLED)  ## ranks under combinations of everything else, in proc
 	@QUIRE_TP_MATRIX=all $(BIN)/python -m pytest -n 2 tests/executor/test_tensor_parallel.py \
 		tests/executor/test_rank_matrix.py tests/executor/test_serve_matrix.py
 
+same-text: $(INSTALLED)  ## 500 random schedules on a CPU: every token and logprob as of the request alone, to the bit
+	@QUIRE_SCHEDULES=125 $(BIN)/python -m pytest -n 2 tests/engine/test_same_text.py
+
 mutants: $(INSTALLED)  ## plant small bugs one at a time and see that the tests notice each
 	@$(BIN)/python scripts/mutants.py
 
@@ -159,5 +162,5 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.performance_tables
 	@$(BIN)/python -m benchmarks.figures
 
-.PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-ray \
+.PHONY: help install serve test test-properties spec-matrix tp-matrix same-text mutants test-kernels test-models test-compat test-ray \
 	test-page page-pictures test-arm test-clients lint format fuzz chaos kv-soak test-redis lock bench figures

@@ -75,11 +75,16 @@ def _parts(name: str, tensor: torch.Tensor, alternating: bool) -> list[tuple[str
     return [(f"{module}.{kind}_proj{suffix}", half) for kind, half in zip(("gate", "up"), halves, strict=True)]
 
 
-def write_random_llama(path: Path, type_of: Callable[[str], str], layers: int = 2) -> Path:
+def write_random_llama(path: Path, type_of: Callable[[str], str], layers: int = 2, context: int = 512) -> Path:
     """A Llama with random blocks of any type: `type_of` gets a tensor's name in GGUF."""
     hidden, heads, kv_heads, width, vocab = 256, 8, 4, 512, 320
     writer = gguf.GGUFWriter(path, "llama")
-    numbers = {"context_length": 512, "embedding_length": hidden, "block_count": layers, "feed_forward_length": width}
+    numbers = {
+        "context_length": context,
+        "embedding_length": hidden,
+        "block_count": layers,
+        "feed_forward_length": width,
+    }
     numbers |= {"attention.head_count": heads, "attention.head_count_kv": kv_heads}
     numbers |= {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10000.0}
     for key, value in numbers.items():

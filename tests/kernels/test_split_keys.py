@@ -16,7 +16,7 @@ from tests.attention.mixes import FEATURES, make_features, paged_batch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
-WHOLE = 2047  # the most keys that are one part
+WHOLE = 2048  # the most keys that are one task
 LENGTHS = (WHOLE, WHOLE + 1, WHOLE + 2, 4500)
 # Queries one by one, packed, and neither; in the last, heads are too many to be attended to together.
 SHAPES = [(6, 2, 64), (10, 2, 32), (4, 2, 24), (49, 49, 16)]
@@ -83,7 +83,7 @@ def test_a_long_prefix_that_all_rows_share(compiled, features):
     batch, layer_features = (q, cache, places, starts, lens, table), make_features(features, 6, SCALE)
     ours = native.attention(*batch, layer_features, shared=shared)
     check_close(ours, paged_attention(*batch, layer_features))
-    assert torch.equal(native.attention(*batch, layer_features, slots(40, 6, 64), shared), ours)
+    assert torch.equal(native.attention(*batch, layer_features, slots(64, 6, 64), shared), ours)
 
 
 def slots(count, heads, head_size):
@@ -114,7 +114,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_any_number_of_threads(
             assert torch.equal(native.attention(*some, layer_features), together[kept])
 
 
-@pytest.mark.parametrize("num_slots", [33, 34, 50])
+@pytest.mark.parametrize("num_slots", [64, 66, 80])
 def test_fewer_slots_than_parts(num_slots):
     batch = paged_batch([*decoding(*([50_000] + [2100, 60] * 20)), (30, 9)], 16, 3, 1, 32, torch.bfloat16)
     layer_features = make_features("", 3, SCALE)
@@ -125,7 +125,7 @@ def test_fewer_slots_than_parts(num_slots):
 def test_too_few_slots_are_refused():
     batch = paged_batch(decoding(5), 16, 3, 1, 32, torch.bfloat16)
     with pytest.raises(ValueError, match="sizes that it cannot serve"):
-        native.attention(*batch, make_features("", 3, SCALE), slots(32, 3, 32))
+        native.attention(*batch, make_features("", 3, SCALE), slots(63, 3, 32))
 
 
 @pytest.mark.parametrize("window", [None, WHOLE])

@@ -286,8 +286,8 @@ def attention(
 ) -> torch.Tensor:
     """`slots`: of attention_slots(), which no other call may use meanwhile. `shared`: leading keys, in blocks that all
     rows have, that are read once for all of them; then each row has one query, keys beyond those, and no window. Tokens
-    after the last row's belong to nobody and get zeros, which keeps them finite. A row's bits depend on its own inputs
-    and on `shared`, not on other rows or the number of threads."""
+    after the last row's belong to nobody and get zeros, which keeps them finite. A query's bits depend
+    on its own keys alone: not on other rows, chunks, `shared` or the number of threads."""
     _, num_heads, head_size = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     q = q.contiguous()

@@ -1,7 +1,11 @@
 /* What one task of attention computes. A task is a block of queries of one row and some of its KV heads, each with all
  * query heads of its group: m rows that see the same keys. Keys come in tiles, the softmax is brought up to date after
- * each. The keys of a single query, if many, are split into parts, each a task: whichever ends last combines the results
- * of all. attention.c makes the tasks of a step. */
+ * each. attention.c makes the tasks of a step.
+ *
+ * A query's result has the same bits in whatever step, and beside whatever others, it is computed. So the order of its
+ * sums depends on its position alone: tiles begin at multiples of TILE, and keys fall into parts of fixed places. Those of
+ * a part are summed in order, then parts are merged in order. A task computes the parts of its queries one after the
+ * other; of a single query with many keys each part is a task, and whichever ends last merges all. */
 
 #pragma once
 #include <string.h>
@@ -14,14 +18,16 @@ typedef struct Task {
     void *out;
     const int32_t *pages; /* of the row */
     int64_t heads, kv_heads, d, block_size, first_head, num_heads, first_token, num_queries, position, window;
-    int64_t begin, end; /* the keys it attends to */
+    int64_t begin, end; /* the keys it attends to, from the beginning of a tile */
+    int64_t lowest;     /* the first key that any query sees: those before it in its tile may be nobody's */
     int many_rows;      /* whether its queries are those of as many rows, and its keys those that all rows share */
-    /* Partial results, of each query and head: d sums, the greatest score and the total. */
-    const float *from; /* of keys before these, to go on from; or NULL */
-    float *to;         /* where to leave them for others to go on from, instead of `out`; or NULL */
-    float *partials;   /* of the parts that the task's keys are split into, `stride` numbers apart */
-    int64_t stride, part, num_parts;
-    struct Task *first_part; /* its `unfinished` counts parts */
+    /* Results of parts, of each query and head: d sums, the greatest score and the total. NULL: the task computes all
+     * parts of its queries. */
+    float *partials;           /* of the row's first part; one part's are heads * (d + 2) numbers */
+    int64_t query_stride;      /* from a query's partial results to the next one's */
+    int64_t part, num_parts;   /* of the row's */
+    int resumes;               /* whether it goes on from what the place of its part holds */
+    struct Task *first_of_row; /* its `unfinished` counts the row's tasks; NULL: others merge the parts */
     int unfinished;
     float scale, softcap;        /* softcap 0: none */
     const float *slopes, *sinks; /* of each head, or NULL */
@@ -60,6 +66,20 @@ static inline int64_t first_key(int64_t position, int64_t window) {
     return window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
 }
 
+/* A part begins at every 1024th key and, from 32 * 1024 on, at every 32 * 1024th; the last takes the rest. */
+enum { PART = 1024, MAX_PARTS = 64 };
+
+static inline int64_t part_of(int64_t key) {
+    int64_t part = key < 32 * PART ? key / PART : 31 + key / (32 * PART);
+    return part < MAX_PARTS ? part : MAX_PARTS - 1;
+}
+
+/* Where the part of a key ends, for one of `keys` keys. */
+static inline int64_t part_end(int64_t key, int64_t keys) {
+    int64_t next = part_of(key) + 1, end = next < 32 ? next * PART : (next - 31) * 32 * PART;
+    return next < MAX_PARTS && end < keys ? end : keys;
+}
+
 /* The keys [first, last) of a tile that query `position` sees. */
 static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t count, int64_t *first, int64_t *last) {
     *last = position - tile + 1 < count ? position - tile + 1 : count;
@@ -67,6 +87,9 @@ static inline void seen(const Task *t, int64_t position, int64_t tile, int64_t c
     if (*first < 0) *first = 0;
     if (*last < *first) *last = *first;
 }
+
+/* How many keys at the beginning of a tile no query sees. */
+static inline int64_t unseen(const Task *t, int64_t tile) { return t->lowest > tile ? t->lowest - tile : 0; }
 
 /* Whether queries first to last, counted from the task's first, see every key of a tile. */
 static inline int see_all(const Task *t, int64_t first, int64_t last, int64_t tile, int64_t count) {
@@ -111,9 +134,12 @@ static void soften(const Task *t, float *scores, int64_t head, int64_t tile, int
             s[j] *= scale;
             greatest = s[j] > greatest ? s[j] : greatest;
         }
-        for (int64_t j = 0; j < first && j < TILE; j++) s[j] = 0;
-        for (int64_t j = last; j < TILE; j++) s[j] = 0;
-        if (last <= first) continue;
+        if (last <= first) {
+            memset(s, 0, TILE * 4);
+            continue;
+        }
+        memset(s, 0, first * 4);
+        memset(s + last, 0, (TILE - last) * 4);
         float sum = 0;
         _Pragma("omp simd reduction(+ : sum)") for (int64_t j = first; j < last; j++) {
             s[j] = exp_fast(s[j] - greatest);
@@ -134,27 +160,29 @@ static inline int64_t query_place(const Task *t, int64_t head, int64_t group, in
     return ((t->first_token + i / group) * t->heads + head * group + i % group) * t->d;
 }
 
-static void attend_plain(const Task *t, int64_t head, int64_t group, int64_t m, float *acc, float *most, float *total) {
-    float q[MAX_D], k[MAX_D], scores[MAX_M * TILE];
-    for (int64_t tile = t->begin; tile < t->end; tile += TILE) {
-        int64_t count = t->end - tile < TILE ? t->end - tile : TILE;
-        for (int64_t j = 0; j < count; j++) {
-            load_vector(t, head, tile + j, 0, k);
-            for (int64_t i = 0; i < m; i++) {
-                int64_t from = query_place(t, head, group, i);
-                float sum = 0;
-                for (int64_t e = 0; e < t->d; e++) q[e] = load(t->q, from + e, t->type);
-                _Pragma("omp simd reduction(+ : sum)") for (int64_t e = 0; e < t->d; e++) sum += q[e] * k[e];
-                scores[i * TILE + j] = sum;
-            }
+/* Of one tile. There is one copy of this code, and arrays are aligned: of several copies, or from other addresses on,
+ * compilers add the same numbers in another order. */
+static __attribute__((noinline)) void attend_tile(const Task *t, int64_t head, int64_t group, int64_t m, int64_t tile,
+                                                  float *acc, float *most, float *total) {
+    float q[MAX_D] __attribute__((aligned(64))), k[MAX_D] __attribute__((aligned(64)));
+    float scores[MAX_M * TILE] __attribute__((aligned(64)));
+    int64_t count = t->end - tile < TILE ? t->end - tile : TILE, begin = unseen(t, tile);
+    for (int64_t j = begin; j < count; j++) {
+        load_vector(t, head, tile + j, 0, k);
+        for (int64_t i = 0; i < m; i++) {
+            int64_t from = query_place(t, head, group, i);
+            float sum = 0;
+            for (int64_t e = 0; e < t->d; e++) q[e] = load(t->q, from + e, t->type);
+            _Pragma("omp simd reduction(+ : sum)") for (int64_t e = 0; e < t->d; e++) sum += q[e] * k[e];
+            scores[i * TILE + j] = sum;
         }
-        soften(t, scores, head, tile, count, group, m, most, total, acc);
-        for (int64_t j = 0; j < count; j++) {
-            load_vector(t, head, tile + j, 1, k);
-            for (int64_t i = 0; i < m; i++) {
-                float w = scores[i * TILE + j];
-                for (int64_t e = 0; e < t->d; e++) acc[i * t->d + e] += w * k[e];
-            }
+    }
+    soften(t, scores, head, tile, count, group, m, most, total, acc);
+    for (int64_t j = begin; j < count; j++) {
+        load_vector(t, head, tile + j, 1, k);
+        for (int64_t i = 0; i < m; i++) {
+            float w = scores[i * TILE + j];
+            for (int64_t e = 0; e < t->d; e++) acc[i * t->d + e] += w * k[e];
         }
     }
 }
@@ -186,28 +214,32 @@ static void soften_bf16(const Task *t, float *scores, bf16 *weights, int64_t hea
     }
 }
 
-/* Where the keys of a tile are; past the last, the last again: it is finite, and gets no weight. */
+/* Where the keys of a tile are; past the last, the last again, and before the first that is seen, that: they are finite,
+ * and get no weight. */
 static void find_rows(const Task *t, int64_t head, int64_t tile, int64_t count, const bf16 **rows) {
-    const int32_t *page = t->pages + tile / t->block_size;
-    int64_t left = t->block_size - tile % t->block_size; /* of a page */
-    const bf16 *row = (const bf16 *)t->cache + key_place(t, head, tile, 0);
-    for (int64_t j = 0; j < count; j++, row += t->d) {
+    int64_t begin = unseen(t, tile), key = tile + begin;
+    const int32_t *page = t->pages + key / t->block_size;
+    int64_t left = t->block_size - key % t->block_size; /* of a page */
+    const bf16 *row = (const bf16 *)t->cache + key_place(t, head, key, 0);
+    for (int64_t j = begin; j < count; j++, row += t->d) {
         if (left-- == 0) {
             row = (const bf16 *)t->cache + ((int64_t)*++page * 2 * t->kv_heads + head) * t->block_size * t->d;
             left = t->block_size - 1;
         }
         rows[j] = row;
     }
+    for (int64_t j = 0; j < begin; j++) rows[j] = rows[begin];
     for (int64_t j = count; j < TILE; j++) rows[j] = rows[count - 1];
 }
 
-/* Keys [TILE][d] of a tile of a cache in int8, then its values, to `to`; past the last, the last again. rows: where the
- * keys are then. */
+/* Keys [TILE][d] of a tile of a cache in int8, then its values, to `to`; in place of those that nobody sees, others. rows:
+ * where the keys are then. */
 static __attribute__((noinline)) void unpack_tile(const Task *t, int64_t head, int64_t tile, int64_t count, bf16 *to,
                                                   const bf16 **rows) {
-    for (int64_t j = 0; j < TILE; j++) rows[j] = to + (j < count ? j : count - 1) * t->d;
+    int64_t begin = unseen(t, tile);
+    for (int64_t j = 0; j < TILE; j++) rows[j] = to + (j < begin ? begin : j < count ? j : count - 1) * t->d;
     for (int kind = 0; kind < 2; kind++, to += TILE * t->d)
-        for (int64_t j = 0; j < count; j++) {
+        for (int64_t j = begin; j < count; j++) {
             float scale;
             const int8_t *from = find_int8(t, head, tile + j, kind, &scale);
             __m512 by = _mm512_set1_ps(scale);
@@ -247,10 +279,20 @@ static inline __attribute__((always_inline)) void attend_few(const Task *t, cons
                 find_rows(after, after->first_head, after->begin, some, next);
             } else next = rows;
             memcpy(q, (const bf16 *)t->q + query_place(t, head, m, 0), m * d * 2);
-            score_few(q, rows, next, scores, m, d, count);
+            switch (m) { /* each as many registers */
+#define CASE(M)                                                                                                        \
+    case M: score_few(q, rows, next, scores, M, d, count); break;
+                CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+            }
             float *sums = acc + h * FEW * d;
             soften_bf16(t, scores, weights, head, tile, count, m, 0, m, m, most + h * FEW, total + h * FEW, sums);
-            weigh_few(weights, rows, next, to_values, sums, m, d, count);
+            switch (m) {
+#define CASE(M)                                                                                                        \
+    case M: weigh_few(weights, rows, next, to_values, sums, M, d, count); break;
+                CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+            }
         }
 }
 
@@ -311,10 +353,11 @@ static __attribute__((noinline)) void attend_bf16(const Task *t, int64_t group, 
 }
 #endif
 
-/* Whether queries are multiplied one by one: one of a group of few heads. */
-static int is_few(int64_t queries, int64_t group, int type, int64_t d) {
+/* Whether queries are multiplied one by one: one of a group of few heads. Not where many are multiplied on tiles, which add
+ * products in an order of their own. */
+static int is_few(int64_t queries, int64_t group, int type, int64_t d, int tiles) {
 #ifdef HAVE_BF16_VECTORS
-    return queries == 1 && group <= FEW && type == 1 && d % 32 == 0;
+    return queries == 1 && group <= FEW && type == 1 && d % 32 == 0 && !tiles;
 #else
     return 0;
 #endif
@@ -322,72 +365,70 @@ static int is_few(int64_t queries, int64_t group, int type, int64_t d) {
 
 /* A KV head's rows, padded to what is multiplied at a time. */
 static int64_t padded(int64_t queries, int64_t group, int type, int64_t d, int tiles) {
-    int64_t unit = tiles && !is_few(queries, group, type, d) ? 16 : 4;
+    int64_t unit = tiles ? 16 : 4;
     return (queries * group + unit - 1) / unit * unit;
 }
 
-/* Where, among the partial results of a task, those of row i of a KV head are. */
-static inline int64_t partial_place(const Task *t, int64_t head, int64_t group, int64_t i) {
-    return (i / group * t->heads + head * group + i % group) * (t->d + 2);
+/* Where the partial results of row i of a KV head are. */
+static inline float *partial_place(const Task *t, int64_t part, int64_t head, int64_t group, int64_t i) {
+    return t->partials + i / group * t->query_stride + ((part * t->heads) + head * group + i % group) * (t->d + 2);
 }
 
-static void keep_partial(const Task *t, float *to, const float *sums, float most, float total) {
-    memcpy(to, sums, t->d * 4);
-    to[t->d] = most, to[t->d + 1] = total;
-}
-
-static void finish(const Task *t, int64_t head, int64_t group, int64_t i, const float *sums, float most, float total) {
-    if (t->to) {
-        keep_partial(t, t->to + partial_place(t, head, group, i), sums, most, total);
+/* Adds the result of other keys. Which of two products is rounded is said here: compilers choose by where a number is. */
+static void merge(int64_t d, float *sums, float *most, float *total, const float *more,
+                                            float more_most, float more_total) {
+    if (more_total == 0) return; /* of no key */
+    if (*total == 0) {
+        memcpy(sums, more, d * 4);
+        *most = more_most, *total = more_total;
         return;
     }
+    float greatest = more_most > *most ? more_most : *most;
+    float keep = *most == greatest ? 1.0f : exp_fast(*most - greatest);
+    float add = more_most == greatest ? 1.0f : exp_fast(more_most - greatest);
+    for (int64_t e = 0; e < d; e++) sums[e] = fmaf(more[e], add, sums[e] * keep);
+    *total = fmaf(more_total, add, *total * keep);
+    *most = greatest;
+}
+
+static void finish(const Task *t, int64_t head, int64_t group, int64_t i, float *sums, float most, float total) {
+    static const float zeros[MAX_D];
     int64_t to = query_place(t, head, group, i);
+    if (t->sinks) merge(t->d, sums, &most, &total, zeros, t->sinks[head * group + i % group], 1.0f);
     float scale = total > 0 ? 1.0f / total : 0.0f;
     for (int64_t e = 0; e < t->d; e++) store(t->out, to + e, sums[e] * scale, t->type);
 }
 
-/* In the order of the parts, whichever ended first: equal inputs have equal results. */
-static void combine(const Task *t, int64_t group, int64_t m) {
+/* All parts of a row, in their order, whichever ended first. */
+static void merge_parts(const Task *t, int64_t group, int64_t m) {
     float sums[MAX_D];
     for (int64_t head = t->first_head; head < t->first_head + t->num_heads; head++)
         for (int64_t i = 0; i < m; i++) {
-            const float *parts = t->partials + partial_place(t, head, group, i);
             float most = -INFINITY, total = 0;
-            for (int64_t p = 0; p < t->num_parts; p++) {
-                float greatest = parts[p * t->stride + t->d];
-                most = greatest > most ? greatest : most;
-            }
             memset(sums, 0, t->d * 4);
             for (int64_t p = 0; p < t->num_parts; p++) {
-                const float *part = parts + p * t->stride;
-                float weight = part[t->d] == most ? 1.0f : exp_fast(part[t->d] - most);
-                for (int64_t e = 0; e < t->d; e++) sums[e] += weight * part[e];
-                total += weight * part[t->d + 1];
+                const float *part = partial_place(t, p, head, group, i);
+                merge(t->d, sums, &most, &total, part, part[t->d], part[t->d + 1]);
             }
             finish(t, head, group, i, sums, most, total);
         }
 }
 
-static void attend(const Task *t, const Task *after) {
-    float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
-    float most[MAX_M], total[MAX_M];
-    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
-    int64_t all = padded(t->num_queries, group, t->type, d, t->tiles);
+/* Some keys of one part. */
+static void attend_part(const Task *t, const Task *after, int64_t group, int64_t m, int64_t all, float *acc, float *most,
+                        float *total) {
+    int64_t d = t->d;
     for (int64_t i = 0; i < t->num_heads * all; i++) most[i] = -INFINITY, total[i] = 0;
-    if (t->sinks && !t->part) /* as if one key had been seen; what goes on from others finds it in them */
-        for (int64_t h = 0; h < t->num_heads; h++)
-            for (int64_t i = 0; i < m; i++)
-                most[h * all + i] = t->sinks[(t->first_head + h) * group + i % group], total[h * all + i] = 1;
     memset(acc, 0, sizeof(float) * t->num_heads * all * d);
-    if (t->from)
+    if (t->resumes)
         for (int64_t h = 0; h < t->num_heads; h++)
             for (int64_t i = 0; i < m; i++) {
-                const float *partial = t->from + partial_place(t, t->first_head + h, group, i);
-                memcpy(acc + (h * all + i) * d, partial, d * 4);
-                most[h * all + i] = partial[d], total[h * all + i] = partial[d + 1];
+                const float *from = partial_place(t, t->part, t->first_head + h, group, i);
+                memcpy(acc + (h * all + i) * d, from, d * 4);
+                most[h * all + i] = from[d], total[h * all + i] = from[d + 1];
             }
 #ifdef HAVE_BF16_VECTORS
-    int few = is_few(t->num_queries, group, t->type, d);
+    int few = is_few(t->num_queries, group, t->type, d, t->tiles);
     if (few && d == 64) attend_few(t, after, m, 64, acc, most, total);
     else if (few && d == 128) attend_few(t, after, m, 128, acc, most, total);
     else if (few) attend_few(t, after, m, d, acc, most, total);
@@ -395,15 +436,44 @@ static void attend(const Task *t, const Task *after) {
     else
 #endif
         for (int64_t h = 0; h < t->num_heads; h++)
-            attend_plain(t, t->first_head + h, group, m, acc + h * all * d, most + h * all, total + h * all);
+            for (int64_t tile = t->begin; tile < t->end; tile += TILE)
+                attend_tile(t, t->first_head + h, group, m, tile, acc + h * all * d, most + h * all, total + h * all);
+}
+
+/* The parts of a task one after the other. */
+static __attribute__((noinline)) void attend_parts(const Task *t, const Task *after, int64_t group, int64_t m,
+                                                   int64_t all, float *acc, float *most, float *total) {
+    float more[MAX_M * MAX_D] __attribute__((aligned(64)));
+    float more_most[MAX_M], more_total[MAX_M];
+    Task part = *t;
+    part.end = part_end(t->begin, t->end);
+    attend_part(&part, NULL, group, m, all, acc, most, total);
+    while (part.end < t->end) {
+        part.begin = part.end, part.end = part_end(part.begin, t->end);
+        attend_part(&part, part.end == t->end ? after : NULL, group, m, all, more, more_most, more_total);
+        for (int64_t i = 0; i < t->num_heads * all; i++)
+            merge(t->d, acc + i * t->d, most + i, total + i, more + i * t->d, more_most[i], more_total[i]);
+    }
+}
+
+static void attend(const Task *t, const Task *after) {
+    float acc[MAX_M * MAX_D] __attribute__((aligned(64)));
+    float most[MAX_M], total[MAX_M];
+    int64_t d = t->d, group = t->heads / t->kv_heads, m = t->num_queries * group;
+    int64_t all = padded(t->num_queries, group, t->type, d, t->tiles);
+    int one = t->begin >= t->end || part_end(t->begin, t->end) == t->end;
+    (one ? attend_part : attend_parts)(t, after, group, m, all, acc, most, total);
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t i = 0; i < m; i++) {
             int64_t head = t->first_head + h, row = h * all + i;
-            if (t->num_parts == 1) finish(t, head, group, i, acc + row * d, most[row], total[row]);
-            else {
-                float *to = t->partials + t->part * t->stride + partial_place(t, head, group, i);
-                keep_partial(t, to, acc + row * d, most[row], total[row]);
+            if (!t->partials) {
+                finish(t, head, group, i, acc + row * d, most[row], total[row]);
+                continue;
             }
+            float *to = partial_place(t, t->part, head, group, i);
+            memcpy(to, acc + row * d, d * 4);
+            to[d] = most[row], to[d + 1] = total[row];
         }
-    if (t->num_parts > 1 && !__atomic_sub_fetch(&t->first_part->unfinished, 1, __ATOMIC_ACQ_REL)) combine(t, group, m);
+    if (t->first_of_row && !__atomic_sub_fetch(&t->first_of_row->unfinished, 1, __ATOMIC_ACQ_REL))
+        merge_parts(t, group, m);
 }

@@ -65,43 +65,52 @@ static inline __mmask16 lanes(int64_t first, int64_t last, int64_t at) {
 OF_EACH(sums_of, _mm512_add_ps)
 OF_EACH(greatest_of, _mm512_max_ps)
 
-/* soften() of one row, with the weights in bf16 beside the scores. whole: it sees every key of the tile. */
+/* The sum of 16 numbers, added in the order of sums_of(). */
+static inline float sum_of(__m512 x) {
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return _mm512_cvtss_f32(x);
+}
+
+static const float LOG2E = 1.4426950408889634f;
+
+/* soften() of one row, with the weights in bf16 beside the scores. whole: it sees every key of the tile. To the bit what
+ * soften_rows() makes of it. */
 static inline __attribute__((always_inline)) void soften_row(const float *scores, bf16 *to, float scale, int64_t d,
                                                              int64_t first, int64_t last, int whole, float *most,
                                                              float *total, float *acc) {
     enum { VECTORS = TILE / 16 };
-    __m512 s[VECTORS], by = _mm512_set1_ps(scale), nothing = _mm512_set1_ps(-INFINITY);
+    __m512 s[VECTORS], by = _mm512_set1_ps(scale * LOG2E), nothing = _mm512_set1_ps(-INFINITY);
+    __mmask16 here[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-        __mmask16 here = whole ? 0xffff : lanes(first, last, v * 16);
-        s[v] = _mm512_mask_mul_ps(nothing, here, _mm512_load_ps(scores + v * 16), by);
+        here[v] = whole ? 0xffff : lanes(first, last, v * 16);
+        s[v] = _mm512_mask_load_ps(nothing, here[v], scores + v * 16);
     }
     __m512 greatest = s[0], sum = _mm512_setzero_ps();
     for (int v = 1; v < VECTORS; v++) greatest = _mm512_max_ps(greatest, s[v]);
-    float before = *most, now = _mm512_reduce_max_ps(greatest);
+    float before = *most, now = _mm512_reduce_max_ps(greatest) * scale;
     if (!(now > before)) now = before;
-    __m512 base = _mm512_set1_ps(now);
-    for (int v = 0; v < VECTORS; v++) {
-        __m512 w = exp16(_mm512_sub_ps(s[v], base));
-        if (!whole) w = _mm512_maskz_mov_ps(lanes(first, last, v * 16), w);
-        sum = _mm512_add_ps(sum, w);
-        _mm256_store_si256((__m256i *)(to + v * 16), (__m256i)_mm512_cvtneps_pbh(w));
+    __m512 base = _mm512_set1_ps(now * LOG2E), shrink = exp16(_mm512_set1_ps(before - now));
+    for (int v = 0; v < VECTORS; v += 2) {
+        __m512 a = _mm512_maskz_mov_ps(here[v], exp2_16(_mm512_fmsub_ps(s[v], by, base)));
+        __m512 b = _mm512_maskz_mov_ps(here[v + 1], exp2_16(_mm512_fmsub_ps(s[v + 1], by, base)));
+        sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
+        _mm512_store_si512(to + v * 16, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
+    *total = _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(*total), _mm512_castps512_ps128(shrink), _mm_set_ss(sum_of(sum))));
     if (now > before) {
-        float shrink = before == -INFINITY ? 0.0f : exp_fast(before - now);
-        *total *= shrink;
-        __m512 less = _mm512_set1_ps(shrink);
-        for (int64_t e = 0; e < d; e += 16) _mm512_store_ps(acc + e, _mm512_mul_ps(_mm512_load_ps(acc + e), less));
+        for (int64_t e = 0; e < d; e += 16) _mm512_store_ps(acc + e, _mm512_mul_ps(_mm512_load_ps(acc + e), shrink));
         *most = now;
     }
-    *total += _mm512_reduce_add_ps(sum);
 }
 
 /* soften_row() of 16 rows that see the whole tile: what is one number for each is one vector for all. */
 static void soften_rows(const float *scores, bf16 *to, float scale, int64_t d, float *most, float *total, float *acc) {
     enum { VECTORS = TILE / 16 };
-    const float log2e = 1.4426950408889634f;
     float bases[16] __attribute__((aligned(64))), shrinks[16] __attribute__((aligned(64)));
-    __m512 part[16], by = _mm512_set1_ps(scale * log2e);
+    __m512 part[16], by = _mm512_set1_ps(scale * LOG2E);
     for (int r = 0; r < 16; r++) {
         part[r] = _mm512_load_ps(scores + r * TILE);
         for (int v = 1; v < VECTORS; v++) part[r] = _mm512_max_ps(part[r], _mm512_load_ps(scores + r * TILE + v * 16));
@@ -112,7 +121,7 @@ static void soften_rows(const float *scores, bf16 *to, float scale, int64_t d, f
     __mmask16 grew = _mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ);
     _mm512_storeu_ps(most, now);
     _mm512_store_ps(shrinks, shrink);
-    _mm512_store_ps(bases, _mm512_mul_ps(now, _mm512_set1_ps(log2e)));
+    _mm512_store_ps(bases, _mm512_mul_ps(now, _mm512_set1_ps(LOG2E)));
     for (int r = 0; r < 16; r++) {
         __m512 base = _mm512_set1_ps(bases[r]);
         part[r] = _mm512_setzero_ps();
@@ -192,21 +201,27 @@ static inline void prefetch_rows(const bf16 *const *rows, int64_t count, int64_t
         for (int64_t e = 0; e < d; e += 32) __builtin_prefetch(rows[j] + e, 0, 2);
 }
 
-/* Scores of up to FEW queries with keys as they lie: as many vectors of partial sums as keys, then 16 sums at once. */
+/* Scores of up to FEW queries with keys as they lie, 16 keys at a time: a key's products are added in the order of score(),
+ * to the bit. */
 static inline __attribute__((always_inline)) void score_few(const bf16 *q, const bf16 **rows, const bf16 **next,
                                                             float *scores, int64_t m, int64_t d, int64_t count) {
-    for (int64_t at = 0; at < count; at += 16)
-        for (int64_t i = 0; i < m; i++) {
-            prefetch_rows(next + at + 16 * i / m, 16 * (i + 1) / m - 16 * i / m, d);
-            __m512 part[16];
-            for (int j = 0; j < 16; j++) part[j] = _mm512_setzero_ps();
-            for (int64_t e = 0; e < d; e += 32) {
-                __m512bh x = (__m512bh)_mm512_load_si512(q + i * d + e);
-                for (int j = 0; j < 16; j++)
-                    part[j] = _mm512_dpbf16_ps(part[j], x, (__m512bh)_mm512_loadu_si512(rows[at + j] + e));
-            }
-            _mm512_store_ps(scores + i * TILE + at, sums_of(part));
+    const int32_t *q_pairs = (const int32_t *)q;
+    for (int64_t at = 0; at < count; at += 16) {
+        __m512 sums[FEW];
+        prefetch_rows(next + at, 16, d);
+        for (int i = 0; i < m; i++) sums[i] = _mm512_setzero_ps();
+        for (int64_t e = 0; e < d / 2; e += 16) {
+            __m512i r[16];
+            for (int j = 0; j < 16; j++) r[j] = _mm512_loadu_si512((const int32_t *)rows[at + j] + e);
+            transpose16(r);
+            for (int j = 0; j < 16; j++)
+                for (int i = 0; i < m; i++) {
+                    __m512bh x = (__m512bh)_mm512_set1_epi32(q_pairs[i * (d / 2) + e + j]);
+                    sums[i] = _mm512_dpbf16_ps(sums[i], x, (__m512bh)r[j]);
+                }
         }
+        for (int i = 0; i < m; i++) _mm512_store_ps(scores + i * TILE + at, sums[i]);
+    }
 }
 
 /* acc [m, d] += weights [m, TILE] times values as they lie, two keys at a time. */
