@@ -8,9 +8,11 @@ A kind is a subclass of KVCacheSpec here, a group class in core/kv_groups.py and
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
+
+import numpy as np
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 PAGE_ALIGNMENT = 16  # bytes, of pages that kinds of different sizes share
@@ -18,6 +20,7 @@ MAX_GROWTH = 16  # of the length at which prefix hits can end, for all kinds to 
 GROUP_COST = 0.02  # a group's tables and metadata, as a fraction of the cache that it is worth wasting to save it
 
 Spec = TypeVar("Spec", bound="KVCacheSpec")
+AttentionSpec = TypeVar("AttentionSpec", bound="FullAttentionSpec")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class KVCacheSpec:
     scales: ClassVar[bool] = True  # a larger page holds more tokens
     grows: ClassVar[bool] = True  # a request holds the pages of all its tokens
     rolls_back: ClassVar[bool] = True  # what rejected drafts wrote is overwritten by the tokens after them
+    token_axis: ClassVar[int | None] = None  # of every part
+    head_axis: ClassVar[int | None] = None  # of every part, if ranks have heads of their own; else they have all of it
 
     @property
     def window(self) -> int | None:
@@ -79,6 +84,64 @@ class KVCacheSpec:
         """With as many times its tokens, if it holds tokens."""
         return replace(self, block_size=self.block_size * count) if self.scales else self
 
+    # Conversions of pages, uint8 [pages, page_bytes]: what engines of other layouts have written can be read.
+
+    def of_rank(self: Spec, num_ranks: int) -> Spec:
+        """One rank's kind, if `num_ranks` share what this one holds."""
+        return self
+
+    def split(self, pages: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+        """The pages of each of `num_ranks`."""
+        part, axis = self.of_rank(num_ranks), self.head_axis
+        if axis is None:
+            return [pages] * num_ranks
+        fields = self._fields(pages)
+        held, heads = part.parts()[0].shape[axis], self.parts()[0].shape[axis]
+        firsts = [rank * heads // num_ranks for rank in range(num_ranks)]
+        return [part._join_fields([f.take(range(first, first + held), axis + 1) for f in fields]) for first in firsts]
+
+    def join(self, pages: Sequence[np.ndarray]) -> np.ndarray:
+        """The inverse of `split`, from the pages of every rank."""
+        part, axis = self.of_rank(len(pages)), self.head_axis
+        if axis is None:
+            return pages[0]
+        held, heads = part.parts()[0].shape[axis], self.parts()[0].shape[axis]
+        # Of ranks that have the same heads, the first.
+        fields = [part._fields(pages[first * len(pages) // heads]) for first in range(0, heads, held)]
+        return self._join_fields([np.concatenate(same, axis + 1) for same in zip(*fields, strict=True)])
+
+    def regroup(self, pages: np.ndarray, block_size: int) -> np.ndarray:
+        """Consecutive pages as pages of another block size, whose tokens they must fill."""
+        axis = self.token_axis
+        if axis is None:
+            raise ValueError(f"pages of kind {type(self).__name__} hold no tokens that could be regrouped")
+        num_tokens = len(pages) * self.block_size
+        if num_tokens % block_size:
+            raise ValueError(f"{num_tokens} tokens do not fill blocks of {block_size}")
+        other = replace(self, block_size=block_size)
+        count = num_tokens // block_size
+        return other._join_fields(
+            [
+                np.moveaxis(
+                    np.moveaxis(f, axis + 1, 1).reshape(count, block_size, *_without(f.shape, axis)), 1, axis + 1
+                )
+                for f in self._fields(pages)
+            ]
+        )
+
+    def _fields(self, pages: np.ndarray) -> list[np.ndarray]:
+        """[pages, *shape, bytes of an item] of each part."""
+        return [
+            pages[:, begin : begin + part.nbytes].reshape(len(pages), *part.shape, ITEM_BYTES[part.dtype])
+            for begin, part in zip(self.offsets(), self.parts(), strict=False)
+        ]
+
+    def _join_fields(self, fields: Sequence[np.ndarray]) -> np.ndarray:
+        pages = np.zeros((len(fields[0]), self.page_bytes), np.uint8)
+        for begin, part, values in zip(self.offsets(), self.parts(), fields, strict=False):
+            pages[:, begin : begin + part.nbytes] = values.reshape(len(pages), -1)
+        return pages
+
 
 @dataclass(frozen=True)
 class FullAttentionSpec(KVCacheSpec):
@@ -90,6 +153,9 @@ class FullAttentionSpec(KVCacheSpec):
     scale_dtype: str | None = None  # of a scale for each token and head, inside the page; None: there are none
     causal: bool = True
 
+    token_axis: ClassVar[int | None] = 2
+    head_axis: ClassVar[int | None] = 1
+
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         by_token = (2, self.num_kv_heads, num_tokens or self.block_size)
         vectors = PagePart((*by_token, self.head_size), self.dtype)
@@ -97,6 +163,9 @@ class FullAttentionSpec(KVCacheSpec):
 
     def with_scales(self, dtype: str) -> "FullAttentionSpec":
         return replace(self, scale_dtype=dtype)
+
+    def of_rank(self: AttentionSpec, num_ranks: int) -> AttentionSpec:
+        return replace(self, num_kv_heads=_heads_of_rank(self.num_kv_heads, num_ranks))
 
     @property
     def chunkable(self) -> bool:
@@ -126,6 +195,8 @@ class LatentSpec(KVCacheSpec):
     scale_dtype: str | None = None  # of a scale for each token, inside the page; None: there are none
     index_size: int = 0  # of a key by which tokens are selected, beside the vector; 0: all are attended to
 
+    token_axis: ClassVar[int | None] = 0
+
     def with_scales(self, dtype: str) -> "LatentSpec":
         return replace(self, scale_dtype=dtype)
 
@@ -150,6 +221,11 @@ class StateSpec(KVCacheSpec):
     @property
     def window(self) -> int | None:
         return 2  # the state after the token before, which the page of that one's block holds
+
+    def of_rank(self, num_ranks: int) -> "StateSpec":
+        if num_ranks > 1:
+            raise ValueError("states cannot be split between ranks: what of them belongs to which is not known here")
+        return self
 
     def parts(self, num_tokens: int | None = None) -> tuple[PagePart, ...]:
         return self.states
@@ -258,6 +334,18 @@ def _times(specs: list[KVCacheSpec]) -> dict[KVCacheSpec, int]:
     if math.lcm(*(exact[spec] for spec in specs if spec.scales)) <= MAX_GROWTH:
         return exact
     return {spec: 1 << (largest // spec.page_bytes).bit_length() - 1 for spec in specs}
+
+
+def _heads_of_rank(num_heads: int, num_ranks: int) -> int:
+    """Ranks beyond the heads share them."""
+    if num_heads % num_ranks and num_ranks % num_heads:
+        raise ValueError(f"{num_heads} KV heads cannot be shared by {num_ranks} ranks: one must divide the other")
+    return max(1, num_heads // num_ranks)
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """Of a page's field, its other axes: those before `axis` and those after it."""
+    return (*shape[1 : axis + 1], *shape[axis + 2 :])
 
 
 def _round_up(value: int, unit: int) -> int:
