@@ -6,9 +6,19 @@ from typing import Any
 from quire.config.fields import internal, option, validate
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
 MULTI = "MultiConnector"
 OFFLOADING = "OffloadingConnector"
-_KEYS = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config", "engine_id")
+SHARED_STORAGE = "SharedStorageConnector"
+STORES = (SHARED_STORAGE, "ExampleConnector", "RedisConnector")  # what they hold outlives the engine
+_KEYS = (
+    "kv_connector",
+    "kv_role",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    "kv_load_failure_policy",
+    "engine_id",
+)
 
 
 @dataclass(frozen=True)
@@ -19,8 +29,10 @@ class ConnectorConfig:
     role: str = "kv_both"
     engine_id: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    load_failure_policy: str = "recompute"  # what becomes of a request whose blocks could not be loaded
     device: str = "cpu"  # of the engine's cache
     num_ranks: int = 1  # each of which has a worker's side
+    rank: int = 0  # of the worker whose side it is
 
 
 @dataclass
@@ -43,6 +55,12 @@ class TransferConfig:
     kv_offloading_policy: str = option(
         "lru", "which are given up first: least recently used, or by recency and frequency", choices=("lru", "arc")
     )
+    kv_offloading_path: str | None = option(
+        None, "folder for KV-cache blocks, which engines may share, and which outlive them"
+    )
+    kv_offloading_disk_size: float | None = option(
+        None, "GiB that the folder may hold; default: 32. What was not used for longest is removed", minimum=0.001
+    )
     device: str = internal("cpu")
     num_ranks: int = internal(1)
 
@@ -61,6 +79,11 @@ class TransferConfig:
         if self.kv_offloading_size and not any(one.name == OFFLOADING for one in found):
             extra = {"cpu_bytes_to_use": int(self.kv_offloading_size * 2**30)}
             found.insert(0, ConnectorConfig(OFFLOADING, extra=extra | {"eviction_policy": self.kv_offloading_policy}))
+        if self.kv_offloading_path is not None:
+            folder: dict[str, Any] = {"shared_storage_path": self.kv_offloading_path}
+            if self.kv_offloading_disk_size is not None:
+                folder["disk_bytes_to_use"] = int(self.kv_offloading_disk_size * 2**30)
+            found.append(ConnectorConfig(SHARED_STORAGE, extra=folder))
         return tuple(replace(one, device=self.device, num_ranks=self.num_ranks) for one in found)
 
 
@@ -77,9 +100,14 @@ def _read(given: Any) -> tuple[ConnectorConfig, ...]:
     role, extra = given.get("kv_role", ROLES[0]), given.get("kv_connector_extra_config") or {}
     if role not in ROLES:
         raise ValueError(f"kv_transfer_config: kv_role is {role!r}; allowed: {', '.join(ROLES)}")
+    policy = given.get("kv_load_failure_policy", LOAD_FAILURE_POLICIES[0])
+    if policy not in LOAD_FAILURE_POLICIES:
+        allowed = ", ".join(LOAD_FAILURE_POLICIES)
+        raise ValueError(f"kv_transfer_config: kv_load_failure_policy is {policy!r}; allowed: {allowed}")
     if not isinstance(extra, dict):
         raise ValueError(f"kv_transfer_config: kv_connector_extra_config is {extra!r}; it must be an object")
     name, module = given["kv_connector"], given.get("kv_connector_module_path")
     if name == MULTI:
         return _read(extra.get("connectors", []))
-    return (ConnectorConfig(f"{module}:{name}" if module else name, role, given.get("engine_id"), extra),)
+    path = f"{module}:{name}" if module else name
+    return (ConnectorConfig(path, role, given.get("engine_id"), extra, policy),)

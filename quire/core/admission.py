@@ -66,6 +66,8 @@ class Admission:
     def admit(self, budget: int, plans_in_flight: bool) -> Admitted:
         """As many of the waiting requests as rows, blocks and `budget` tokens allow."""
         admitted = Admitted()
+        for request in self._transfers.pop_answered():
+            self._queue.unblock(request)
         while budget > 0 and not self._running.full and (request := self._queue.peek()) is not None:
             count = self._admit(request, budget, admitted)
             if count is not None:
@@ -79,6 +81,10 @@ class Admission:
         """How far the request advances; 0 if it must wait for its KV cache; None if there is no room."""
         known = len(request.token_ids)
         start = self._find_start(request)
+        if start is None:
+            self._queue.pop()
+            self._queue.block(request, RequestState.WAITING_REMOTE_KV)
+            return 0
         computed = start.num_computed
         count = min(known - computed, self._chunk_limit, budget)
         if request.core.features and not start.external.loads_async:
@@ -114,7 +120,8 @@ class Admission:
         end = start.num_computed + count
         return end if end < known else min(end + self._num_lookahead, max(end, self._max_model_len))
 
-    def _find_start(self, request: Request) -> Start:
+    def _find_start(self, request: Request) -> Start | None:
+        """None if a connector has yet to say what it has."""
         if request.has_blocks:  # loaded by a connector
             return Start(request.num_computed)
         parent = self._forks.parent(request)
@@ -124,6 +131,8 @@ class Admission:
             return Start(0, hit=self._kv.no_hit())
         hit = self._kv.find_hit(request)
         external = self._transfers.match(request, hit.num_tokens)
+        if external is None:
+            return None
         return Start(hit.num_tokens + external.num_tokens, None, hit, True, external)
 
     def _allocate(self, request: Request, start: Start, num_tokens: int, admitted: Admitted) -> bool:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -77,12 +78,14 @@ class EngineCore:
         self.num_blocks = layout.num_blocks
         transfers = KVTransfers(make_connectors(config.transfer, layout, "scheduler"))
         executor.initialize_kv_cache(layout, self.max_model_len, transfers.notify)
+        # What connectors keep may outlive this engine, and a checkpoint may be replaced under its name.
+        weights = executor.collective_rpc("weights_identity", (), {})[0] if transfers.connectors else ""
         self.summary = EngineSummary(executor.describe(), self._describe_cache(layout, config.cache.block_size, span))
         observed = config.observability
         kv = KVCacheManager(
             layout,
             enable_caching=config.cache.enable_prefix_caching,
-            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative),
+            root=kv_fingerprint(config.model, config.cache.kv_cache_dtype, layout, config.speculative, weights),
             hash_algorithm=config.cache.prefix_caching_hash_algo,
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
@@ -158,6 +161,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self.scheduler.transfers.forget()
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         return self.executor.collective_rpc(method, args, kwargs)
@@ -289,6 +293,10 @@ class EngineCore:
             self.scheduler.failures = []
 
     def shutdown(self) -> None:
+        if self.scheduler.transfers.connectors:
+            self.scheduler.transfers.close()
+            with suppress(Exception):  # of workers that may have ended before
+                self.executor.collective_rpc("close_connectors", (), {})
         self.executor.shutdown()
 
     def _lay_out_cache(self, config: EngineConfig) -> KVCacheConfig:
@@ -324,13 +332,15 @@ class EngineCore:
         return fits
 
 
-def kv_fingerprint(model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, drafts: SpeculativeConfig) -> bytes:
-    """Two engines with the same one compute the same keys and values for the same tokens."""
+def kv_fingerprint(
+    model: ModelConfig, kv_cache_dtype: str, layout: KVCacheConfig, drafts: SpeculativeConfig, weights: str = ""
+) -> bytes:
+    """Two engines with the same one compute the same keys and values for the same tokens. `weights` tells contents of
+    checkpoints; without it they are known by their name, which serves while an engine runs."""
     # Of all RoPE scalings, longrope alone chooses its factors by the longest sequence that may come.
     chooses_by_length = "long_factor" in repr(model.hf_config)
     return cache_root(
-        model.model or "",
-        model.revision or "",
+        weights or f"{model.model or ''}, {model.revision or ''}",
         repr(model.hf_overrides),
         f"{model.dtype}, {kv_cache_dtype}",
         f"quantization {model.quantization}",

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Ended:
 
     loaded: list[Request] = field(default_factory=list)  # their blocks are loaded
     released: list[Request] = field(default_factory=list)  # finished earlier: their blocks can be freed
+    recomputed: list[Request] = field(default_factory=list)  # could not be loaded, and compute instead
     failed: list[tuple[Request, RequestError]] = field(default_factory=list)  # could not be loaded
 
 
@@ -42,6 +44,8 @@ class KVTransfers:
 
     def __init__(self, connectors: Sequence[SchedulerConnector] = ()) -> None:
         self.connectors = connectors
+        self.looking_up: dict[str, Request] = {}  # not to be admitted until a connector knows what it has of them
+        self._answered: deque[str] = deque()  # of these, from any thread
         self.loading: dict[str, Request] = {}  # not running until their blocks are loaded
         self.sending: dict[str, Request] = {}  # finished; their blocks are kept until all transfers have ended
         self.failed: list[tuple[Request, RequestError]] = []  # while being admitted; emptied by the caller
@@ -51,6 +55,8 @@ class KVTransfers:
         self._notified = False  # the worker's side has something to report
         self._wake = threading.Event()
         self.num_queried = self.num_matched = 0  # tokens, since the start
+        for connector in connectors:
+            connector.bind_scheduler(self.answer)
 
     def listen(self, pool: BlockPool) -> None:
         """Let connectors hear what happens to the pool's blocks."""
@@ -61,12 +67,17 @@ class KVTransfers:
 
     @property
     def pending(self) -> bool:
-        return bool(self.loading or self.sending)
+        return bool(self.loading or self.sending or self.looking_up) or self._is_wanted
 
     @property
     def needs_plan(self) -> bool:
         """Whether a plan must be made even if it computes nothing: to start transfers, or to hear what has ended."""
-        return (self._must_plan or self._notified) and self.pending
+        started = (self._must_plan or self._notified) and bool(self.loading or self.sending)
+        return started or self._is_wanted
+
+    @property
+    def _is_wanted(self) -> bool:
+        return any(connector.wants_plan for connector in self.connectors)
 
     def notify(self) -> None:
         """Called from any thread when a transfer has ended."""
@@ -82,17 +93,33 @@ class KVTransfers:
         self._wake.wait(seconds)
         self._wake.clear()
 
-    def match(self, request: Request, num_computed: int) -> Match:
-        """What the connector that has most can load, leaving one token to compute."""
-        best = NO_MATCH
+    def match(self, request: Request, num_computed: int) -> Match | None:
+        """What the connector that has most can load, leaving one token to compute. None if one does not know yet: the
+        request is `looking_up`."""
+        best, known = NO_MATCH, True
         most = len(request.token_ids) - 1 - num_computed
-        for i, connector in enumerate(self.connectors):
+        for i, connector in enumerate(self.connectors if not request.load_failed else ()):
             found = _call(connector.get_num_new_matched_tokens, request, num_computed)
-            if found is not None:
+            if found is not None and found[0] is None:
+                known = False
+            elif found is not None:
                 count, loads_async = min(found[0], most), found[1]
                 if count > best.num_tokens:
                     best = Match(count, loads_async, i)
+        if not known:
+            self.looking_up[request.request_id] = request
+            return None
         return best
+
+    def answer(self, request_id: str) -> None:
+        """Called from any thread: a connector knows what it has of the request."""
+        self._answered.append(request_id)
+        self._wake.set()
+
+    def pop_answered(self) -> list[Request]:
+        """Requests to be matched again."""
+        answered = [self._answered.popleft() for _ in range(len(self._answered))]
+        return [self.looking_up.pop(request_id) for request_id in answered if request_id in self.looking_up]
 
     def count_lookup(self, num_tokens: int, match: Match) -> None:
         """Connectors were asked for `num_tokens`."""
@@ -144,9 +171,17 @@ class KVTransfers:
         for connector in self.connectors:
             _call(connector.block_evicted, block_id, *key)
 
+    def succeeded(self, plan: SchedulerOutput) -> None:
+        for connector in self.connectors:
+            _call(connector.plan_succeeded, plan.step)
+
     def reset_cache(self) -> None:
         for connector in self.connectors:
             _call(connector.reset_cache)
+
+    def forget(self) -> None:
+        for connector in self.connectors:
+            _call(connector.forget)
 
     def finish(self, request: Request, failed: bool) -> bool:
         """The request has ended. Whether its blocks must be kept until a transfer ends."""
@@ -154,6 +189,7 @@ class KVTransfers:
             return False
         request_id = request.request_id
         self.loading.pop(request_id, None)
+        self.looking_up.pop(request_id, None)
         loader = self._loader.pop(request_id, None)
         if failed:
             for connector in self.connectors:
@@ -186,6 +222,10 @@ class KVTransfers:
         self._update(connector, FinishedTransfers(failed=dict.fromkeys([*loading, *kept], error.message)), ended)
         return ended
 
+    def close(self) -> None:
+        for connector in self.connectors:
+            _call(connector.close)
+
     def stats(self) -> tuple[TierStats, ...]:
         """Of the connectors that keep any."""
         return tuple(found for connector in self.connectors if (found := _call(connector.stats)) is not None)
@@ -204,8 +244,12 @@ class KVTransfers:
         for request_id, message in finished.failed.items():
             if self._loader.get(request_id) == connector:
                 del self._loader[request_id]
-                error = RequestError(ErrorKind.INTERNAL, sendable(message))
-                ended.failed.append((self.loading.pop(request_id), error))
+                request = self.loading.pop(request_id)
+                if self.connectors[connector].recomputes_failed_loads:
+                    logger.debug("the KV cache of a request is computed, since it could not be loaded: %s", message)
+                    ended.recomputed.append(request)
+                else:
+                    ended.failed.append((request, RequestError(ErrorKind.INTERNAL, sendable(message))))
             else:
                 self._release(request_id, ("load", connector), ended)
                 self._release(request_id, ("send", connector), ended)

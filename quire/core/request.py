@@ -29,6 +29,7 @@ class Request:
         "extra_keys",
         "frames_to_discard",
         "key",
+        "load_failed",
         "num_cached",
         "num_computed",
         "num_prompt_tokens",
@@ -60,6 +61,7 @@ class Request:
         self.extra_keys = b""
         self.set_adapter(b"")
         self.frames_to_discard = 0  # plans in flight from before a preemption
+        self.load_failed = False  # a connector promised what it could not load: none is asked again
         self.prompt_planned = False  # an earlier plan computes the whole prompt, so siblings may share it
 
     def set_adapter(self, content: bytes) -> None:

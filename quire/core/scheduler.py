@@ -339,6 +339,7 @@ class Scheduler:
         if result.failed:
             # What they computed may be wrong from any position on, and part of it can be found in the cache.
             self.reset_prefix_cache()
+        self.transfers.succeeded(plan)
         return self._with_stats(result.outputs)
 
     def note_time(self, plan: SchedulerOutput, seconds: float) -> None:
@@ -374,6 +375,10 @@ class Scheduler:
             self.queue.unblock(request)
         for request in ended.released:
             self.kv.free(request)
+        for request in ended.recomputed:
+            self.kv.free(request)
+            request.num_computed, request.num_cached, request.load_failed = 0, -1, True
+            self.queue.unblock(request)
         self._fail_outside_step(ended.failed)
 
     def _fail_outside_step(self, failed: list[tuple[Request, RequestError]]) -> None:

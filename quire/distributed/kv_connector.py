@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.config.transfer import ConnectorConfig, TransferConfig
@@ -17,13 +18,18 @@ class KVConnector:
 
     by_layer = False
     hears_registered = False
+    recomputes_failed_loads = True
+    wants_plan = False
 
     def __init__(self, config: ConnectorConfig, layout: KVCacheConfig, role: str) -> None:
         self.config = config
         self.layout = layout
         self.role = role
+        self.recomputes_failed_loads = config.load_failure_policy == "recompute"
 
-    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
+    def bind_scheduler(self, ask_again: Callable[[str], None]) -> None: ...
+
+    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int | None, bool]:
         return 0, False
 
     def update_state_after_alloc(
@@ -44,7 +50,11 @@ class KVConnector:
 
     def block_evicted(self, block_id: int, block_hash: bytes, group: int) -> None: ...
 
+    def plan_succeeded(self, step: int) -> None: ...
+
     def reset_cache(self) -> None: ...
+
+    def forget(self) -> None: ...
 
     def worker_reported(self, report: ConnectorReport) -> None: ...
 
@@ -66,10 +76,15 @@ class KVConnector:
     def get_finished(self) -> FinishedTransfers:
         return FinishedTransfers()
 
+    def close(self) -> None: ...
+
 
 _REGISTERED = {
     "noop": "quire.distributed.kv_connector:KVConnector",
     "OffloadingConnector": "quire.distributed.kv_offload.offloading:offloading_connector",
+    "SharedStorageConnector": "quire.distributed.kv_offload.stores:shared_storage_connector",
+    "ExampleConnector": "quire.distributed.kv_offload.stores:shared_storage_connector",  # vLLM's name of today
+    "RedisConnector": "quire.distributed.kv_offload.stores:redis_connector",
 }
 
 
@@ -78,9 +93,9 @@ def register_connector(name: str, path: str) -> None:
     _REGISTERED[name] = path
 
 
-def make_connectors(config: TransferConfig, layout: KVCacheConfig, role: str) -> list[Any]:
-    """One side of each configured connector, in order."""
-    return [_class(one.name)(one, layout, role) for one in config.connectors]
+def make_connectors(config: TransferConfig, layout: KVCacheConfig, role: str, rank: int = 0) -> list[Any]:
+    """One side of each configured connector, in order; the worker's of that rank."""
+    return [_class(one.name)(replace(one, rank=rank), layout, role) for one in config.connectors]
 
 
 def _class(name: str) -> Callable[[ConnectorConfig, KVCacheConfig, str], Any]:

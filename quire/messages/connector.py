@@ -31,11 +31,21 @@ class SchedulerConnector(Protocol):
     """
 
     hears_registered: bool  # wants block_registered, which costs a call for every full block
+    recomputes_failed_loads: bool  # else a request whose blocks could not be loaded ends with an error
 
-    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int, bool]:
+    @property
+    def wants_plan(self) -> bool:
+        """Whether an idle engine is to make a plan for its metadata."""
+        ...
+
+    def bind_scheduler(self, ask_again: Callable[[str], None]) -> None:
+        """`ask_again` is to be called, from any thread, with the id of a request whose match is known by now."""
+        ...
+
+    def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed: int) -> tuple[int | None, bool]:
         """Tokens after `num_computed` whose KV can be loaded, and whether loading is asynchronous (the request then
-        waits without running). May be called again for the same request; of several connectors, the one with the
-        most tokens loads."""
+        waits without running). None: not known yet; the request is set aside until `ask_again`. May be called again for
+        the same request; of several connectors, the one with the most tokens loads."""
         ...
 
     def update_state_after_alloc(
@@ -69,8 +79,18 @@ class SchedulerConnector(Protocol):
         """The block of that content is allocated anew: the next plan overwrites it."""
         ...
 
+    def plan_succeeded(self, step: int) -> None:
+        """Results of the plan of that step were applied: what it computed is right. Where a plan fails, `reset_cache`
+        is called instead."""
+        ...
+
     def reset_cache(self) -> None:
         """Drop all content: the user asked for it, or a step has failed and what was computed may be wrong."""
+        ...
+
+    def forget(self) -> None:
+        """Beside `reset_cache`, if the user asked for it: content that was right then must not be found either, since
+        the weights may be others."""
         ...
 
     def worker_reported(self, report: ConnectorReport) -> None:
@@ -79,6 +99,10 @@ class SchedulerConnector(Protocol):
 
     def stats(self) -> TierStats | None:
         """Called with every step's results, so it must be cheap."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends; no plan is made any more."""
         ...
 
 
@@ -112,4 +136,8 @@ class WorkerConnector(Protocol):
 
     def get_finished(self) -> FinishedTransfers:
         """Since the last call; called with the results of every step."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends; no step is started any more."""
         ...

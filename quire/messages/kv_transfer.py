@@ -58,6 +58,7 @@ class TierStats(msgspec.Struct):
     load_seconds: float = 0.0
     evicted_blocks: int = 0  # for others
     dropped_blocks: dict[str, int] = {}  # not saved, by reason
+    errors: dict[str, int] = {}  # of a store, by what it was to do
     waits: int = 0  # blocks that were overwritten while they were being saved: their plans had to wait
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from quire.config import CacheConfig, EngineConfig
 from quire.config.environment import VLLM_CPU_KVCACHE_SPACE
-from quire.config.transfer import TransferConfig
+from quire.config.transfer import STORES, TransferConfig
 from quire.platforms import cpu_facts, current_platform
 from quire.platforms.base import Platform
 
@@ -46,6 +46,11 @@ def _transfer(config: EngineConfig, platform: Platform) -> TransferConfig:
         raise ValueError(
             "kv_offloading_size keeps blocks that the prefix cache can find; enable_prefix_caching must be on "
             "(--kv-offloading-size, --enable-prefix-caching)"
+        )
+    if config.cache.prefix_caching_hash_algo != "sha256" and any(one.name in STORES for one in transfer.connectors):
+        raise ValueError(
+            "what a KV-cache store holds is found by hashes that other processes compute too: prefix_caching_hash_algo "
+            f"must be sha256 with it, not {config.cache.prefix_caching_hash_algo}"
         )
     if size is None:
         size = 0.0

@@ -36,6 +36,9 @@ class WorkerTransfers:
     def finish_step(self) -> None:
         self._for_each(lambda _, connector: connector.wait_for_save())
 
+    def close(self) -> None:
+        self._for_each(lambda _, connector: connector.close())
+
     def wait_for_layer_load(self, layer: int) -> None:
         for i, connector in self._layered:
             self._call(i, functools.partial(connector.wait_for_layer_load, layer))

@@ -10,6 +10,7 @@ from quire.attention.base import GroupFeatures
 from quire.attention.cache_format import cache_format
 from quire.attention.group_backends import GroupBackends
 from quire.attention.selector import choose_backends
+from quire.checkpoint.identity import checkpoint_identity
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import resolve_model
 from quire.config import EngineConfig
@@ -67,6 +68,7 @@ class Worker:
             remote_code=config.model.trust_remote_code,
             ignore_patterns=config.load.ignore_patterns,
         )
+        self._checkpoint = checkpoint
         strategy = config.load.safetensors_load_strategy
         reads = checkpoint.format != "dummy" and world.local_rank == 0  # ranks of a machine share what is read ahead
         if reads and not config.load.packed_weights_cache and strategy != "lazy":
@@ -283,9 +285,17 @@ class Worker:
         self.runner.capture_graphs(max_tokens)
         if self.runner.proposer is not None and self.config.speculative.adaptive:
             self.draft_profile = self._measure_drafts(self.runner.proposer, max_tokens)
-        connectors = make_connectors(self.config.transfer, config, "worker")
+        connectors = make_connectors(self.config.transfer, config, "worker", self.world.rank)
         if connectors:  # after the steps that no one has asked for
             self.runner.bind_connectors(WorkerTransfers(connectors), on_transfer)
+
+    def weights_identity(self) -> str:
+        """Tells models apart by what their files hold."""
+        return checkpoint_identity(self._checkpoint)
+
+    def close_connectors(self) -> None:
+        if self.runner.transfers is not None:
+            self.runner.transfers.close()
 
     def _measure_drafts(self, proposer: Proposer, max_tokens: int) -> DraftProfile:
         rests = proposer.finds or proposer.rests  # one that looks texts up has nothing to keep

@@ -12,6 +12,8 @@ from tests.core.fake_engine import FakeEngine, request
 
 
 class Connector(KVConnector):
+    recomputes_failed_loads = False
+
     def __init__(self, num_tokens=0, loads_async=True, keeps=False):
         self.num_tokens, self.loads_async, self.keeps = num_tokens, loads_async, keeps
         self.preempted, self.evicted, self.resets = [], [], 0

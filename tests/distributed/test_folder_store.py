@@ -10,13 +10,13 @@ import threading
 import numpy as np
 import pytest
 
-from quire.distributed.kv_offload.block_store import BlockKeys
+from quire.distributed.kv_offload.block_store import StoreKeys
 from quire.distributed.kv_offload.folder_store import FolderStore
 from quire.distributed.kv_offload.folder_upkeep import FolderUpkeep, WriterFolder, block_files
 from quire.distributed.kv_offload.io_pool import IOPool, Urgency
 
 SIZE = 8192
-KEYS = [BlockKeys(1).key(bytes([i]) * 32, 0, 0) for i in range(8)]
+KEYS = [StoreKeys(1).key(bytes([i]) * 32, 0, 0) for i in range(8)]
 
 
 def buffer(value=0):
@@ -142,8 +142,8 @@ def test_folders_that_cannot_be_used(tmp_path):
 
 
 def test_keys_tell_ranks_groups_and_worlds_apart():
-    keys = {BlockKeys(world).key(b"h" * 32, group, rank) for world in (1, 2) for group in (0, 1) for rank in (0, 1)}
-    assert len(keys) == 8 and BlockKeys(2).of_all_ranks(b"h", 1) == [BlockKeys(2).key(b"h", 1, r) for r in (0, 1)]
+    keys = {StoreKeys(world).key(b"h" * 32, group, rank) for world in (1, 2) for group in (0, 1) for rank in (0, 1)}
+    assert len(keys) == 8 and StoreKeys(2).of_all_ranks(b"h", 1) == [StoreKeys(2).key(b"h", 1, r) for r in (0, 1)]
 
 
 def test_reads_come_before_writes_and_lookups_before_both():

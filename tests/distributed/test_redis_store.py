@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from quire.distributed.kv_offload.block_store import BlockKeys
+from quire.distributed.kv_offload.block_store import StoreKeys
 from quire.distributed.kv_offload.circuit_breaker import CircuitBreaker
 from quire.distributed.kv_offload.redis_store import PREFIX, RedisStore
 from tests.distributed.redis_server import redis_server  # noqa: F401 - a fixture
 
 SIZE = 8192
-KEYS = [BlockKeys(1).key(bytes([i]) * 32, 0, 0) for i in range(8)]
+KEYS = [StoreKeys(1).key(bytes([i]) * 32, 0, 0) for i in range(8)]
 
 
 class Clock:

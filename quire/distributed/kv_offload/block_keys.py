@@ -50,6 +50,14 @@ class BlockKeys:
             for i in range(max(group.first_needed(stop), start // group.block_size), stop // group.block_size)
         ]
 
+    def every(self, hashes: list[bytes], start: int, stop: int) -> list[BlockKey]:
+        """All blocks between `start` and `stop` tokens, whoever needs them."""
+        return [
+            group.key(hashes, i)
+            for group in self._groups
+            for i in range(start // group.block_size, stop // group.block_size)
+        ]
+
     def longest(self, hashes: list[bytes], start: int, limit: int, held: Callable[[BlockKey], bool]) -> int:
         """The most leading tokens, at most `limit`, with which a request that has `start` of them can go on if it
         gets all of `needed` that are held; `start` if that is no more."""

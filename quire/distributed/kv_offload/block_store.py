@@ -42,18 +42,22 @@ class BlockStore(Protocol):
     def close(self) -> None: ...
 
 
-class BlockKeys:
+class StoreKeys:
     """Keys of blocks in a store that engines share. A block's hash tells what it holds (`kv_fingerprint`); a key tells
     further which part of it one rank has, in which group, so no engine reads another layout's bytes."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, num_ranks: int, salt: bytes = b"") -> None:
+        """Engines with another `salt` share nothing."""
+        self.num_ranks = num_ranks
+        self.salt = salt
 
     def key(self, block_hash: bytes, group: int, rank: int) -> bytes:
-        return hashlib.sha256(b"%s %d %d %d " % (FORMAT, group, rank, self.world) + block_hash).digest()
+        return hashlib.sha256(
+            b"%s %d %d %d %s " % (FORMAT, group, rank, self.num_ranks, self.salt) + block_hash
+        ).digest()
 
     def of_all_ranks(self, block_hash: bytes, group: int) -> list[bytes]:
-        return [self.key(block_hash, group, rank) for rank in range(self.world)]
+        return [self.key(block_hash, group, rank) for rank in range(self.num_ranks)]
 
 
 @dataclass

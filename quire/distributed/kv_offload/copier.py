@@ -30,6 +30,10 @@ class Copier(Protocol):
         """Jobs that have ended since the last call, with the seconds that each took."""
         ...
 
+    def wait(self, number: int) -> None:
+        """Until that save has ended; from any thread."""
+        ...
+
     def drain(self) -> None:
         """Wait until all jobs have ended."""
         ...
@@ -66,6 +70,9 @@ class OrderedCopier:
     def ended(self) -> list[tuple[CopyJob, float]]:
         ended, self._ended = self._ended, []
         return ended
+
+    def wait(self, number: int) -> None:
+        pass
 
     def drain(self) -> None:
         pass

@@ -23,18 +23,19 @@ class FolderStore:
     """A block's file is named by its key: `ab/abcdef...`. It is written under another name and renamed, so that a file
     that can be found is whole; what a crash of the machine leaves of one is told by its checksum."""
 
-    def __init__(self, folder: Path, max_bytes: int, direct: bool = True) -> None:
+    def __init__(self, folder: Path, max_bytes: int, direct: bool = True, tidies: bool = True) -> None:
         """The folder and its parents are created. A ValueError says why it cannot be used; one that can only be read
-        is used for reading."""
+        is used for reading. `tidies`: evicts, and removes what dead writers have left; one of an engine's must."""
         self.stats = StoreStats()
         self._folder = folder
         self._files = BlockFiles(direct)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         _make(folder)
-        self._upkeep = FolderUpkeep(folder, max_bytes)
         self._writer: WriterFolder | None = None
-        self._upkeep.start()
+        self._upkeep = FolderUpkeep(folder, max_bytes) if tidies else None
+        if self._upkeep is not None:
+            self._upkeep.start()
 
     def register_buffers(self, memory: Buffer) -> None: ...
 
@@ -58,7 +59,8 @@ class FolderStore:
         return kept
 
     def close(self) -> None:
-        self._upkeep.stop()
+        if self._upkeep is not None:
+            self._upkeep.stop()
         with self._lock:
             if self._writer is not None:
                 self._writer.remove()
@@ -123,7 +125,8 @@ class FolderStore:
             self.stats.add(self.stats.writes, errors=1)
             return False
         self.stats.add(self.stats.writes, bytes=len(buffer))
-        self._upkeep.written(size)
+        if self._upkeep is not None:
+            self._upkeep.written(size)
         return True
 
     def _writing(self) -> Path:

@@ -18,6 +18,7 @@ WRITING = "writing-"  # prefix of the folder of one process
 LOCK = "lock"
 EVICT_LOCK = "evict.lock"
 EVICT_TO = 0.9  # of the limit, so that it is not reached again at once
+RESERVE = 0.02  # of the disk, which is never filled
 LOOK_AFTER = 0.05  # of the limit; so much is written before all files are counted again: other engines write too
 ABANDONED = 3600.0  # seconds after which a writer's files are left over, where locks tell nothing
 
@@ -90,7 +91,9 @@ class FolderUpkeep:
     def _evict(self) -> None:
         files = list(block_files(self.folder))
         total = sum(size for _, size, _ in files)
-        if total <= self.max_bytes:
+        disk = shutil.disk_usage(self.folder)
+        limit = max(0.0, min(self.max_bytes, total + disk.free - RESERVE * disk.total))
+        if total <= limit:
             return
         lock = os.open(self.folder / EVICT_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -101,7 +104,7 @@ class FolderUpkeep:
             except OSError:
                 pass  # no locks here: at worst two engines evict, and too much is gone
             for _, size, path in sorted(files):
-                if total <= EVICT_TO * self.max_bytes or self._stopped:
+                if total <= EVICT_TO * limit or self._stopped:
                     break
                 with suppress(FileNotFoundError):
                     os.unlink(path)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quire.checkpoint.gguf_header import read_header
+from quire.checkpoint.identity import file_identity
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import Checkpoint
 from quire.checkpoint.safetensors_file import DTYPES, open_safetensors
@@ -27,7 +28,6 @@ logger = logging.getLogger("quire")
 
 ALIGNMENT = 64  # a panel's vectors are read whole; across two cache lines that takes twice as long
 PANELS = "panels"
-SAMPLES, SAMPLE_BYTES = 64, 4096  # hashed of each checkpoint file
 PACKAGE = Path(__file__).parents[2]
 CODE_FOLDERS = ("checkpoint", "kernels", "layers", "models", "quantization")
 OLD = 24 * 3600  # seconds after which an unfinished file is considered abandoned
@@ -105,7 +105,7 @@ def open_cache(
     if obstacle is not None:
         warn_no_effect(obstacle)
         return None
-    facts = (*map(_file_identity, ckpt.files), _config_identity(ckpt), dtype, key, *_code_identity(model))
+    facts = (*map(file_identity, ckpt.files), _config_identity(ckpt), dtype, key, *_code_identity(model))
     name = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return PackedCache(Path(folder).expanduser() / f"{name}.safetensors")
 
@@ -139,17 +139,6 @@ def _leaves_panels_only(kind: type) -> bool:
     """Whether the class that defines process_after_loading declares it: an override has to declare it again."""
     owner = next((base for base in kind.__mro__ if "process_after_loading" in vars(base)), None)
     return owner is None or bool(vars(owner).get("leaves_panels_only"))
-
-
-def _file_identity(file: Path) -> tuple[str, int, int, str]:
-    """With samples of its bytes: container images may give files equal paths and times, and finetunes equal sizes."""
-    real = file.resolve()
-    size, digest = real.stat().st_size, hashlib.sha256()
-    with real.open("rb") as stream:
-        for i in range(SAMPLES + 1):
-            stream.seek(max(0, size - SAMPLE_BYTES) * i // SAMPLES)
-            digest.update(stream.read(SAMPLE_BYTES))
-    return str(real), size, real.stat().st_mtime_ns, digest.hexdigest()
 
 
 def _config_identity(ckpt: Checkpoint) -> Any:

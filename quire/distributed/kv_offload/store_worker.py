@@ -1,0 +1,180 @@
+"""The worker's side of a store connector: blocks between the device, host memory and the store."""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.config.transfer import ConnectorConfig
+from quire.distributed.kv_connector import KVConnector
+from quire.distributed.kv_offload.block_store import BlockStore, StoreKeys
+from quire.distributed.kv_offload.copier import Copier, OrderedCopier
+from quire.distributed.kv_offload.io_pool import IOPool, Urgency
+from quire.distributed.kv_offload.metadata import CopyJob
+from quire.distributed.kv_offload.page_writer import PageWriter, make_page_writer
+from quire.distributed.kv_offload.staging import StagingMemory
+from quire.distributed.kv_offload.store_metadata import BlockJob, StoreMetadata, StoreReport
+from quire.messages.kv_cache import KVCacheConfig
+from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
+
+logger = logging.getLogger("quire")
+
+STAGING_BYTES = 1 << 28  # of blocks that are to be written to the store; more are dropped
+BATCH_BYTES = 1 << 22  # of blocks that a thread reads or writes at a time
+MIN_SLOTS = 16
+
+
+class _Load:
+    """Blocks of a request, which several threads read; it ends with the last of them."""
+
+    def __init__(self, request_id: str, num_batches: int, writable: object) -> None:
+        self.request_id = request_id
+        self.left = num_batches
+        self.failed = False
+        self.writable = writable  # PageWriter.mark(): when the blocks may be written
+
+
+class StoreWorker(KVConnector):
+    """Threads read blocks from the store and write them into the cache, whose blocks are the waiting request's alone.
+    Blocks to be saved are copied to host memory in the order of plans, and written to the store when it has time: if
+    it has too little, they are dropped."""
+
+    def __init__(
+        self, config: ConnectorConfig, layout: KVCacheConfig, store: BlockStore, num_threads: int, asynchronous: bool
+    ) -> None:
+        super().__init__(config, layout, "worker")
+        self._store = store
+        self._asynchronous = asynchronous
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._received: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._report = StoreReport()
+        self._reported: dict[str, float] = {}
+
+    def bind_pages(self, pages: Sequence[Any]) -> None:
+        self._pages: list[torch.Tensor] = list(pages)
+
+    def bind(self, kv_caches: Mapping[int, Any], notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self.memory = StagingMemory(self._pages, 1)
+        self._batch = max(1, BATCH_BYTES // self.memory.stride)
+        self.memory = StagingMemory(self._pages, max(MIN_SLOTS, STAGING_BYTES // self.memory.stride))
+        self._free = list(range(self.memory.num_slots - 1, -1, -1))
+        self._store.register_buffers(self.memory.memory)
+        self._copier = self._make_copier()
+        self._writer: PageWriter = make_page_writer(self._pages)
+        self._buffers = threading.local()  # one for each thread that reads
+        self._pool = IOPool(self._num_threads)
+
+    def _make_copier(self) -> Copier:
+        if not self._asynchronous:
+            return OrderedCopier(self._pages, self.memory)
+        from quire.distributed.kv_offload.stream_copier import StreamCopier
+
+        return StreamCopier(self._pages, self.memory, self._notify)
+
+    # Steps
+
+    def start_load_kv(self, meta: ConnectorMetadata) -> None:
+        assert isinstance(meta, StoreMetadata)
+        for number in meta.ended:
+            self._copier.rely_on(number)
+        for job in meta.saves:
+            self._save(job)
+        for number in meta.overwritten:
+            self._copier.let_overwrite(number)
+        for job in meta.loads:
+            self._load(job)
+
+    def get_finished(self) -> FinishedTransfers:
+        ended = tuple(job.number for job, _ in self._copier.ended())
+        with self._lock:
+            received, failed, report = tuple(self._received), self._failed, self._report
+            self._received, self._failed, self._report = [], {}, StoreReport()
+        report.ended = ended
+        report.store = self._store.stats.summary()
+        if report.store == self._reported and not (ended or report.dropped):
+            return FinishedTransfers(received=received, failed=failed)
+        self._reported = report.store
+        return FinishedTransfers(received=received, failed=failed, reports=(report,))
+
+    def close(self) -> None:
+        """Blocks that were copied are still written."""
+        self._pool.close()
+        self._store.close()
+
+    # Saves
+
+    def _save(self, job: BlockJob) -> None:
+        with self._lock:
+            count = min(len(job.blocks), len(self._free))
+            slots = sorted(self._free.pop() for _ in range(count))
+            self._report.dropped += len(job.blocks) - count
+        if not count:
+            return
+        self._copier.save(CopyJob(job.number, np.array(job.blocks[:count], np.int64), np.array(slots, np.int64)))
+        names = self._names(job)
+        for start in range(0, count, self._batch):
+            part = slice(start, min(count, start + self._batch))
+            self._pool.submit(Urgency.WRITE, functools.partial(self._write, job.number, names[part], slots[part]))
+
+    def _write(self, number: int, names: list[bytes], slots: list[int]) -> None:
+        try:
+            self._copier.wait(number)
+            self._store.put(names, [self.memory.buffer(slot) for slot in slots])
+        finally:
+            with self._lock:
+                self._free += slots
+
+    # Loads
+
+    def _load(self, job: BlockJob) -> None:
+        assert job.request_id is not None
+        names, starts = self._names(job), range(0, len(job.blocks), self._batch)
+        load = _Load(job.request_id, len(starts), self._writer.mark())
+        for start in starts:
+            part = slice(start, start + self._batch)
+            self._pool.submit(Urgency.READ, functools.partial(self._read, load, names[part], job.blocks[part]))
+
+    def _read(self, load: _Load, names: list[bytes], blocks: list[int]) -> None:
+        found = False
+        try:
+            if not load.failed:
+                memory = self._read_buffer()
+                found = all(self._store.get(names, [memory.buffer(i) for i in range(len(names))]))
+                if found:
+                    self._writer.write(memory, blocks, load.writable)
+        except Exception:
+            logger.exception("blocks of the KV cache could not be loaded")
+            found = False
+        finally:
+            self._end(load, found)
+
+    def _end(self, load: _Load, found: bool) -> None:
+        with self._lock:
+            load.failed |= not found
+            load.left -= 1
+            if load.left:
+                return
+            if load.failed:
+                self._failed[load.request_id] = "the KV cache's store no longer has all of its blocks"
+            else:
+                self._received.append(load.request_id)
+        self._notify()
+
+    def _read_buffer(self) -> StagingMemory:
+        """This thread's own."""
+        memory: StagingMemory | None = getattr(self._buffers, "memory", None)
+        if memory is None:
+            memory = self._buffers.memory = StagingMemory(self._pages, self._batch)
+            self._store.register_buffers(memory.memory)
+        return memory
+
+    def _names(self, job: BlockJob) -> list[bytes]:
+        keys = StoreKeys(self.config.num_ranks, job.salt)
+        return [keys.key(block_hash, group, self.config.rank) for block_hash, group in job.keys]
