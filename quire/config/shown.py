@@ -1,6 +1,7 @@
 """Values in error messages: bounded, whatever was sent."""
 
 import itertools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,15 @@ def shown_keys(keys: Iterable[Any]) -> str:
     few = list(itertools.islice(keys, SHOWN_KEYS + 1))
     names = shown(sorted(few[:SHOWN_KEYS], key=shown))
     return f"{names} and more" if len(few) > SHOWN_KEYS else names
+
+
+def without_passwords(value: Any) -> Any:
+    """With what stands before the @ of URLs hidden, in nested values too."""
+    if isinstance(value, str):
+        return re.sub(r"://[^@/\s]*@", "://hidden@", value)
+    if isinstance(value, dict):
+        return {key: without_passwords(part) for key, part in value.items()}
+    return [without_passwords(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def oversize_reason(value: Any, max_bytes: int, max_depth: int) -> str | None:

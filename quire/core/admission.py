@@ -66,8 +66,8 @@ class Admission:
     def admit(self, budget: int, plans_in_flight: bool) -> Admitted:
         """As many of the waiting requests as rows, blocks and `budget` tokens allow."""
         admitted = Admitted()
-        for request in self._transfers.pop_answered():
-            self._queue.unblock(request)
+        for answered in self._transfers.pop_answered():
+            self._queue.unblock(answered)
         while budget > 0 and not self._running.full and (request := self._queue.peek()) is not None:
             count = self._admit(request, budget, admitted)
             if count is not None:

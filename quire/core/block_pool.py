@@ -113,13 +113,16 @@ class BlockPool:
             found.append(block)
         return found
 
-    def register(self, block: KVCacheBlock, key: BlockKey) -> None:
-        """Let later requests find the block. If equal content is cached already, that block stays the one to find."""
-        if block.key is None and key not in self._cached:
-            block.key = key
-            self._cached[key] = block
-            for listener in self.on_register:
-                listener(block.id, key)
+    def register(self, block: KVCacheBlock, key: BlockKey) -> bool:
+        """Let later requests find the block. False if equal content is cached already: that block stays the one to
+        find."""
+        if block.key is not None or key in self._cached:
+            return False
+        block.key = key
+        self._cached[key] = block
+        for listener in self.on_register:
+            listener(block.id, key)
+        return True
 
     def unregister(self, block: KVCacheBlock) -> None:
         if block.key is not None:

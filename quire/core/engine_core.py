@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from quire.core.kv_transfers import KVTransfers
 from quire.core.scheduler import Scheduler
 from quire.core.view import EngineView
 from quire.distributed.kv_connector import make_connectors
+from quire.distributed.kv_event_recorder import KVEventRecorder
+from quire.distributed.kv_events import ZmqEventPublisher
 from quire.executor.base import Executor, PendingOutput, WorkerMethod
 from quire.lora.residency import Residency
 from quire.messages.kv_cache import DraftNeeds, KVCacheConfig
@@ -90,6 +93,10 @@ class EngineCore:
             residency_sample=observed.kv_cache_metrics_sample if observed.kv_cache_metrics else None,
             recomputes_last_block=needs.recomputes_last_block,
         )
+        self.kv_events = ZmqEventPublisher(config.kv_events.events) if config.kv_events.events.published else None
+        if self.kv_events is not None:
+            kv.events = KVEventRecorder(layout.groups, self.kv_events.publish)
+            kv.pool.on_evict.append(kv.events.removed)
         adaptive = num_drafts > 0 and config.speculative.adaptive and num_stages == 1
         self.scheduler = Scheduler(
             kv,
@@ -292,7 +299,13 @@ class EngineCore:
             self._failures += self.scheduler.failures
             self.scheduler.failures = []
 
+    def kv_event_sources(self) -> dict[str, dict[str, Any]]:
+        """By data-parallel rank, where events of the KV cache are published."""
+        return {} if self.kv_events is None else {str(self.kv_events.rank): asdict(self.kv_events.source)}
+
     def shutdown(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.close()
         if self.scheduler.transfers.connectors:
             self.scheduler.transfers.close()
             with suppress(Exception):  # of workers that may have ended before

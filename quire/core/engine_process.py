@@ -190,6 +190,8 @@ class EngineProcess:
                 return Result(number, values=self.core.call_adapters(str(method), args))
             if name == "state":
                 return Result(number, values=self.core.state())
+            if name == "kv_event_sources":
+                return Result(number, values=self.core.kv_event_sources())
             if name == "view":
                 return Result(number, values=self.core.view(int(call.args[0])))
         except ValueError as error:

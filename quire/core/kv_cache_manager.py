@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.config.values import INT32_MAX
-from quire.core.block_pool import BlockKey, BlockPool, KVCacheBlock
+from quire.core.block_pool import BlockPool, KVCacheBlock
 from quire.core.hashing import BlockHasher, make_digest
-from quire.core.kv_groups import SlidingWindowGroup, cdiv, make_group
+from quire.core.kv_groups import FullAttentionGroup, SlidingWindowGroup, cdiv, make_group
 from quire.core.measured_pool import MeasuredBlockPool
 from quire.core.request import Request
+from quire.distributed.kv_event_recorder import KVEventRecorder
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.plan import BlockAppends
 
@@ -47,7 +48,9 @@ class KVCacheManager:
         caching = enable_caching and config.chunkable
         self.hasher = BlockHasher(hash_size, root, make_digest(hash_algorithm)) if caching else None
         self.recomputes_last_block = recomputes_last_block
-        self._deferred: list[tuple[KVCacheBlock, BlockKey]] = []  # not to be found by the plan that is being made
+        self.events: KVEventRecorder | None = None  # hears what is registered
+        # Not to be found by the plan that is being made.
+        self._deferred: list[tuple[Request, np.ndarray, FullAttentionGroup, int]] = []
         self.prefix_queries = 0
         self.prefix_hits = 0
 
@@ -191,22 +194,29 @@ class KVCacheManager:
         confirmed. `admitting`: the plan that fills them still looks for hits."""
         if self.hasher is None:
             return
-        hashes, pool, per_hash = request.block_hashes, self.pool, self.hasher.block_size
-        self.hasher.extend(hashes, token_ids, stop, request.extra_keys, request.core.content_keys)
+        self.hasher.extend(request.block_hashes, token_ids, stop, request.extra_keys, request.core.content_keys)
         for group in self.groups:
             size, blocks = group.block_size, request.blocks[group.index]
             for i in range(start // size, stop // size):
-                if blocks[i] is not pool.null_block:
-                    key = (hashes[(i + 1) * size // per_hash - 1], group.index)
+                if blocks[i] is not self.pool.null_block:
                     if admitting and not group.found_by_same_plan:
-                        self._deferred.append((blocks[i], key))
+                        self._deferred.append((request, token_ids, group, i))
                     else:
-                        pool.register(blocks[i], key)
+                        self._register(request, token_ids, group, i)
+
+    def _register(self, request: Request, token_ids: np.ndarray, group: FullAttentionGroup, position: int) -> None:
+        assert self.hasher is not None
+        size, hashes = group.block_size, request.block_hashes
+        start, per_block = position * size, size // self.hasher.block_size
+        key = (hashes[(position + 1) * per_block - 1], group.index)
+        if self.pool.register(request.blocks[group.index][position], key) and self.events is not None:
+            parent = hashes[position * per_block - 1] if position else None
+            self.events.stored(request.core, key, parent, token_ids[start : start + size], start)
 
     def register_deferred(self) -> None:
         """The plan looks for no more hits."""
-        for block, key in self._deferred:
-            self.pool.register(block, key)
+        for deferred in self._deferred:
+            self._register(*deferred)
         self._deferred.clear()
 
     def window_start(self, next_query: np.ndarray) -> np.ndarray:
@@ -233,6 +243,8 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Evict all content. Requests that run keep their blocks."""
         self.pool.unregister_all()
+        if self.events is not None:
+            self.events.cleared()
 
     def common_prefix_blocks(self, requests: list[Request]) -> tuple[int, ...]:
         """Per group, how many leading blocks hold the same content for all the requests; 0 where a window frees

@@ -351,6 +351,8 @@ class Scheduler:
 
     def _with_stats(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         outputs.stats = self.stats()
+        if self.kv.events is not None:
+            self.kv.events.flush()
         if self._preempted:
             outputs.preempted, self._preempted = self._preempted, []
         return outputs

@@ -66,6 +66,10 @@ class AsyncEngine(Protocol):
         """Current counts of requests, blocks and others, in the front end ("front_end") and the core ("core")."""
         ...
 
+    async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
+        """By data-parallel rank, where events of the KV cache are published; empty if they are not."""
+        ...
+
     async def get_view(self, since: int) -> dict[str, Any]:
         """What the core does right now, and its steps after step `since`: see `core/view.py`."""
         ...

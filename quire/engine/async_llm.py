@@ -266,6 +266,11 @@ class AsyncLLM(VllmInterface):
         own = {"requests": len(self.output_processor), "streams": len(self._streams), "calls": len(self._calls)}
         return {"front_end": own, "core": await self._call("state")}
 
+    async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
+        """By data-parallel rank, where events of the KV cache are published."""
+        sources: dict[str, dict[str, Any]] = await self._call("kv_event_sources")
+        return sources
+
     async def get_view(self, since: int) -> dict[str, Any]:
         view: dict[str, Any] = await self._call("view", [since])
         return view

@@ -1,10 +1,15 @@
 """KV-cache blocks in stores, through the whole engine."""
 
+import shutil
+import threading
+from dataclasses import replace
+
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.distributed.kv_offload.block_file import SECTOR
 from quire.distributed.kv_offload.folder_upkeep import block_files
+from tests.distributed.redis_server import redis_server  # noqa: F401 - a fixture
 from tests.tiny_models import NUM_TOKENS, make_reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -22,7 +27,8 @@ def llama(tmp_path_factory):
 
 def engine(reference, folder, **arguments):
     arguments = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 25} | arguments
-    return LLM(reference.path, skip_tokenizer_init=True, kv_offloading_path=str(folder), **arguments)
+    path = None if folder is None else str(folder)
+    return LLM(reference.path, skip_tokenizer_init=True, kv_offloading_path=path, **arguments)
 
 
 def depth_of(depth):
@@ -73,3 +79,167 @@ def test_nothing_but_blocks_stays_in_the_folder(llama, tmp_path):
     assert len(files) == worker._store.stats.writes.hits > 0
     assert sum(1 for path in tmp_path.rglob("*") if path.is_file()) == len(files)
     assert all(size % SECTOR == 0 for _, size, _ in files)
+
+
+def test_damaged_blocks_are_computed_again(llama, tmp_path):
+    with engine(llama, tmp_path) as llm:
+        generate(llm, llama)
+    files = sorted(path for _, _, path in block_files(tmp_path))
+    for path in files[::3]:
+        with open(path, "r+b") as file:
+            file.seek(50)
+            file.write(b"damaged")
+    with engine(llama, tmp_path) as llm:
+        cached = generate(llm, llama)
+        assert any(count < most for count, most in zip(cached, all_but_the_last(llama, llm), strict=True))
+        assert tier(llm).stats().errors["load"] > 0
+    with engine(llama, tmp_path) as llm:  # they were written again
+        assert generate(llm, llama) == all_but_the_last(llama, llm)
+
+
+def test_a_load_that_fails_may_end_its_request(llama, tmp_path):
+    """kv_load_failure_policy as vLLM has it; and a store is a connector like any other."""
+    options = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    with engine(llama, tmp_path) as llm:
+        generate(llm, llama)
+    for _, _, path in block_files(tmp_path):
+        with open(path, "r+b") as file:
+            file.write(b"damaged")
+    with engine(llama, None, kv_transfer_config=options) as llm:
+        with pytest.raises(RuntimeError, match="no longer has all of its blocks"):
+            llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        assert generate(llm, llama) == [0] * 8  # what was damaged is gone
+
+
+def test_others_run_while_a_store_is_slow(llama, tmp_path):
+    """A lookup that takes its time keeps neither the scheduler nor other requests waiting."""
+    with engine(llama, tmp_path) as llm:
+        connector, gate = tier(llm), threading.Event()
+        contains = connector._store.contains
+        connector._store.contains = lambda keys: gate.wait(60) and contains(keys)
+        core, long, short = core_of(llm), llama.prompts[-1], [5, 6, 7]
+        llm.llm_engine.add_request("looked up", {"prompt_token_ids": long}, GREEDY)
+        llm.llm_engine.add_request("short", {"prompt_token_ids": short}, GREEDY)
+        ended = []
+        while not ended:
+            ended = [output.request_id for output in llm.llm_engine.step() if output.finished]
+        assert ended == ["short"] and list(core.scheduler.transfers.looking_up) == ["looked up"]
+        llm.llm_engine.add_request("aborted", {"prompt_token_ids": long}, GREEDY)
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["aborted"])
+        gate.set()
+        while not ended or "looked up" not in ended:
+            ended = [output.request_id for output in llm.llm_engine.step() if output.finished]
+        assert not core.scheduler.transfers.looking_up and not connector._lookups and not connector._answers.by_request
+
+
+def test_a_reset_cache_is_not_found_again(llama, tmp_path):
+    with engine(llama, tmp_path) as llm:
+        generate(llm, llama)
+        llm.reset_prefix_cache()
+        assert generate(llm, llama) == [0] * 8
+
+
+def test_a_failed_step_leaves_nothing_in_the_store(llama, tmp_path):
+    """Blocks of a plan are written when its results are known; the plan behind a failed one is not trusted either."""
+    with engine(llama, tmp_path, async_depth=2) as llm:
+        runner, failures = core_of(llm).executor.worker.runner, iter([False, True])
+        forward = runner._forward
+
+        def fail_second(step):
+            if next(failures, False):
+                raise RuntimeError("out of memory")
+            forward(step)
+
+        runner._forward = fail_second
+        with pytest.raises(RuntimeError):
+            llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        runner._forward = forward
+        core = core_of(llm)
+        while core.has_unfinished():
+            core.step()
+        assert not core.scheduler.transfers.connectors[-1]._queue
+    with engine(llama, tmp_path) as llm:
+        generate(llm, llama)
+
+
+def test_a_device_cache_too_small_for_the_traffic(reference, tmp_path):
+    sizes = {"num_gpu_blocks_override": 21 * reference.num_groups, "kv_cache_memory_bytes": None}
+    with engine(reference, tmp_path, **sizes) as llm:
+        for _ in range(2):
+            cached = generate(llm, reference)
+        stats = tier(llm).stats()
+        assert sum(cached) > 0 and stats.hits > 0 and not any(stats.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_connector": "SharedStorageConnector"}, "shared_storage_path is None"),
+        ({"kv_connector": "RedisConnector"}, "redis://host"),
+        ({"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"folder": "x"}}, "allowed: shared_storage"),
+        ({"kv_connector": "noop", "kv_load_failure_policy": "ignore"}, "allowed: recompute, fail"),
+    ],
+)
+def test_wrong_options(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine(llama, None, kv_transfer_config=options)
+
+
+def test_hashes_must_be_those_of_other_processes(llama, tmp_path):
+    with pytest.raises(ValueError, match="must be sha256"):
+        engine(llama, tmp_path, prefix_caching_hash_algo="xxhash")
+
+
+def test_other_weights_under_the_same_name_share_nothing(llama, tmp_path):
+    with engine(llama, tmp_path / "kv") as llm:
+        generate(llm, llama)
+    copy = tmp_path / "model"
+    shutil.copytree(llama.path, copy)
+    with engine(replace(llama, path=str(copy)), tmp_path / "kv") as llm:
+        assert sum(generate(llm, llama)) > 0  # a copy, with its times
+    (weights,) = copy.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-4:] = b"\0\0\0\0"
+    weights.write_bytes(content)
+    with engine(replace(llama, path=str(copy)), tmp_path / "kv") as llm:
+        outputs = llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [0] * 8
+
+
+def redis_engine(reference, server, **arguments):
+    options = {
+        "kv_connector": "RedisConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"url": server.url, "timeout": 0.2},
+    }
+    return engine(reference, None, kv_transfer_config=options, **arguments)
+
+
+def test_two_engines_share_prefixes_through_redis(llama, redis_server):  # noqa: F811
+    with redis_engine(llama, redis_server) as first, redis_engine(llama, redis_server) as second:
+        assert generate(first, llama) == [0] * 8
+        tier(first).close()
+        core_of(first).executor.worker.runner.transfers.connectors[-1]._pool.close()  # all is written
+        assert generate(second, llama) == all_but_the_last(llama, second)
+        assert tier(second).stats().tier == "redis"
+
+
+def test_redis_comes_and_goes_under_load(llama, redis_server):  # noqa: F811
+    """Stopped, started, full, slow: every text is right, and nothing is held at the end."""
+    sizes = {"num_gpu_blocks_override": 21, "kv_cache_memory_bytes": None}
+    with redis_engine(llama, redis_server, **sizes) as llm:
+        generate(llm, llama)
+        redis_server.stop()
+        generate(llm, llama)
+        redis_server.start("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+        generate(llm, llama)
+        redis_server.client.client_pause(60_000, all=True)
+        generate(llm, llama)
+        stats = tier(llm).stats()
+        assert stats.errors["lookup"] + stats.errors["load"] + stats.errors["save"] > 0

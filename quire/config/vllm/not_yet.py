@@ -153,9 +153,6 @@ NOT_YET: dict[str, dict[str, tuple[object, ...]]] = {
         "disable_hybrid_kv_cache_manager": ("switch",),
         "swa_bounded_replay": ("switch", True),
     },
-    "events of the KV cache": {
-        "kv_events_config": ("json",),
-    },
     "sleep mode": {
         "enable_sleep_mode": ("switch",),
         "sleep_mode_offload_cudagraph": ("switch",),

@@ -116,6 +116,7 @@ WORKS: dict[str, str] = {
     "kv_cache_dtype": "engine/test_quantized_cache.py::test_tokens_do_not_depend_on_how_steps_are_planned",
     "enable_prefix_caching": "compat/test_engine_flags.py::test_blocks_and_what_they_share",
     "prefix_caching_hash_algo": "compat/test_engine_flags.py::test_hashes_of_prefixes",
+    "kv_events_config": "core/test_kv_events.py::test_an_engine_publishes_what_it_computes",
     "kv_transfer_config": "engine/test_connector.py::test_several_connectors",
     "kv_offloading_size": "kv_offload/test_tier.py::test_texts_are_those_of_an_engine_with_room",
     "kv_offloading_backend": "kv_offload/test_tier.py::test_wrong_options_are_named",

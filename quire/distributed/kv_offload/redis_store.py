@@ -4,7 +4,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from quire.distributed.kv_offload.block_store import Buffer, OperationStats, StoreStats
 from quire.distributed.kv_offload.circuit_breaker import CircuitBreaker
@@ -72,7 +72,8 @@ class RedisStore:
         with stats.timed(stats.reads, len(keys)):
             for part in _batches(buffers):
                 names = [PREFIX + key for key in keys[part]]
-                values: list[bytes | None] | None = self._call(stats.reads, functools.partial(self._client.mget, names))
+                answers = self._call(stats.reads, functools.partial(self._client.mget, names))
+                values = cast("list[bytes | None] | None", answers)  # texts come only if a client asks for them
                 for i, value in enumerate(values or (), part.start):
                     found[i] = value is not None and self._fill(buffers[i], value, names[i - part.start])
         stats.add(stats.reads, hits=sum(found), bytes=sum(len(b) for hit, b in zip(found, buffers, strict=True) if hit))

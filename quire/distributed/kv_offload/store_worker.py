@@ -96,9 +96,9 @@ class StoreWorker(KVConnector):
         with self._lock:
             received, failed, report = tuple(self._received), self._failed, self._report
             self._received, self._failed, self._report = [], {}, StoreReport()
-        report.ended = ended
+        report.ended += ended
         report.store = self._store.stats.summary()
-        if report.store == self._reported and not (ended or report.dropped):
+        if report.store == self._reported and not (report.ended or report.dropped):
             return FinishedTransfers(received=received, failed=failed)
         self._reported = report.store
         return FinishedTransfers(received=received, failed=failed, reports=(report,))
@@ -115,8 +115,9 @@ class StoreWorker(KVConnector):
             count = min(len(job.blocks), len(self._free))
             slots = sorted(self._free.pop() for _ in range(count))
             self._report.dropped += len(job.blocks) - count
-        if not count:
-            return
+            if not count:
+                self._report.ended += (job.number,)
+                return
         self._copier.save(CopyJob(job.number, np.array(job.blocks[:count], np.int64), np.array(slots, np.int64)))
         names = self._names(job)
         for start in range(0, count, self._batch):

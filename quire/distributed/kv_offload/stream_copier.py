@@ -108,6 +108,11 @@ class StreamCopier:
             self._unreported = [one for one in self._unreported if one not in ended]
         return [(one.job, one.began.elapsed_time(one.done) / 1000) for one in ended]
 
+    def wait(self, number: int) -> None:
+        launched = self._launched.get(number)  # one that was relied on has ended
+        if launched is not None:
+            launched.done.synchronize()
+
     def drain(self) -> None:
         self._save_stream.synchronize()
         self._load_stream.synchronize()

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.config.shown import without_passwords
 from quire.engine.async_engine import EngineDeadError
 from quire.entrypoints.http.adapters import AdapterEndpoints
 from quire.entrypoints.http.context import ServerContext
@@ -49,6 +50,7 @@ class AdminEndpoints:
             ("/metrics", self.metrics, ("GET",)),
             ("/load", self.load, ("GET",)),
             ("/get_world_size", self.world_size, ("GET",)),
+            ("/kv_event_sources", self.kv_event_sources, ("GET",)),
         ]
         if getattr(self.context.engine_config.observability, "profiler_config", None):
             routes += [
@@ -100,6 +102,9 @@ class AdminEndpoints:
         parallel = self.context.engine_config.parallel
         return json_response({"world_size": parallel.tensor_parallel_size * parallel.pipeline_parallel_size})
 
+    async def kv_event_sources(self, request: Request) -> Response:
+        return json_response(await self.engine.get_kv_event_sources())
+
     # With --profiler-config
 
     async def start_profile(self, request: Request) -> Response:
@@ -126,6 +131,7 @@ class AdminEndpoints:
         server |= {name: "hidden" for name in SECRETS if server[name]}
         engine = dataclasses.asdict(self.context.engine_config)
         engine["model"].pop("hf_config", None)
+        engine["transfer"] = without_passwords(engine["transfer"])
         state = await self.engine.get_state()
         state["front_end"]["jobs"] = len(self.context.jobs)
         shape = {"version": __version__, "model": self.engine.model_name, "server": server, "engine": engine}
