@@ -131,6 +131,15 @@ chaos: $(INSTALLED)  ## ten minutes of mixed traffic on a server whose processes
 
 kv-soak: $(INSTALLED)  ## ten minutes of random traffic through a small KV cache and its tiers, every answer compared
 	@$(BIN)/python -m tests.kv_offload.soak --seconds $(SECONDS)
+	@$(BIN)/python -m tests.kv_offload.kill_soak --seconds $(SECONDS)
+
+# The server is Debian's; the client is an extra of ours.
+test-redis: $(INSTALLED)  ## KV-cache blocks in a real Redis that is stopped, slow and full; installs redis-server
+	@$(PIP) "redis>=6.2"
+	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || { \
+		sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$sudo apt-get update -qq && $$sudo apt-get install -qq -y --no-install-recommends redis-server >/dev/null; }
+	@$(BIN)/python -m pytest tests/distributed/test_redis_store.py tests/engine/test_store_connector.py
 
 lock: $(INSTALLED)  ## write requirements-lock.txt anew, with the newest versions that fit
 	@$(BIN)/python scripts/lock.py
@@ -146,4 +155,4 @@ figures: $(INSTALLED)  ## write the tables and the picture of docs/performance f
 	@$(BIN)/python -m benchmarks.figures
 
 .PHONY: help install serve test test-properties spec-matrix tp-matrix mutants test-kernels test-models test-compat test-ray \
-	test-page test-arm test-clients lint format fuzz chaos kv-soak lock bench figures
+	test-page test-arm test-clients lint format fuzz chaos kv-soak test-redis lock bench figures

@@ -58,7 +58,8 @@ class TierStats(msgspec.Struct):
     load_seconds: float = 0.0
     evicted_blocks: int = 0  # for others
     dropped_blocks: dict[str, int] = {}  # not saved, by reason
-    errors: dict[str, int] = {}  # of a store, by what it was to do
+    errors: dict[str, int] = {}  # of a store, by what it was to do: lookup, load, save
+    latencies: dict[str, dict[int, float]] = {}  # likewise, percentiles of its last calls in seconds
     waits: int = 0  # blocks that were overwritten while they were being saved: their plans had to wait
 
 

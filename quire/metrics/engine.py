@@ -244,6 +244,15 @@ def tier_metrics(tier: TierStats, labels: dict[str, str], at: float) -> list[Met
             for reason, count in tier.dropped_blocks.items()
         ),
         *(
+            Counter("quire:kv_tier_errors", {**labels, "operation": operation}, count, as_of=at)
+            for operation, count in tier.errors.items()
+        ),
+        *(
+            Gauge("quire:kv_tier_latency_seconds", {**labels, "operation": name, "quantile": str(p / 100)}, s, as_of=at)
+            for name, percentiles in tier.latencies.items()
+            for p, s in percentiles.items()
+        ),
+        *(
             Counter(f"quire:kv_tier_{name}", {**labels, "direction": direction}, count, as_of=at)
             for name, counts in copies.items()
             for direction, count in counts.items()
@@ -292,6 +301,8 @@ HELP = {
     "quire:kv_tier_evicted_blocks": "KV blocks that left a tier for others.",
     "quire:kv_tier_waits": "KV blocks that were overwritten while they were being saved: a step had to wait.",
     "quire:kv_tier_dropped_blocks": "KV blocks that were not saved, by reason.",
+    "quire:kv_tier_errors": "Calls of a store that failed, by operation.",
+    "quire:kv_tier_latency_seconds": "Seconds that the last calls of a store took, by operation and quantile.",
     "quire:kv_tier_copied_blocks": "KV blocks copied to and from a tier.",
     "quire:kv_tier_copied_bytes": "Bytes copied to and from a tier.",
     "quire:kv_tier_copy_seconds": "Seconds that these copies took, beside steps or in them.",

@@ -154,3 +154,62 @@ def test_connectors_hear_of_preemption_and_eviction_before_content_is_lost():
     assert not engine.kv.pool._cached.keys() & {(key, group) for _, key, group in connector.evicted[-1:]}
     engine.scheduler.reset_prefix_cache()
     assert connector.resets == 1
+
+
+class Asked(Connector):
+    """Knows what it has once it is told to."""
+
+    def bind_scheduler(self, ask_again):
+        self.ask_again, self.known, self.num_asked = ask_again, False, 0
+
+    def get_num_new_matched_tokens(self, request, num_computed):
+        self.num_asked += 1
+        return (self.num_tokens if self.known else None), self.loads_async
+
+
+def test_a_request_is_set_aside_until_a_connector_knows():
+    connector = Asked(num_tokens=8, loads_async=False)
+    engine = FakeEngine(connector=connector)
+    engine.add("a", range(12), max_tokens=2)
+    plan = engine.scheduler.schedule()
+    assert plan is None and list(engine.scheduler.transfers.looking_up) == ["a"]
+    assert engine.scheduler.has_unfinished() and engine.scheduler.schedule() is None
+    assert connector.num_asked == 1, "it is not asked before it says so"
+    connector.known = True
+    connector.ask_again("a")
+    connector.ask_again("unknown")
+    plan = engine.scheduler.schedule()
+    assert [new.num_computed for new in plan.new_rows] == [8]
+    assert not engine.scheduler.transfers.looking_up
+
+
+def test_an_aborted_request_is_not_looked_up_any_more():
+    connector = Asked()
+    engine = FakeEngine(connector=connector)
+    engine.add("a", range(12), max_tokens=2)
+    engine.scheduler.schedule()
+    engine.scheduler.finish_requests(["a"])
+    connector.ask_again("a")
+    assert engine.scheduler.schedule() is None and not engine.scheduler.has_unfinished()
+
+
+def test_what_cannot_be_loaded_is_computed_and_not_asked_for_again():
+    connector = Connector(num_tokens=8)
+    connector.recomputes_failed_loads = True
+    engine = FakeEngine(connector=connector)
+    engine.add("a", range(12), max_tokens=2)
+    first = engine.scheduler.schedule()
+    assert not first.new_rows and "a" in engine.scheduler.transfers.loading
+    engine.scheduler.update_from_output(first, report(FinishedTransfers(failed={"a": "gone"})))
+    second = engine.scheduler.schedule()
+    assert [new.num_computed for new in second.new_rows] == [0] and second.num_tokens.tolist() == [12]
+
+
+def test_an_idle_engine_makes_a_plan_for_a_connector_that_wants_one():
+    connector = Connector()
+    engine = FakeEngine(connector=connector)
+    assert not engine.scheduler.has_unfinished() and engine.scheduler.schedule() is None
+    connector.wants_plan = True
+    assert engine.scheduler.has_unfinished()
+    plan = engine.scheduler.schedule()
+    assert not len(plan.rows)

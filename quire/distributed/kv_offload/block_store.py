@@ -15,6 +15,7 @@ Buffer: TypeAlias = memoryview  # of bytes, writable, one block of a rank: its p
 FORMAT = b"quire-kv-1"  # of what a block's bytes mean; another one is another key
 LATENCIES = 512  # the last ones, of which percentiles are told
 PERCENTILES = (50, 90, 99)
+PERCENTILE_SECONDS = 1.0  # for which they are not computed again
 
 
 class BlockStore(Protocol):
@@ -82,8 +83,11 @@ class StoreStats:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.lookups, self.reads, self.writes = OperationStats(), OperationStats(), OperationStats()
+        self.num_changes = 0
         self._clock = clock
         self._lock = threading.Lock()
+        self._percentiles: dict[str, float] = {}
+        self._computed = -PERCENTILE_SECONDS
 
     @contextmanager
     def timed(self, operation: OperationStats, blocks: int) -> Iterator[None]:
@@ -93,26 +97,35 @@ class StoreStats:
         finally:
             took = self._clock() - began
             with self._lock:
+                self.num_changes += 1
                 operation.blocks += blocks
                 operation.seconds += took
                 operation.latencies.append(took)
 
     def add(self, operation: OperationStats, hits: int = 0, bytes: int = 0, errors: int = 0) -> None:
         with self._lock:
+            self.num_changes += 1
             operation.hits += hits
             operation.bytes += bytes
             operation.errors += errors
 
     def summary(self) -> dict[str, float]:
-        """Flat, by names that metrics have."""
+        """Flat: `read_blocks`, `read_hits`, ..., `read_p99`, which is in seconds and of the last calls."""
+        operations = {"lookup": self.lookups, "read": self.reads, "write": self.writes}
         with self._lock:
-            numbers: dict[str, float] = {}
-            for name, operation in (("lookup", self.lookups), ("read", self.reads), ("write", self.writes)):
+            now = self._clock()
+            if now - self._computed >= PERCENTILE_SECONDS:
+                self._computed = now
+                self._percentiles = {
+                    f"{name}_p{percent}": seconds
+                    for name, operation in operations.items()
+                    for percent, seconds in operation.percentiles().items()
+                }
+            numbers = dict(self._percentiles)
+            for name, operation in operations.items():
                 numbers[f"{name}_blocks"] = operation.blocks
                 numbers[f"{name}_hits"] = operation.hits
                 numbers[f"{name}_errors"] = operation.errors
                 numbers[f"{name}_bytes"] = operation.bytes
                 numbers[f"{name}_seconds"] = operation.seconds
-                for percent, seconds in operation.percentiles().items():
-                    numbers[f"{name}_p{percent}_seconds"] = seconds
         return numbers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from quire.config.transfer import ConnectorConfig
 from quire.distributed.kv_connector import KVConnector
 from quire.distributed.kv_offload.block_keys import BlockKey, BlockKeys
-from quire.distributed.kv_offload.block_store import BlockStore, StoreKeys
+from quire.distributed.kv_offload.block_store import PERCENTILES, BlockStore, StoreKeys
 from quire.distributed.kv_offload.confirmed_saves import ConfirmedSaves
 from quire.distributed.kv_offload.io_pool import IOPool, Urgency
 from quire.distributed.kv_offload.store_metadata import BlockJob, StoreMetadata, StoreReport
@@ -68,7 +68,9 @@ class StoreScheduler(KVConnector):
         self._meta = StoreMetadata()
         self._numbers = 0
         self._dropped = 0
-        self._store_numbers: dict[str, float] = {}
+        self._store_numbers: dict[str, float] = {}  # the worker's
+        self._lookup_numbers: dict[str, float] = {}
+        self._lookup_changes = 0
         self._stats = TierStats(tier)
 
     @property
@@ -215,7 +217,10 @@ class StoreScheduler(KVConnector):
             self._meta.ended += report.ended
 
     def stats(self) -> TierStats:
-        stats, numbers, lookups = self._stats, self._store_numbers, self._store.stats.lookups
+        stats, own = self._stats, self._store.stats
+        if own.num_changes != self._lookup_changes:
+            self._lookup_changes, self._lookup_numbers = own.num_changes, own.summary()
+        numbers, lookups = self._store_numbers, self._lookup_numbers
         stats.saved_blocks = int(numbers.get("write_hits", 0))
         stats.saved_bytes = int(numbers.get("write_bytes", 0))
         stats.save_seconds = numbers.get("write_seconds", 0.0)
@@ -224,9 +229,17 @@ class StoreScheduler(KVConnector):
         stats.load_seconds = numbers.get("read_seconds", 0.0)
         stats.dropped_blocks = {"busy": self._dropped, "evicted": self._queue.num_dropped}
         stats.errors = {
-            "lookup": lookups.errors,
+            "lookup": int(lookups.get("lookup_errors", 0)),
             "load": int(numbers.get("read_errors", 0)),
             "save": int(numbers.get("write_errors", 0)),
+        }
+        stats.latencies = {
+            name: {p: numbers_of[f"{key}_p{p}"] for p in PERCENTILES if f"{key}_p{p}" in numbers_of}
+            for name, key, numbers_of in (
+                ("lookup", "lookup", lookups),
+                ("load", "read", numbers),
+                ("save", "write", numbers),
+            )
         }
         return stats
 

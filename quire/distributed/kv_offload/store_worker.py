@@ -54,7 +54,7 @@ class StoreWorker(KVConnector):
         self._received: list[str] = []
         self._failed: dict[str, str] = {}
         self._report = StoreReport()
-        self._reported: dict[str, float] = {}
+        self._reported = 0  # changes of the store's statistics
 
     def bind_pages(self, pages: Sequence[Any]) -> None:
         self._pages: list[torch.Tensor] = list(pages)
@@ -97,10 +97,11 @@ class StoreWorker(KVConnector):
             received, failed, report = tuple(self._received), self._failed, self._report
             self._received, self._failed, self._report = [], {}, StoreReport()
         report.ended += ended
-        report.store = self._store.stats.summary()
-        if report.store == self._reported and not (report.ended or report.dropped):
+        changes = self._store.stats.num_changes
+        if changes == self._reported and not (report.ended or report.dropped):
             return FinishedTransfers(received=received, failed=failed)
-        self._reported = report.store
+        self._reported = changes
+        report.store = self._store.stats.summary()
         return FinishedTransfers(received=received, failed=failed, reports=(report,))
 
     def close(self) -> None:
