@@ -12,6 +12,7 @@ VllmConfig = EngineConfig  # vLLM's name
 MAPPINGS = (
     "AttentionConfig",
     "CompilationConfig",
+    "KVEventsConfig",
     "KVTransferConfig",
     "PoolerConfig",
     "ProfilerConfig",

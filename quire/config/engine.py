@@ -9,7 +9,7 @@ from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.environment import option_defaults
 from quire.config.fields import options
-from quire.config.kv_events import KVEventsConfig
+from quire.config.kv_events import EventsConfig
 from quire.config.load import LoadConfig
 from quire.config.logs import check_environment
 from quire.config.lora import LoRAConfig
@@ -36,7 +36,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    kv_events: EventsConfig = field(default_factory=EventsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
@@ -61,7 +61,7 @@ class EngineConfig:
             "device": DeviceConfig,
             "parallel": ParallelConfig,
             "transfer": TransferConfig,
-            "kv_events": KVEventsConfig,
+            "kv_events": EventsConfig,
             "speculative": SpeculativeConfig,
             "observability": ObservabilityConfig,
             "structured_outputs": StructuredOutputsConfig,

@@ -32,7 +32,7 @@ class KVEventsOptions:
 
 
 @dataclass
-class KVEventsConfig:
+class EventsConfig:
     """Events about the KV cache."""
 
     kv_events_config: dict[str, Any] | None = option(

@@ -37,6 +37,7 @@ logger = logging.getLogger("quire")
 
 GRAMMAR_WAIT = 0.002  # seconds; new requests are not read meanwhile
 ADAPTER_WAIT = 0.001  # likewise
+LAST_PLANS = 8
 TRANSFER_WAIT = 0.2  # seconds; the end of a transfer and new requests end it
 
 
@@ -307,9 +308,13 @@ class EngineCore:
         if self.kv_events is not None:
             self.kv_events.close()
         if self.scheduler.transfers.connectors:
-            self.scheduler.transfers.close()
             with suppress(Exception):  # of workers that may have ended before
+                for _ in range(LAST_PLANS):  # so that connectors save what is computed
+                    if self.scheduler.requests or not self.has_unfinished():
+                        break
+                    self.step()
                 self.executor.collective_rpc("close_connectors", (), {})
+            self.scheduler.transfers.close()
         self.executor.shutdown()
 
     def _lay_out_cache(self, config: EngineConfig) -> KVCacheConfig:

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from quire import LLM, SamplingParams
-from quire.config.kv_events import KVEventsConfig
+from quire.config.kv_events import EventsConfig
 from quire.distributed.kv_event_recorder import KVEventRecorder
 from quire.distributed.kv_events import END_OF_REPLAY, ZmqEventPublisher
 from quire.messages.kv_cache import FullAttentionSpec, KVCacheGroup
@@ -51,7 +51,7 @@ class Subscriber:
 
 
 def options(**given):
-    return KVEventsConfig(
+    return EventsConfig(
         {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"} | given
     ).events
 
@@ -163,7 +163,7 @@ def test_addresses_that_cannot_be_had():
 )
 def test_wrong_options(given, message):
     with pytest.raises(ValueError, match=message):
-        KVEventsConfig(given)
+        EventsConfig(given)
 
 
 def test_each_data_parallel_rank_has_ports_of_its_own():

@@ -13,6 +13,7 @@ from pathlib import Path
 from quire.distributed.kv_offload.block_file import BlockFiles, CorruptBlockError
 from quire.distributed.kv_offload.block_store import Buffer, StoreStats
 from quire.distributed.kv_offload.folder_upkeep import FOLDER_MODE, FolderUpkeep, WriterFolder
+from quire.platforms.private_files import WRITABLE_BY_OTHERS
 
 logger = logging.getLogger("quire")
 
@@ -154,7 +155,7 @@ def _make(folder: Path) -> None:
         raise ValueError(f"the folder {folder} for the KV cache cannot be made: {error}") from error
     if not stat.S_ISDIR(found.st_mode):
         raise ValueError(f"{folder} is to hold the KV cache, and is no folder")
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & stat.S_IWOTH:
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & WRITABLE_BY_OTHERS:
         raise ValueError(
             f"other users can write to {folder}, and so could change what models read from it; use a folder of your "
             "own (chmod 700)"

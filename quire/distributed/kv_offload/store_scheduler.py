@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from quire.distributed.kv_connector import KVConnector
 from quire.distributed.kv_offload.block_keys import BlockKey, BlockKeys
 from quire.distributed.kv_offload.block_store import PERCENTILES, BlockStore, StoreKeys
 from quire.distributed.kv_offload.confirmed_saves import ConfirmedSaves
-from quire.distributed.kv_offload.io_pool import IOPool, Urgency
+from quire.distributed.kv_offload.io_pool import IOPool, Urgency, close_all
 from quire.distributed.kv_offload.store_metadata import BlockJob, StoreMetadata, StoreReport
 from quire.messages.connector import ConnectorRequest
 from quire.messages.kv_cache import KVCacheConfig
@@ -60,6 +61,7 @@ class StoreScheduler(KVConnector):
         self._keys = BlockKeys(layout)
         self._names = StoreKeys(config.num_ranks)
         self._pool = IOPool(LOOKUP_THREADS, f"quire-kv-{tier}-lookup")
+        self._end_threads = weakref.finalize(self, close_all, self._pool, store)
         self._lookups: dict[str, _Lookup] = {}
         self._answers = _Answers()
         self._queue = ConfirmedSaves()
@@ -244,5 +246,4 @@ class StoreScheduler(KVConnector):
         return stats
 
     def close(self) -> None:
-        self._pool.close()
-        self._store.close()
+        self._end_threads()

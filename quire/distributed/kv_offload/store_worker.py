@@ -3,6 +3,7 @@
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from quire.config.transfer import ConnectorConfig
 from quire.distributed.kv_connector import KVConnector
 from quire.distributed.kv_offload.block_store import BlockStore, StoreKeys
 from quire.distributed.kv_offload.copier import Copier, OrderedCopier
-from quire.distributed.kv_offload.io_pool import IOPool, Urgency
+from quire.distributed.kv_offload.io_pool import IOPool, Urgency, close_all
 from quire.distributed.kv_offload.metadata import CopyJob
 from quire.distributed.kv_offload.page_writer import PageWriter, make_page_writer
 from quire.distributed.kv_offload.staging import StagingMemory
@@ -70,6 +71,7 @@ class StoreWorker(KVConnector):
         self._writer: PageWriter = make_page_writer(self._pages)
         self._buffers = threading.local()  # one for each thread that reads
         self._pool = IOPool(self._num_threads)
+        self._end_threads = weakref.finalize(self, close_all, self._pool, self._store)
 
     def _make_copier(self) -> Copier:
         if not self._asynchronous:
@@ -106,8 +108,7 @@ class StoreWorker(KVConnector):
 
     def close(self) -> None:
         """Blocks that were copied are still written."""
-        self._pool.close()
-        self._store.close()
+        self._end_threads()
 
     # Saves
 

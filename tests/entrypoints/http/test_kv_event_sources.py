@@ -13,7 +13,7 @@ def test_subscribers_find_their_way(tmp_path):
         (source,) = httpx.get(f"{server.url}/kv_event_sources").json().values()
         assert source["publisher"] == "zmq" and source["topic"] == "kv"
         subscriber = Subscriber(source)
-        body = {"model": "default", "prompt": "The quick brown fox " * 10, "max_tokens": 2}
+        body = {"prompt": "The quick brown fox " * 10, "max_tokens": 2}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
         (_, (_, (stored, *_), rank)), *_ = subscriber.replay(0)
         assert rank == 0 and stored["type"] == "BlockStored" and stored["block_size"] == 16
