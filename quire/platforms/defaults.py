@@ -42,10 +42,10 @@ def _cache(cache: CacheConfig, platform: str) -> CacheConfig:
 def _transfer(config: EngineConfig, platform: Platform) -> TransferConfig:
     transfer, ranks = config.transfer, config.parallel.num_ranks
     size = transfer.kv_offloading_size
-    if size and not config.cache.enable_prefix_caching:
+    if (size or transfer.kv_offloading_path) and not config.cache.enable_prefix_caching:
         raise ValueError(
-            "kv_offloading_size keeps blocks that the prefix cache can find; enable_prefix_caching must be on "
-            "(--kv-offloading-size, --enable-prefix-caching)"
+            "kv_offloading_size and kv_offloading_path keep blocks that the prefix cache can find; "
+            "enable_prefix_caching must be on (--kv-offloading-size, --kv-offloading-path, --enable-prefix-caching)"
         )
     if config.cache.prefix_caching_hash_algo != "sha256" and any(one.name in STORES for one in transfer.connectors):
         raise ValueError(

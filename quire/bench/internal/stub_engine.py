@@ -166,6 +166,9 @@ class StubEngine:
         own = {"requests": len(self.output_processor), "streams": len(self.streams)}
         return {"front_end": own, "core": {"requests": len(self.running)}}
 
+    async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
+        return {}
+
     async def get_view(self, since: int) -> dict[str, Any]:
         await self.check_health()
         running = [(i, len(r.prompt_token_ids), 0, count, 0, 0) for i, (r, count) in enumerate(self.running.values())]

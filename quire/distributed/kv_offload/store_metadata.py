@@ -33,4 +33,5 @@ class StoreReport(ConnectorReport):
 
     ended: tuple[int, ...] = ()  # saves whose blocks are copied
     dropped: int = 0  # blocks that were not saved: the store is too slow
+    lost: list[BlockKey] = field(default_factory=list)  # could not be read: the store has them no longer
     store: dict[str, float] = field(default_factory=dict)  # StoreStats.summary(), since the start

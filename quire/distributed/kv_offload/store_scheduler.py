@@ -212,6 +212,8 @@ class StoreScheduler(KVConnector):
     def worker_reported(self, report: ConnectorReport) -> None:
         assert isinstance(report, StoreReport)
         self._dropped += report.dropped
+        for key in report.lost:
+            self._known.pop(key, None)
         self._store_numbers = report.store
         if self._asynchronous:
             ended = set(report.ended)

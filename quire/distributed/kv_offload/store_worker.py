@@ -12,6 +12,7 @@ import torch
 
 from quire.config.transfer import ConnectorConfig
 from quire.distributed.kv_connector import KVConnector
+from quire.distributed.kv_offload.block_keys import BlockKey
 from quire.distributed.kv_offload.block_store import BlockStore, StoreKeys
 from quire.distributed.kv_offload.copier import Copier, OrderedCopier
 from quire.distributed.kv_offload.io_pool import IOPool, Urgency, close_all
@@ -100,7 +101,7 @@ class StoreWorker(KVConnector):
             self._received, self._failed, self._report = [], {}, StoreReport()
         report.ended += ended
         changes = self._store.stats.num_changes
-        if changes == self._reported and not (report.ended or report.dropped):
+        if changes == self._reported and not (report.ended or report.dropped or report.lost):
             return FinishedTransfers(received=received, failed=failed)
         self._reported = changes
         report.store = self._store.stats.summary()
@@ -121,10 +122,11 @@ class StoreWorker(KVConnector):
                 self._report.ended += (job.number,)
                 return
         self._copier.save(CopyJob(job.number, np.array(job.blocks[:count], np.int64), np.array(slots, np.int64)))
-        names = self._names(job)
         for start in range(0, count, self._batch):
             part = slice(start, min(count, start + self._batch))
-            self._pool.submit(Urgency.WRITE, functools.partial(self._write, job.number, names[part], slots[part]))
+            self._pool.submit(
+                Urgency.WRITE, functools.partial(self._write, job.number, self._names(job, part), slots[part])
+            )
 
     def _write(self, number: int, names: list[bytes], slots: list[int]) -> None:
         try:
@@ -138,29 +140,31 @@ class StoreWorker(KVConnector):
 
     def _load(self, job: BlockJob) -> None:
         assert job.request_id is not None
-        names, starts = self._names(job), range(0, len(job.blocks), self._batch)
+        starts = range(0, len(job.blocks), self._batch)
         load = _Load(job.request_id, len(starts), self._writer.mark())
         for start in starts:
             part = slice(start, start + self._batch)
-            self._pool.submit(Urgency.READ, functools.partial(self._read, load, names[part], job.blocks[part]))
+            self._pool.submit(Urgency.READ, functools.partial(self._read, load, job, part))
 
-    def _read(self, load: _Load, names: list[bytes], blocks: list[int]) -> None:
-        found = False
+    def _read(self, load: _Load, job: BlockJob, part: slice) -> None:
+        names, done, lost = self._names(job, part), False, []
         try:
             if not load.failed:
                 memory = self._read_buffer()
-                found = all(self._store.get(names, [memory.buffer(i) for i in range(len(names))]))
-                if found:
-                    self._writer.write(memory, blocks, load.writable)
+                found = self._store.get(names, [memory.buffer(i) for i in range(len(names))])
+                lost = [key for key, hit in zip(job.keys[part], found, strict=True) if not hit]
+                if not lost:
+                    self._writer.write(memory, job.blocks[part], load.writable)
+                    done = True
         except Exception:
             logger.exception("blocks of the KV cache could not be loaded")
-            found = False
         finally:
-            self._end(load, found)
+            self._end(load, done, lost)
 
-    def _end(self, load: _Load, found: bool) -> None:
+    def _end(self, load: _Load, done: bool, lost: list[BlockKey]) -> None:
         with self._lock:
-            load.failed |= not found
+            self._report.lost += lost
+            load.failed |= not done
             load.left -= 1
             if load.left:
                 return
@@ -178,6 +182,6 @@ class StoreWorker(KVConnector):
             self._store.register_buffers(memory.memory)
         return memory
 
-    def _names(self, job: BlockJob) -> list[bytes]:
+    def _names(self, job: BlockJob, part: slice) -> list[bytes]:
         keys = StoreKeys(self.config.num_ranks, job.salt)
-        return [keys.key(block_hash, group, self.config.rank) for block_hash, group in job.keys]
+        return [keys.key(block_hash, group, self.config.rank) for block_hash, group in job.keys[part]]
