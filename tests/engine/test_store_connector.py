@@ -111,8 +111,9 @@ def test_a_load_that_fails_may_end_its_request(llama, tmp_path):
         with open(path, "r+b") as file:
             file.write(b"damaged")
     with engine(llama, None, kv_transfer_config=options) as llm:
-        with pytest.raises(RuntimeError, match="no longer has all of its blocks"):
-            llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        outputs = llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        errors = [output.error for output in outputs if output.outputs[0].finish_reason == "error"]
+        assert errors and all("no longer has all of its blocks" in error for error in errors)
         assert generate(llm, llama) == [0] * 8  # what was damaged is gone
 
 
@@ -157,8 +158,8 @@ def test_a_failed_step_leaves_nothing_in_the_store(llama, tmp_path):
             forward(step)
 
         runner._forward = fail_second
-        with pytest.raises(RuntimeError):
-            llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        outputs = llm.generate(llama.prompts, GREEDY, use_tqdm=False)
+        assert any(output.outputs[0].finish_reason == "error" for output in outputs)
         runner._forward = forward
         core = core_of(llm)
         while core.has_unfinished():
