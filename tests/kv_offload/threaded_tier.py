@@ -4,10 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from quire.distributed.kv_connector import KVConnector
 from quire.distributed.kv_offload.copier import OrderedCopier
+from quire.distributed.kv_offload.folder_store import FolderStore
 from quire.distributed.kv_offload.offloading import read_options
+from quire.distributed.kv_offload.store_scheduler import StoreScheduler
+from quire.distributed.kv_offload.store_worker import StoreWorker
 from quire.distributed.kv_offload.tier_scheduler import TierScheduler
 from quire.distributed.kv_offload.tier_worker import TierWorker
 
@@ -55,6 +59,11 @@ class ThreadedCopier:
         self._unreported = [one for one in self._unreported if one not in done]
         return [(job, 0.001) for job, future in done if future.result() is None]
 
+    def wait(self, number) -> None:
+        future = self._launched.get(number)
+        if future is not None:
+            future.result()
+
     def drain(self) -> None:
         self.gate.set()
         for _, future in self._unreported:
@@ -73,3 +82,16 @@ def threaded_tier(config, layout, role) -> KVConnector:
     if role == "scheduler":
         return TierScheduler(config, layout, num_slots, slot_bytes, policy, asynchronous=True)
     return ThreadedWorker(config, layout, num_slots, asynchronous=True)
+
+
+class ThreadedStoreWorker(StoreWorker):
+    def _make_copier(self):
+        return ThreadedCopier(self._pages, self.memory, self._notify)
+
+
+def threaded_store(config, layout, role) -> KVConnector:
+    """A folder, to which blocks are copied as off a GPU."""
+    store = FolderStore(Path(config.extra["folder"]), 1 << 30, tidies=role == "worker")
+    if role == "scheduler":
+        return StoreScheduler(config, layout, store, "disk", asynchronous=True)
+    return ThreadedStoreWorker(config, layout, store, num_threads=2, asynchronous=True)
