@@ -1,5 +1,7 @@
 """Pairs of tiny models that differ in their weights alone, and their greedy tokens."""
 
+import atexit
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -22,6 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 def two_models(family: str, **overrides: Any) -> tuple[str, str]:
     """Folders of two checkpoints: as saved, and with other weights."""
     folder = Path(mkdtemp(prefix=f"quire-{family}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = save_tiny(family, folder / "old", **overrides)
     numbers = torch.Generator().manual_seed(7)
     with torch.no_grad():
