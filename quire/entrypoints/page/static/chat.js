@@ -15,9 +15,9 @@ const IDEAS = ["Explain how a paged KV cache works, in three sentences.", "Write
 
 class Chat extends HTMLElement {
   start(info, shell) {
-    Object.assign(this, { info, shell, store: new Chats(), running: null });
+    Object.assign(this, { info, shell, store: new Chats(), running: null, following: true, lastTop: 0, sizes: new ResizeObserver(() => this.follow()) });
     this.list = h("nav", { class: "chats", "aria-label": "Chats" });
-    this.log = h("div", { class: "log", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: "0" });
+    this.log = h("div", { class: "log", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: "0", onscroll: () => this.scrolled() });
     this.input = h("textarea", { id: "ask", rows: "1", placeholder: "Ask something", "aria-label": "Your message", oninput: () => { this.store.active.draft = this.input.value; this.grow(); } });
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -91,6 +91,9 @@ class Chat extends HTMLElement {
       this.elements.set(node, element);
       return element;
     }));
+    // A message has its true height only once it is near the window.
+    this.sizes.disconnect();
+    this.sizes.observe(this.log.lastElementChild);
     this.follow(true);
   }
 
@@ -251,8 +254,15 @@ class Chat extends HTMLElement {
 
   // Keep the newest text in view, unless the reader has scrolled up.
   follow(force = false) {
-    const near = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 160;
-    if (force || near) this.log.scrollTop = this.log.scrollHeight;
+    this.following ||= force;
+    if (this.following) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.log;
+    if (scrollHeight - scrollTop - clientHeight < 160) this.following = true;
+    else if (scrollTop < this.lastTop - 4) this.following = false; // text that was added moves nothing up
+    this.lastTop = scrollTop;
   }
 }
 
