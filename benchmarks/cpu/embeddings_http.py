@@ -1,9 +1,10 @@
 """Embeddings over HTTP with many clients: texts per second and latency, of a server of ours or of another's.
 
-    python benchmarks/cpu/embeddings_http.py MODEL                      # starts `quire serve MODEL`
+    python benchmarks/cpu/embeddings_http.py MODEL [--output FILE.json]    # starts `quire serve MODEL`
     python benchmarks/cpu/embeddings_http.py --url http://127.0.0.1:8001   # any OpenAI-compatible server
 
-For a comparison start both servers and name both: `--url A --url B`; rounds alternate between them.
+For a comparison name the other server too, `MODEL --url http://127.0.0.1:8001`; rounds alternate between them. A figure
+is the median of the rounds; the ratios are ours to the other's.
 """
 
 import argparse
@@ -11,10 +12,13 @@ import asyncio
 import contextlib
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -81,6 +85,19 @@ async def measure(url: str, clients: int, requests: int, batch: int, length: int
     }
 
 
+def show(row: dict[str, Any]) -> None:
+    medians = {
+        url: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        for url, rounds in row["servers"].items()
+    }
+    for url, figures in medians.items():
+        shown = ", ".join(f"{value:.1f} {name}" for name, value in figures.items())
+        print(f"{url}  {row['clients']} clients, {row['texts']} x {row['words']} words: {shown}", flush=True)
+    *others, ours = (figures["texts/s"] for figures in medians.values())
+    for other in others:
+        print(f"  {ours / other:.2f} x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="served by `quire serve` for the run")
@@ -92,6 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--encoding", default="base64", choices=("base64", "float"))
     parser.add_argument("--flags", default="", help="of `quire serve`")
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         urls = list(args.url)
@@ -99,6 +117,7 @@ def main() -> None:
             urls.append(stack.enter_context(served(args.model, args.flags.split())))
         if not urls:
             parser.error("name a model or a --url")
+        rows: list[dict[str, Any]] = []
         for url in urls:
             asyncio.run(measure(url, args.clients, args.clients, 1, 16, args.encoding))  # warm
         for batch in args.batch:
@@ -109,10 +128,11 @@ def main() -> None:
                     for url in urls:
                         sizes = (args.clients, requests, batch, length)
                         found[url].append(asyncio.run(measure(url, *sizes, args.encoding)))
-                for url, rounds in found.items():
-                    best = max(rounds, key=lambda one: one["texts/s"])
-                    figures = ", ".join(f"{value:.1f} {name}" for name, value in best.items())
-                    print(f"{url}  {args.clients} clients, {batch} x {length} words: {figures}", flush=True)
+                row = {"clients": args.clients, "texts": batch, "words": length, "servers": found}
+                rows.append(row)
+                show(row)
+    if args.output:
+        args.output.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ Encode = Callable[[Texts], Any]
 
 
 def quire(model: str, dtype: str) -> Encode:
-    from quire import LLM, PoolingParams
+    from quire import LLM
 
     llm = LLM(model, dtype=dtype, skip_tokenizer_init=True)
-    params = PoolingParams(pooling_type="MEAN")
-    return lambda texts: llm.encode([{"prompt_token_ids": ids} for ids in texts], params, use_tqdm=False)
+    return lambda texts: llm.embed([{"prompt_token_ids": ids} for ids in texts], use_tqdm=False)
 
 
 def vllm(model: str, dtype: str) -> Encode:
@@ -85,7 +84,9 @@ def serve(engine: str, model: str, dtype: str) -> None:
 
 def vllm_environment(python: str) -> dict[str, str]:
     """All cores, which it does not use by itself, and the libraries that its documentation asks for."""
-    wanted = [*Path(python).parent.parent.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+    libraries = Path(python).parent.parent / "lib"
+    allocators = [*libraries.glob("libtcmalloc_minimal.so.4"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
+    wanted = [*libraries.glob("libiomp5.so"), *allocators[:1]]
     return {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "LD_PRELOAD": ":".join(map(str, wanted))}
 
 

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from quire.kernels import native
 from quire.kernels.dispatch import use_triton
 
+LayerNormParams = tuple[torch.Tensor, torch.Tensor | None, float]  # weight and bias [D] float32, eps
+
 
 def layer_norm_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x [..., D], weight and bias [D] float32 -> [..., D], computed in float32 whatever the dtype of x."""

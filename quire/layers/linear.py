@@ -6,6 +6,7 @@ from torch import nn
 from quire.kernels.activation import activate
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
+from quire.layers.norm import LayerNorm, Norm
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import LinearMethod, Partition
 from quire.quantization.encoder_linear import EncoderLinearMethod
@@ -192,6 +193,12 @@ class RowParallelLinear(ParallelLinear):
         # One worker adds the bias, or the sum would hold it once per worker.
         bias = self.bias if self.tp.rank == 0 else None
         return self.tp.all_reduce(self.method.apply(self, x, bias))
+
+    def normed_sum(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """norm(residual + forward(x)); `residual` may be overwritten."""
+        if self.tp.size == 1 and isinstance(self.method, EncoderLinearMethod) and isinstance(norm, LayerNorm):
+            return self.method.apply_normed_sum(self, x, self.bias, residual, norm.params)
+        return norm.add(self(x), residual)[0]
 
     def fused(
         self,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quire.kernels.layer_norm import fused_add_layer_norm, layer_norm
+from quire.kernels.layer_norm import LayerNormParams, fused_add_layer_norm, layer_norm
 from quire.kernels.rms_norm import RMSNormParams, fused_add_rms_norm, rms_norm
 from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 
@@ -90,6 +90,11 @@ class LayerNorm(nn.Module):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.weight.dim() == 1
         return fused_add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    @property
+    def params(self) -> LayerNormParams:
+        """For kernels that fuse the norm."""
+        return self.weight, self.bias, self.eps
 
     def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
         shape, start = tuple(self.weight.shape), 0

@@ -115,12 +115,16 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        return self.o_proj(self.attended(x, angles, ctx))
+
+    def attended(self, x: torch.Tensor, angles: Angles | None, ctx: ForwardContext) -> torch.Tensor:
+        """What the output projection takes."""
         qkv = self.qkv_proj(x)
         if self.qk_norm in ("width", "layer"):
             qkv = self._norm_qk(qkv)
         if self.qkv_clip is not None:
             qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
-        return self.o_proj(self.attn(qkv, ctx, angles, self.qk_norm_params()))
+        return self.attn(qkv, ctx, angles, self.qk_norm_params())
 
     def forward_fused(
         self, stream: torch.Tensor, norm: RMSNormParams, angles: Angles | None, ctx: ForwardContext
@@ -190,9 +194,13 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, c.hidden_size, c.mlp_bias, *placed, down_method)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activated(x))
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """What the down projection takes."""
         if self.gated:
-            return self.down_proj(activate_mul(self.up_proj(x), self.activation))
-        return self.down_proj(self.up_proj.activated(x, self.activation))
+            return activate_mul(self.up_proj(x), self.activation)
+        return self.up_proj.activated(x, self.activation)
 
     def forward_fused(self, stream: torch.Tensor, norm: RMSNormParams) -> torch.Tensor:
         return self.down_proj.fused(self.up_proj.fused(stream, norm=norm, silu=True), residual=stream)

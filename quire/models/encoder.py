@@ -16,7 +16,7 @@ from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
 from quire.layers.norm import LayerNorm
 from quire.models.base import TOKEN_TYPE_SHIFT
 from quire.models.decoder import DecoderModel
-from quire.models.decoder_layers import BuildContext, DecoderLayer, FeedForward
+from quire.models.decoder_layers import MLP, BuildContext, DecoderLayer, FeedForward, SelfAttention
 from quire.models.encoder_config import EncoderConfig, HeadConfig, Task, num_labels, task_of
 from quire.models.loading.weight_map import Rule, WeightMap
 from quire.models.options import ModelOptions
@@ -132,9 +132,10 @@ class SumNormLayer(DecoderLayer):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles | None, ctx: ForwardContext
     ) -> tuple[torch.Tensor, None]:
-        x, _ = self.attention_sum_norm.add(self.self_attn(x, angles, ctx), x)
-        x, _ = self.mlp_sum_norm.add(self.mlp(x), x)
-        return x, None
+        assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, MLP)
+        attended = self.self_attn.attended(x, angles, ctx)
+        x = self.self_attn.o_proj.normed_sum(attended, x, self.attention_sum_norm)
+        return self.mlp.down_proj.normed_sum(self.mlp.activated(x), x, self.mlp_sum_norm), None
 
 
 class TypedEmbedding(VocabEmbedding):

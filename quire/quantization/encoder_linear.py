@@ -1,4 +1,4 @@
-"""Linear layers of encoders: on a CPU packed in float32 too, and with the activation in the product."""
+"""Linear layers of encoders: on a CPU packed in float32 too, and in one pass with what follows them."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from quire.kernels.activation import activate, kernel_number
+from quire.kernels.layer_norm import LayerNormParams, fused_add_layer_norm
 from quire.kernels.native import encoder as native
 from quire.kernels.native import has_amx
 from quire.quantization.base import keep
@@ -24,6 +25,11 @@ class EncoderPanels:
 
     def activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
         return native.linear(x, self.data, self.num_outputs, bias, kernel_number(activation))
+
+    def normed_sum(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm: LayerNormParams
+    ) -> torch.Tensor:
+        return native.linear(x, self.data, self.num_outputs, bias, residual=residual, norm=norm)
 
 
 @dataclass(frozen=True)
@@ -47,3 +53,17 @@ class EncoderLinearMethod(UnquantizedLinearMethod):
         if isinstance(multiply, EncoderPanels):
             return multiply.activated(x, bias, activation)
         return activate(self.apply(layer, x, bias), activation)
+
+    def apply_normed_sum(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: LayerNormParams,
+    ) -> torch.Tensor:
+        """norm(residual + apply(x)); `residual` may be overwritten."""
+        multiply = getattr(layer, "multiply", None)
+        if isinstance(multiply, EncoderPanels):
+            return multiply.normed_sum(x, bias, residual, norm)
+        return fused_add_layer_norm(self.apply(layer, x, bias), residual, *norm)[0]

@@ -91,7 +91,7 @@ _SIGNATURES = {
     "quire_broadcast": "pp ll",
     "quire_encoder_kernels": "",
     "quire_pack_float32": "pp ll",
-    "quire_encoder_linear": "pppp lll ii",
+    "quire_encoder_linear": "ppppppp lll f ii",
     "quire_encoder_attention": "pppppppp llllllll ff i",
     "quire_replay": "p lllll",
 }

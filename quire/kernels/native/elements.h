@@ -31,3 +31,7 @@ static inline float exp_fast(float x) {
     union { int32_t i; float f; } two = {.i = ((int32_t)whole + 127) << 23};
     return p * two.f;
 }
+
+/* One thread's rows of quire_layer_norm. The residual may be `out`, which is not read before. */
+void quire_layer_norm_rows(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
+                           int64_t d, float eps, int type);

@@ -1,10 +1,11 @@
-"""Kernels of encoders in C (encoder.c), where the processor has what they need: `serves_encoders(x)`."""
+"""Kernels of encoders in C (encoder_*.c), where the processor has what they need: `serves_encoders(x)`."""
 
 import functools
 
 import torch
 
 from quire.kernels import native
+from quire.kernels.layer_norm import LayerNormParams
 
 PLAIN = -1  # no activation
 
@@ -29,14 +30,27 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(
-    x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None, activation: int = PLAIN
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    num_outputs: int,
+    bias: torch.Tensor | None,
+    activation: int = PLAIN,
+    residual: torch.Tensor | None = None,
+    norm: LayerNormParams | None = None,
 ) -> torch.Tensor:
-    """x [M, K] -> [M, num_outputs], activated by that number of kernels/activation.py, in one pass."""
+    """x [M, K] -> [M, num_outputs], in one pass with what follows: the activation of that number of
+    kernels/activation.py, or the norm of its sum with `residual` [M, num_outputs]."""
     x = x.contiguous()
     rows, k = x.shape
     out = torch.empty(rows, num_outputs, dtype=x.dtype)
     pointers = (x.data_ptr(), packed.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr())
-    native.native_function("quire_encoder_linear")(*pointers, rows, num_outputs, k, activation, native.TYPES[x.dtype])
+    added, eps = (None, None, None), 0.0
+    if residual is not None and norm is not None:
+        weight, shift, eps = norm
+        residual = residual.contiguous()
+        added = (residual.data_ptr(), weight.data_ptr(), shift.data_ptr() if shift is not None else None)
+    sizes = (rows, num_outputs, k)
+    native.native_function("quire_encoder_linear")(*pointers, *added, *sizes, eps, activation, native.TYPES[x.dtype])
     return out
 
 

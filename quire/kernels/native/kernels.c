@@ -5,6 +5,7 @@
  * twin in quire/kernels/ or quire/attention/. */
 
 #include "elements.h"
+#include "threads.h"
 #include "vectors.h"
 
 /* In a norm: row i of the residual, if there is one, becomes the sum, and what is normed. */
@@ -55,7 +56,7 @@ int quire_rms_norm(const void *x, void *residual, const float *weight, void *out
 #define LAYER_NORM(NAME, T, TO, FROM)                                                                                  \
     static void NAME(const T *x, T *residual, const float *weight, const float *bias, T *out, int64_t n, int64_t d,    \
                      float eps) {                                                                                      \
-        _Pragma("omp parallel for if (n * d > WORTH_THREADS)") for (int64_t i = 0; i < n; i++) {                       \
+        for (int64_t i = 0; i < n; i++) {                                                                              \
             const T *a = x + i * d;                                                                                    \
             T *o = out + i * d;                                                                                        \
             ADD_RESIDUAL(T, TO, FROM)                                                                                  \
@@ -74,20 +75,30 @@ int quire_rms_norm(const void *x, void *residual, const float *weight, void *out
 LAYER_NORM(layer_norm_f32, float, SAME, SAME)
 LAYER_NORM(layer_norm_bf16, bf16, widen, narrow)
 
-int quire_layer_norm(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
-                     int64_t d, float eps, int type) {
-    if (n < 0 || d < 1) return BAD_SIZE;
+void quire_layer_norm_rows(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
+                           int64_t d, float eps, int type) {
 #ifdef HAVE_BF16_VECTORS
     if (type) {
-#pragma omp parallel for if (n * d > WORTH_THREADS)
         for (int64_t i = 0; i < n; i++)
             layer_norm_vectors((const bf16 *)x + i * d, residual ? (bf16 *)residual + i * d : 0, weight, bias,
                                (bf16 *)out + i * d, d, eps);
-        return DONE;
+        return;
     }
 #endif
     if (type) layer_norm_bf16(x, residual, weight, bias, out, n, d, eps);
     else layer_norm_f32(x, residual, weight, bias, out, n, d, eps);
+}
+
+int quire_layer_norm(const void *x, void *residual, const float *weight, const float *bias, void *out, int64_t n,
+                     int64_t d, float eps, int type) {
+    if (n < 0 || d < 1) return BAD_SIZE;
+#pragma omp parallel if (n * d > WORTH_THREADS)
+    {
+        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        int64_t first = n * thread / threads, last = n * (thread + 1) / threads, at = first * d * (type ? 2 : 4);
+        quire_layer_norm_rows((const char *)x + at, residual ? (char *)residual + at : 0, weight, bias, (char *)out + at,
+                              last - first, d, eps, type);
+    }
     return DONE;
 }
 

@@ -24,7 +24,8 @@ int quire_moe(const bf16 *, const bf16 *, const bf16 *, const bf16 *, const bf16
 int quire_add_low_rank(const void *, const int32_t *, const int32_t *, const void *, const void *, float *, void *,
                        int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int);
 int quire_all_reduce(void *, void *, int64_t, int64_t, int);
-int quire_encoder_linear(const void *, const void *, const void *, void *, int64_t, int64_t, int64_t, int, int);
+int quire_encoder_linear(const void *, const void *, const void *, void *, const void *, const float *, const float *,
+                         int64_t, int64_t, int64_t, float, int, int);
 int quire_encoder_attention(const void *, void *, const int32_t *, const float *, const void *, const int64_t *,
                             const float *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                             int64_t, float, float, int);
@@ -107,7 +108,8 @@ int quire_replay(const Call *calls, int64_t count, int64_t size, int64_t tokens,
             break;
 #ifdef HAVE_BF16_VECTORS
         case ENCODER_LINEAR:
-            status = quire_encoder_linear(a[0].p, a[1].p, a[2].p, a[3].p, OF_TOKENS(a[4]), a[5].i, a[6].i, a[7].i, a[8].i);
+            status = quire_encoder_linear(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, OF_TOKENS(a[7]), a[8].i,
+                                          a[9].i, a[10].f, a[11].i, a[12].i);
             break;
         case ENCODER_ATTENTION:
             status = quire_encoder_attention(a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p,

@@ -27,7 +27,7 @@ KINDS = {
     "activate": 2,
     "add_low_rank": 7,
     "all_reduce": 2,
-    "encoder_linear": 4,
+    "encoder_linear": 7,
     "encoder_attention": 8,
     "latent_write": 7,
     "latent_attention": 12,
