@@ -77,7 +77,7 @@ DIALECTS: dict[str, dict[str, list[Any]]] = {
 }
 MAX_DEPTH = 8  # of values made from schemas
 MAX_BYTES = 1 << 20  # larger bodies are refused while they are sent, which a client may see as a reset
-OPEN = ("/health", "/ready", "/ping", "/metrics", "/version")  # without a key
+OPEN = ("/health", "/ready", "/readyz", "/ping", "/metrics", "/version")  # without a key
 # Useful values by field. Fields without an entry get a value of their schema's type.
 VALUES: dict[str, list[Any]] = {
     "model": [MODEL],
