@@ -11,6 +11,9 @@ from quire.platforms.base import Platform
 OFFLOADING_SHARE = 0.3  # of the free host memory: what loads and serves the model needs the rest
 MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 64
 
+# Where no request waits for its next token: fewer steps, and less of the host's work for each token.
+POOLING_STEP_TOKENS = 4096
+
 
 def with_platform_defaults(config: EngineConfig) -> EngineConfig:
     """Fill in device, dtype and step limits. `config` already has its model's."""
@@ -19,12 +22,15 @@ def with_platform_defaults(config: EngineConfig) -> EngineConfig:
     stored = hf.get("dtype") or hf.get("torch_dtype")
     dtype = model.dtype if model.dtype != "auto" else str(platform.default_dtype(stored)).removeprefix("torch.")
     scheduler = config.scheduler
+    step_tokens = platform.default_max_num_batched_tokens
+    if config.pooling.setup is not None:
+        step_tokens = max(step_tokens, POOLING_STEP_TOKENS)
     return config.replace(
         model=dataclasses.replace(model, dtype=dtype),
         scheduler=dataclasses.replace(
             scheduler,
             max_num_seqs=scheduler.max_num_seqs or platform.default_max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens or platform.default_max_num_batched_tokens,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens or step_tokens,
         ),
         cache=_cache(config.cache, platform.name),
         transfer=_transfer(config, platform),

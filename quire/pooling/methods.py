@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from quire.kernels.sum_rows import sum_rows
 from quire.kernels.transfer import to_device
 
 
@@ -64,7 +65,7 @@ class Mean:
         self._sums: dict[int, torch.Tensor] = {}  # by row, [hidden] float32
 
     def pool(self, hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-        totals = chunk_sums(hidden, chunks)
+        totals = sum_rows(hidden, [chunk.first for chunk in chunks], [chunk.count for chunk in chunks])
         if all(chunk.is_last and not chunk.start for chunk in chunks):
             (counts,) = to_device(hidden.device, [chunk.count for chunk in chunks])
             return totals / counts[:, None]
@@ -99,19 +100,6 @@ class AllTokens:
 
     def remove_row(self, row: int) -> None:
         self._before.pop(row, None)
-
-
-def chunk_sums(hidden: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-    """[chunks, hidden] float32. A sum per chunk costs more than all of the adding, where texts are short."""
-    counts = [chunk.count for chunk in chunks]
-    if sum(counts) < len(hidden):  # others are computed in this step too
-        hidden = torch.cat([hidden[chunk.first : chunk.first + chunk.count] for chunk in chunks])
-    rows = hidden.float()
-    if hidden.device.type != "cpu":
-        (lengths,) = to_device(hidden.device, counts, dtype=np.int64)
-        return torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
-    owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
-    return rows.new_zeros(len(counts), rows.shape[1]).index_add_(0, owners, rows)
 
 
 def gather(hidden: torch.Tensor, places: list[int]) -> torch.Tensor:

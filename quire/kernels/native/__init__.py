@@ -51,6 +51,7 @@ _SIGNATURES = {
     "quire_rms_norm": "pppp lll f i",
     "quire_layer_norm": "ppppp ll f i",
     "quire_add": "pppp ll i",
+    "quire_sum_rows": "pppp lll i",
     "quire_activate": "pp ll iii",
     "quire_argmax": "pp ll i",
     "quire_uniform": "ppp l i",
@@ -101,7 +102,7 @@ def serves(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in TYPES and library() is not None
 
 
-def _require_float32(*weights: torch.Tensor | None) -> None:
+def require_float32(*weights: torch.Tensor | None) -> None:
     """C reads four bytes for each number, whatever the tensor has."""
     for weight in weights:
         if weight is not None and weight.dtype is not torch.float32:
@@ -111,7 +112,7 @@ def _require_float32(*weights: torch.Tensor | None) -> None:
 def rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [n, d], whose rows may be slices of wider ones, weight [d] float32; a residual, if there is one, is added first
     and overwritten with the sum."""
-    _require_float32(weight)
+    require_float32(weight)
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -128,7 +129,7 @@ def layer_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """As rms_norm; weight and bias [d] float32."""
-    _require_float32(weight, bias)
+    require_float32(weight, bias)
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -154,6 +155,15 @@ def add_rows(x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, first: in
     out = torch.empty_like(x)
     start = table.data_ptr() + first * x.shape[1] * x.itemsize
     native_function("quire_add")(x.data_ptr(), start, rows.data_ptr(), out.data_ptr(), *x.shape, TYPES[x.dtype])
+    return out
+
+
+def sum_rows(x: torch.Tensor, firsts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """x [n, d], firsts and counts [m] int64 -> [m, d] float32."""
+    x, d = x.contiguous(), x.shape[1]
+    out = torch.empty(len(counts), d, dtype=torch.float32)
+    pointers = (x.data_ptr(), firsts.data_ptr(), counts.data_ptr(), out.data_ptr())
+    native_function("quire_sum_rows")(*pointers, len(x), len(counts), d, TYPES[x.dtype])
     return out
 
 
@@ -190,7 +200,7 @@ def rope_and_write(
 ) -> torch.Tensor:
     """Without a table nothing is rotated. The norms' weights are float32. `scales`: those of tokens, of a cache in
     int8."""
-    _require_float32(*norms[:2] if norms else ())
+    require_float32(*norms[:2] if norms else ())
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     qkv = qkv.contiguous()
     tokens = qkv.shape[0]

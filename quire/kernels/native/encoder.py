@@ -44,9 +44,11 @@ def linear(
     rows, k = x.shape
     out = torch.empty(rows, num_outputs, dtype=x.dtype)
     pointers = (x.data_ptr(), packed.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr())
-    added, eps = (None, None, None), 0.0
+    added: tuple[int | None, int | None, int | None] = (None, None, None)
+    eps = 0.0
     if residual is not None and norm is not None:
         weight, shift, eps = norm
+        native.require_float32(weight, shift)
         residual = residual.contiguous()
         added = (residual.data_ptr(), weight.data_ptr(), shift.data_ptr() if shift is not None else None)
     sizes = (rows, num_outputs, k)

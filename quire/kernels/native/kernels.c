@@ -102,6 +102,29 @@ int quire_layer_norm(const void *x, void *residual, const float *weight, const f
     return DONE;
 }
 
+#define SUM_ROWS(NAME, T, TO)                                                                                          \
+    static void NAME(const T *x, float *out, int64_t count, int64_t d) {                                               \
+        for (int64_t j = 0; j < d; j++) out[j] = 0;                                                                    \
+        for (int64_t i = 0; i < count; i++)                                                                            \
+            for (int64_t j = 0; j < d; j++) out[j] += TO(x[i * d + j]);                                                \
+    }
+SUM_ROWS(sum_rows_f32, float, SAME)
+SUM_ROWS(sum_rows_bf16, bf16, widen)
+
+/* Of rows of x [rows, d] the sum of each of n chunks, counts[i] rows from firsts[i] on -> out [n, d] float32. */
+int quire_sum_rows(const void *x, const int64_t *firsts, const int64_t *counts, float *out, int64_t rows, int64_t n,
+                   int64_t d, int type) {
+    if (n < 0 || d < 1) return BAD_SIZE;
+    for (int64_t i = 0; i < n; i++)
+        if (firsts[i] < 0 || counts[i] < 0 || firsts[i] + counts[i] > rows) return BAD_SIZE;
+#pragma omp parallel for schedule(dynamic, 1) if (rows * d > WORTH_THREADS && n > 1)
+    for (int64_t i = 0; i < n; i++) {
+        if (type) sum_rows_bf16((const bf16 *)x + firsts[i] * d, out + i * d, counts[i], d);
+        else sum_rows_f32((const float *)x + firsts[i] * d, out + i * d, counts[i], d);
+    }
+    return DONE;
+}
+
 /* out [n, d] = a + b. With rows, b is a table whose rows they number. */
 int quire_add(const void *a, const void *b, const int64_t *rows, void *out, int64_t n, int64_t d, int type) {
     if (n < 0 || d < 1) return BAD_SIZE;

@@ -95,7 +95,8 @@ static inline __m512 gelu16(__m512 x) {
     __m512 p = OF_PART(4);
     for (int power = 3; power >= 0; power--) p = _mm512_fmadd_ps(p, at, OF_PART(power));
 #undef OF_PART
-    return _mm512_mul_ps(x, p);
+    /* Below, next to nothing is left, and less than the error that a large x would multiply. */
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-5.5f), _CMP_NLT_UQ), x, p);
 }
 
 static inline __m512 gelu_tanh16(__m512 x) {
