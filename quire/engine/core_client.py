@@ -156,7 +156,8 @@ class SyncMPClient(EngineCoreClient):
                 if message.error is not None:
                     raise EngineCallError(f"the engine failed {name}: {message.error}")
                 return message.values
-        raise EngineStalledError(f"the engine has not replied to {name} within {limit:g} s (--engine-call-timeout)")
+        waited = f"{limit:g} seconds (--engine-call-timeout)"
+        raise EngineStalledError(f"the engine has not replied to {name} within {waited}")
 
     def shutdown(self) -> None:
         if self._dead is None:
