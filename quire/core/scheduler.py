@@ -174,6 +174,8 @@ class Scheduler:
             request.block_hashes.clear()
         self.kv.change_root(key)
         self.reset_prefix_cache()
+        if key:
+            self.transfers.forget()
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(

@@ -1,6 +1,7 @@
 """What operators and trainers do to a running engine: pause it, let it sleep, give it new weights."""
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -65,7 +66,6 @@ class EngineControl:
         self._asleep: set[str] = set()  # tags
         self._discarded = False  # there are no weights until an update brings some
         self._version = "default"
-        self._num_updates = 0
 
     def call(self, name: str, args: Sequence[Any]) -> Any:
         calls: dict[str, Callable[..., Any]] = {
@@ -129,6 +129,7 @@ class EngineControl:
         self.check_sleep(level)
         self._require_pause()
         if level:
+            self._core.scheduler.forget()
             self._core.executor.collective_rpc("sleep", (level,), {})
             self._discarded |= level == 2 and "weights" not in self._asleep
             self._asleep.update(TAGS)
@@ -189,8 +190,7 @@ class EngineControl:
             self._discarded = self.paused = self.frozen = True
             raise
         self._discarded = False
-        self._num_updates += 1
-        core.scheduler.forget(f"weights {self._num_updates}".encode())
+        core.scheduler.forget(secrets.token_bytes(16))  # no other engine's update has the same name in a store
         if version is not None:
             self.set_weight_version(version)
 
