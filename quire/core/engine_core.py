@@ -172,8 +172,8 @@ class EngineCore:
         self._buffered.append(outputs)
 
     def run_out(self) -> None:
-        """Step until all requests have ended."""
-        while self.scheduler.requests:
+        """Step until all requests have ended, and transfers of blocks."""
+        while self.scheduler.requests or self.scheduler.transfers.moving:
             outputs = self._step(schedules=True)
             if outputs is not None:
                 self.buffer(outputs)

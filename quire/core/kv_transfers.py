@@ -67,12 +67,17 @@ class KVTransfers:
 
     @property
     def pending(self) -> bool:
-        return bool(self.loading or self.sending or self.looking_up) or self._is_wanted
+        return self.moving or bool(self.looking_up) or self._is_wanted
+
+    @property
+    def moving(self) -> bool:
+        """Whether blocks are being loaded or sent."""
+        return bool(self.loading or self.sending)
 
     @property
     def needs_plan(self) -> bool:
         """Whether a plan must be made even if it computes nothing: to start transfers, or to hear what has ended."""
-        started = (self._must_plan or self._notified) and bool(self.loading or self.sending)
+        started = (self._must_plan or self._notified) and self.moving
         return started or self._is_wanted
 
     @property
@@ -174,6 +179,10 @@ class KVTransfers:
     def succeeded(self, plan: SchedulerOutput) -> None:
         for connector in self.connectors:
             _call(connector.plan_succeeded, plan.step)
+
+    def plan_failed(self) -> None:
+        """What the worker's side had to report with it was not read: another plan asks again."""
+        self._must_plan = True
 
     def reset_cache(self) -> None:
         for connector in self.connectors:

@@ -37,6 +37,7 @@ class Request:
         "request_id",
         "row",
         "scheduled_at",
+        "stale",
         "state",
         "token_ids",
     )
@@ -61,6 +62,7 @@ class Request:
         self.extra_keys = b""
         self.set_adapter(b"")
         self.frames_to_discard = 0  # plans in flight from before a preemption
+        self.stale = False  # what it shares, and waits to be loaded beside, is not to be used
         self.load_failed = False  # a connector promised what it could not load: none is asked again
         self.prompt_planned = False  # an earlier plan computes the whole prompt, so siblings may share it
 

@@ -170,6 +170,7 @@ class Scheduler:
         from now on: they hold what other weights compute. No plan may be in flight."""
         for request in reversed(self.running.all()):
             self._preempt(request)
+        self._drop_waiting_blocks()
         for request in self.requests.values():
             request.block_hashes.clear()
         self.kv.change_root(key)
@@ -383,17 +384,37 @@ class Scheduler:
             self._preempt(request)
         if connector is not None:
             self._end_transfers(self.transfers.connector_failed(connector, error))
+        self.transfers.plan_failed()
+        self._drop_waiting_blocks()
         self.reset_prefix_cache()
         return self._with_stats(result.outputs)
 
+    def _drop_waiting_blocks(self) -> None:
+        """Of requests for which a connector loads, or has loaded: they may share blocks that a failed step should have
+        written, or that other weights computed."""
+        for request in self.requests.values():
+            if request.state == RequestState.RUNNING or not request.has_blocks:
+                continue
+            if request.request_id in self.transfers.loading:
+                request.stale = True  # a connector still writes to them
+            else:
+                self._free_waiting(request)
+
+    def _free_waiting(self, request: Request) -> None:
+        self.transfers.preempt(request)
+        self.kv.free(request)
+        request.num_computed, request.stale = 0, False
+
     def _end_transfers(self, ended: Ended) -> None:
         for request in ended.loaded:
+            if request.stale:
+                self._free_waiting(request)
             self.queue.unblock(request)
         for request in ended.released:
             self.kv.free(request)
         for request in ended.recomputed:
             self.kv.free(request)
-            request.num_computed, request.num_cached, request.load_failed = 0, -1, True
+            request.num_computed, request.num_cached, request.load_failed, request.stale = 0, -1, True, False
             self.queue.unblock(request)
         self._fail_outside_step(ended.failed)
 

@@ -81,9 +81,11 @@ class InprocClient(EngineCoreClient):
         return self.core.call_adapters(method, args)
 
     def control(self, method: str, *args: Any) -> Any:
-        if method == "pause" and args[0] == "wait":
+        result = self.core.control.call(method, args)
+        if method == "pause" and not result:
             self.core.run_out()  # nobody else makes it step
-        return self.core.control.call(method, args)
+            result = self.core.control.call(method, args)
+        return result
 
     def shutdown(self) -> None:
         self.core.shutdown()

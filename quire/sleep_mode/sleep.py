@@ -61,8 +61,8 @@ class SleepMode:
         if self._memory is None:
             raise ValueError("the engine was started without sleep mode (--enable-sleep-mode)")
         if tag not in self._asleep:
+            self._asleep[tag] = keep  # first: waking up must undo what fails half-way
             self._memory.release(tag, [] if keep else list(self._tensors(tag)), keep)
-            self._asleep[tag] = keep
 
     def _tensors(self, tag: str) -> Iterable[torch.Tensor]:
         return self._weights() if tag == WEIGHTS else self._cache()

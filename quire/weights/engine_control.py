@@ -18,9 +18,9 @@ class CallsWorkers(Protocol):
     def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]: ...
 
 
-class Pending(Protocol):
+class Moving(Protocol):
     @property
-    def pending(self) -> bool: ...
+    def moving(self) -> bool: ...
 
 
 class ControlledScheduler(Protocol):
@@ -30,7 +30,7 @@ class ControlledScheduler(Protocol):
     def requests(self) -> Mapping[str, Any]: ...
 
     @property
-    def transfers(self) -> Pending: ...
+    def transfers(self) -> Moving: ...
 
     def forget(self, key: bytes = b"") -> None: ...
 
@@ -96,8 +96,9 @@ class EngineControl:
             self.held = []
             if ended:
                 core.buffer(EngineCoreOutputs.ended(ended, FinishReason.ABORT))
-        elif mode == "wait" and not self.frozen and core.scheduler.requests:
-            return False
+        left = mode == "wait" and bool(core.scheduler.requests)
+        if mode != "keep" and not self.frozen and (left or core.scheduler.transfers.moving):
+            return False  # a frozen engine would never hear that blocks are loaded
         self.frozen = True
         core.drain()
         if clear_cache:
@@ -130,9 +131,10 @@ class EngineControl:
         self._require_pause()
         if level:
             self._core.scheduler.forget()
-            self._core.executor.collective_rpc("sleep", (level,), {})
+            # First: if a worker fails half-way, only waking up brings back what is gone.
             self._discarded |= level == 2 and "weights" not in self._asleep
             self._asleep.update(TAGS)
+            self._core.executor.collective_rpc("sleep", (level,), {})
         self._note_state()
 
     def wake_up(self, tags: Sequence[str] | None) -> bool:
@@ -157,8 +159,8 @@ class EngineControl:
         if self._asleep:
             raise ValueError("the engine sleeps already: its memory has been given back")
         self._core.scheduler.forget()
-        self._core.executor.collective_rpc("discard_kv_cache", (), {})
         self._asleep.add("kv_cache")
+        self._core.executor.collective_rpc("discard_kv_cache", (), {})
         self._note_state()
 
     def update(self, step: str, info: Any) -> None:
@@ -175,8 +177,11 @@ class EngineControl:
     def finish_update(self, version: str | None) -> None:
         """New weights are checked on all workers, then used by all. Nothing computed with the old ones is reused."""
         core = self._core
+        if "weights" in self._asleep:
+            raise ValueError('the weights\' memory has been given back; wake it up first (wake_up(["weights"]))')
         core.drain()
-        if core.scheduler.transfers.pending:
+        if core.scheduler.transfers.moving:
+            core.executor.collective_rpc("update_weights", ("abandon",), {})
             raise ValueError('KV blocks are on their way from or to a connector; let requests end first (mode "wait")')
         try:
             core.executor.collective_rpc("update_weights", ("prepare",), {})
@@ -200,7 +205,7 @@ class EngineControl:
         self._version = version
 
     def _require_pause(self) -> None:
-        if not self.frozen or self._core.scheduler.transfers.pending:
+        if not self.frozen or self._core.scheduler.transfers.moving:
             raise ValueError("the engine is running, or transfers KV blocks; pause it first (pause_generation)")
 
     def _reload_discarded(self) -> None:
@@ -209,7 +214,7 @@ class EngineControl:
             logger.info("weights were discarded; they are read again from the checkpoint")
             self.update("start", None)
             self.update("add", {"path": None})
-            self.finish_update(None)
+            self.finish_update("default")
 
     def _note_state(self) -> None:
         level = (2 if self._discarded else 1) if "weights" in self._asleep else 0

@@ -132,9 +132,9 @@ class AsyncControlMethods:
             paused = await self.is_paused()
             await self.start_weight_update()
             await self._control("update", "add", info)
-            if not paused:
-                await self.pause_generation(mode=mode, clear_cache=False)
             try:
+                if not paused:
+                    await self.pause_generation(mode=mode, clear_cache=False)
                 await self.finish_weight_update(weight_version)
             finally:
                 if not paused:

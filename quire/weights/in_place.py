@@ -15,7 +15,7 @@ from quire.layers.cache_layer import CacheLayer
 CONSTANTS = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type(None))
 # Of modules: what belongs to torch, holds other modules, or has no weights.
 _NOT_VISITED = {"_modules", "_non_persistent_buffers_set", "training", "method", "tp", "options", "hf", "config"}
-_NOT_VISITED |= {"stage", "low_rank", "terms"}  # the last two are of adapters
+_NOT_VISITED |= {"stage", "low_rank", "low_rank_rows", "terms"}  # the last three are of adapters
 _OURS = __name__.partition(".")[0]
 
 

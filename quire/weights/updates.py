@@ -29,7 +29,12 @@ class LoadsModel(Protocol):
     """`load_model` with the engine's options; `device` is the engine's unless given."""
 
     def __call__(
-        self, ckpt: Checkpoint, *, tensors: Sequence[CheckpointTensor], device: torch.device | str = ...
+        self,
+        ckpt: Checkpoint,
+        *,
+        tensors: Sequence[CheckpointTensor],
+        device: torch.device | str = ...,
+        moe_backend: str = ...,
     ) -> Any: ...
 
 
@@ -57,12 +62,13 @@ class WeightUpdates:
         self._refusal = refusal
         self._engine: TransferEngine | None = None
         self._given: dict[str, CheckpointTensor] | None = None  # while an update is under way
+        self.updated = False  # whether the weights are not those that the engine was started with
         self._replacements: list[Replacement] | None = None  # None: tensors are read into the model's own parameters
 
     def call(self, step: str, info: Any = None) -> None:
         """A step of an update, by its name."""
         steps: dict[str, Callable[[Any], None]] = {
-            "check": lambda _: self._check(),
+            "check": lambda _: self._check_reload(),
             "init": self._init,
             "shutdown": lambda _: self.shutdown(),
             "start": lambda _: self._start(),
@@ -104,6 +110,12 @@ class WeightUpdates:
         if self._refusal is not None:
             raise ValueError(f"this engine cannot get new weights: {self._refusal}")
 
+    def _check_reload(self) -> None:
+        """Whether weights that are discarded could be had again."""
+        self._check()
+        if self._checkpoint.format == "sharded_state":
+            raise ValueError("sharded state cannot be read again yet; sleep at level 1")
+
     def _start(self) -> None:
         self._check()
         if self._given is not None:
@@ -132,7 +144,7 @@ class WeightUpdates:
         tensors = list(self._given.values())
         if loads_in_place(self._model):
             self._take_tied_heads()
-            self._load(self._checkpoint, tensors=outlines(self._given.values()), device="meta")
+            self._load(self._checkpoint, tensors=outlines(self._given.values()), device="meta", moe_backend="auto")
             self._replacements = None
             return
         try:
@@ -153,6 +165,7 @@ class WeightUpdates:
                 replace_all(self._replacements)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the tensors may be someone else's memory
+            self.updated = True
             logger.info("%d tensors of new weights are in use", len(self._given))
         finally:
             self._abandon()

@@ -392,6 +392,8 @@ class Worker:
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         if self.config.pooling.setup is not None:
             raise ValueError("sharded state has no heads for pooling; only models that generate can be saved so")
+        if self.weights.updated:
+            raise ValueError("the engine has new weights since its start; sharded state is saved of a checkpoint's")
         save_sharded_state(self.model, self.checkpoint, path, pattern, max_size)
 
     def start_profile(self, prefix: str | None = None) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -20,6 +21,7 @@ EVICT_LOCK = "evict.lock"
 EVICT_TO = 0.9  # of the limit, so that it is not reached again at once
 RESERVE = 0.02  # of the disk, which is never filled
 LOOK_AFTER = 0.05  # of the limit; so much is written before all files are counted again: other engines write too
+SUB_FOLDER, BLOCK_FILE = re.compile("[0-9a-f]{2}"), re.compile("[0-9a-f]{40,128}")  # all else is not ours
 ABANDONED = 3600.0  # seconds after which a writer's files are left over, where locks tell nothing
 
 
@@ -117,10 +119,12 @@ class FolderUpkeep:
 def block_files(folder: Path) -> Iterator[tuple[float, int, str]]:
     """(time of access, bytes, path) of every block."""
     for sub in _folders(folder):
-        if len(sub.name) != 2:
+        if not SUB_FOLDER.fullmatch(sub.name):
             continue
         with suppress(FileNotFoundError), os.scandir(sub.path) as entries:
             for entry in entries:
+                if not (BLOCK_FILE.fullmatch(entry.name) and entry.name.startswith(sub.name)):
+                    continue  # somebody else's
                 with suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     yield found.st_atime, found.st_size, entry.path

@@ -5,10 +5,13 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 logger = logging.getLogger("quire")
+
+CLOSE_SECONDS = 10.0  # for what has begun; a file system that hangs is left to its threads, which end with the process
 
 
 class Closable(Protocol):
@@ -50,9 +53,10 @@ class IOPool:
             self._jobs = [job for job in self._jobs if job[0] == Urgency.WRITE]
             heapq.heapify(self._jobs)
             self._free.notify_all()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, never_writes: bool) -> None:
         while (job := self._next(never_writes)) is not None:

@@ -46,10 +46,9 @@ class RedisStore:
                 socket_connect_timeout=timeout,
                 retry=Retry(NoBackoff(), 0),  # whoever waits would rather compute
             )
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError):  # whose text may have a part of the password
             raise ValueError(
-                "the url of Redis must be redis://[[user]:password@]host[:port][/database], rediss://... or "
-                f"unix://path: {error}"
+                "the url of Redis must be redis://[[user]:password@]host[:port][/database], rediss://... or unix://path"
             ) from None
         self.stats = StoreStats()
         self._client = redis.Redis(connection_pool=pool)
@@ -86,9 +85,12 @@ class RedisStore:
                 if not self._writes.allows():
                     stats.add(stats.writes, errors=part.stop - part.start)
                     continue
-                sent = self._call(stats.writes, functools.partial(self._set, keys[part], buffers[part]))
-                if sent is None:
-                    self._writes.failed()
+                sent = None
+                try:
+                    sent = self._call(stats.writes, functools.partial(self._set, keys[part], buffers[part]))
+                finally:
+                    if sent is None:
+                        self._writes.failed()
                 kept[part] = sent or [False] * (part.stop - part.start)
         stats.add(stats.writes, hits=sum(kept))
         return kept

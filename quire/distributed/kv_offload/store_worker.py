@@ -121,7 +121,12 @@ class StoreWorker(KVConnector):
             if not count:
                 self._report.ended += (job.number,)
                 return
-        self._copier.save(CopyJob(job.number, np.array(job.blocks[:count], np.int64), np.array(slots, np.int64)))
+        try:
+            self._copier.save(CopyJob(job.number, np.array(job.blocks[:count], np.int64), np.array(slots, np.int64)))
+        except BaseException:
+            with self._lock:
+                self._free += slots
+            raise
         for start in range(0, count, self._batch):
             part = slice(start, min(count, start + self._batch))
             self._pool.submit(

@@ -16,6 +16,7 @@ from quire.entrypoints.http.adapters import AdapterEndpoints
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.control import ControlEndpoints
 from quire.entrypoints.http.errors import engine_dead, json_response, overloaded
+from quire.entrypoints.http.exposure import is_public
 from quire.entrypoints.http.metrics import CONTENT_TYPE, prometheus_text
 from quire.entrypoints.http.process_metrics import process_metrics
 from quire.metrics.kinds import combined
@@ -67,7 +68,8 @@ class AdminEndpoints:
         made = [Route(path, handler, methods=list(methods)) for path, handler, methods in routes]
         context = self.context
         if context.config.enable_admin:
-            made += ControlEndpoints(context.engine, context.bodies).routes()
+            exposed = context.keys is None and is_public(context.config)
+            made += ControlEndpoints(context.engine, context.bodies, exposed).routes()
         if context.config.enable_admin or context.config.allow_runtime_lora_updating:
             made += AdapterEndpoints(context.adapters, context.bodies, context.peers, context.model_names).routes()
         return made

@@ -12,7 +12,8 @@ from starlette.routing import Route
 from quire.config.shown import shown
 from quire.engine.async_engine import EngineCallError
 from quire.entrypoints.http.body import BodyReader
-from quire.entrypoints.http.errors import bad_request, json_response
+from quire.entrypoints.http.errors import ApiError, bad_request, json_response
+from quire.entrypoints.http.exposure import is_cross_site
 from quire.weights.engine_methods import PAUSE_MODES
 
 TAGS = ("weights", "kv_cache", "scheduling")
@@ -68,8 +69,9 @@ class ControlledEngine(Protocol):
 class ControlEndpoints:
     """Under vLLM's names, with its parameters and answers."""
 
-    def __init__(self, engine: Any, bodies: BodyReader) -> None:
-        self._engine, self._bodies = cast(ControlledEngine, engine), bodies
+    def __init__(self, engine: Any, bodies: BodyReader, exposed: bool = False) -> None:
+        """`exposed`: others than this machine's users can connect, without a key. They may look, and change nothing."""
+        self._engine, self._bodies, self._exposed = cast(ControlledEngine, engine), bodies, exposed
 
     def routes(self) -> list[Route]:
         get = {"/is_paused": self.is_paused, "/is_sleeping": self.is_sleeping, "/weight_info": self.weight_info}
@@ -90,8 +92,19 @@ class ControlEndpoints:
         }
         return [
             *(Route(path, _refusing(handler), methods=["GET"]) for path, handler in get.items()),
-            *(Route(path, _refusing(handler), methods=["POST"]) for path, handler in post.items()),
+            *(Route(path, self._guarded(_refusing(handler)), methods=["POST"]) for path, handler in post.items()),
         ]
+
+    def _guarded(self, handler: Any) -> Any:
+        async def handle(request: Request) -> Response:
+            if self._exposed:
+                raise ApiError(403, "the server is open to the network and has no API keys; set one (--api-key)")
+            if is_cross_site(request):
+                raise ApiError(403, "a page of another site may not change this engine")
+            response: Response = await handler(request)
+            return response
+
+        return handle
 
     async def pause(self, request: Request) -> Response:
         mode = _choice(request, "mode", PAUSE_MODES, "abort")

@@ -1,26 +1,11 @@
 """Who may watch the engine."""
 
-import ipaddress
-
 from starlette.requests import Request
 
 from quire.config.server import ServerConfig
+from quire.entrypoints.http.exposure import is_cross_site, is_loopback, is_public
 
 FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def is_public(config: ServerConfig) -> bool:
-    """Whether others than the users of this machine can connect."""
-    return config.uds is None and not is_loopback(config.host)
 
 
 def why_not(request: Request, config: ServerConfig, has_keys: bool) -> str | None:
@@ -34,7 +19,6 @@ def why_not(request: Request, config: ServerConfig, has_keys: bool) -> str | Non
     if any(name in request.headers for name in FORWARDED):
         return "the live view needs --enable-admin where a proxy stands in front of the server"
     # Another site's page, or its name that resolves to this machine, is not the person at this machine.
-    same_site = request.headers.get("sec-fetch-site", "none") in ("same-origin", "none")
-    if not same_site or not is_loopback(request.url.hostname or ""):
+    if is_cross_site(request) or not is_loopback(request.url.hostname or ""):
         return "the live view needs --enable-admin, or a request to this machine's own address, such as 127.0.0.1"
     return None

@@ -10,8 +10,9 @@ from quire import __version__
 from quire.entrypoints.http.context import ServerContext
 from quire.entrypoints.http.dialect import Dialect
 from quire.entrypoints.http.errors import ApiError, json_response
+from quire.entrypoints.http.exposure import is_public
 from quire.entrypoints.openai.errors import ERROR_BODIES, error_body
-from quire.entrypoints.page.access import is_public, why_not
+from quire.entrypoints.page.access import why_not
 from quire.entrypoints.page.static_files import static_files, static_routes
 from quire.entrypoints.page.view_feed import ViewFeed
 

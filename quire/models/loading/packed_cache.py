@@ -118,6 +118,8 @@ def _obstacle(model: DecoderModel, ckpt: Checkpoint, dtype: torch.dtype) -> str 
     """Why the model cannot be cached: all loaded tensors must be parameters, and remain parameters or become panels."""
     if ckpt.format == "dummy":
         return "random weights"
+    if ckpt.format == "sharded_state":
+        return "sharded state"
     if type(model).__module__.partition(".")[0] != OURS:
         return f"{type(model).__name__}, a plugin's, whose version is unknown"
     if dtype is not torch.bfloat16:
