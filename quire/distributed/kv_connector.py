@@ -18,14 +18,16 @@ class KVConnector:
 
     by_layer = False
     hears_registered = False
-    recomputes_failed_loads = True
     wants_plan = False
 
     def __init__(self, config: ConnectorConfig, layout: KVCacheConfig, role: str) -> None:
         self.config = config
         self.layout = layout
         self.role = role
-        self.recomputes_failed_loads = config.load_failure_policy == "recompute"
+
+    @property
+    def recomputes_failed_loads(self) -> bool:
+        return self.config.load_failure_policy == "recompute"
 
     def bind_scheduler(self, ask_again: Callable[[str], None]) -> None: ...
 

@@ -31,7 +31,11 @@ class SchedulerConnector(Protocol):
     """
 
     hears_registered: bool  # wants block_registered, which costs a call for every full block
-    recomputes_failed_loads: bool  # else a request whose blocks could not be loaded ends with an error
+
+    @property
+    def recomputes_failed_loads(self) -> bool:
+        """Else a request whose blocks could not be loaded ends with an error."""
+        ...
 
     @property
     def wants_plan(self) -> bool:

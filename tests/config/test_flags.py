@@ -13,6 +13,7 @@ OBJECTS = (
     "hf_overrides",
     "model_class_overrides",
     "override_generation_config",
+    "kv_events_config",
     "kv_transfer_config",
     "speculative_config",
     "custom_histogram_buckets",

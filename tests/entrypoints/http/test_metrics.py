@@ -67,7 +67,8 @@ def test_the_documentation_lists_all_and_only_what_is_there(text: str) -> None:
     counters = ("quire:lora_adapters_loaded", "quire:lora_adapters_evicted")  # these and gauges of --enable-lora
     with_flag |= {f"{name}_total": "counter" for name in counters}
     with_flag |= {n: "gauge" for n in HELP_TEXTS if n.startswith("quire:lora_") and n not in counters}
-    tier = tier_metrics(TierStats("cpu", dropped_blocks={"busy": 1}), {}, 0.0)  # of --kv-offloading-size
+    stats = TierStats("cpu", dropped_blocks={"busy": 1}, errors={"load": 1}, latencies={"load": {50: 0.1}})
+    tier = tier_metrics(stats, {}, 0.0)  # of --kv-offloading-size and -path
     assert {metric.name for metric in tier} == {name for name in HELP_TEXTS if name.startswith("quire:kv_tier_")}
     with_flag |= exposed(prometheus_text(tier))
     assert dict(rows) == exposed(text) | with_flag
