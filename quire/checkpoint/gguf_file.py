@@ -36,6 +36,7 @@ class GGUFTensor:
     ):
         self.name = name
         self.shape = info.shape
+        self.nbytes = info.nbytes
         self.type_name = info.type.name
         self._type = info.type
         self._data = data[info.offset : info.offset + info.nbytes]
@@ -120,11 +121,6 @@ def open_gguf(path: Path) -> Iterator[GGUFTensor]:
         if info.name not in NO_WEIGHTS:
             for name, part in _named(header, info):
                 yield _open_tensor(header, name, part, data)
-
-
-def count_gguf(path: Path) -> int:
-    header = read_header(path)
-    return sum(len(_named(header, info)) for info in header.tensors.values() if info.name not in NO_WEIGHTS)
 
 
 def _named(header: GGUFHeader, info: TensorInfo) -> list[tuple[str, TensorInfo]]:

@@ -17,6 +17,7 @@ class PtTensor:
     def __init__(self, name: str, stored: torch.Tensor):
         self.name = name
         self.shape = tuple(stored.shape)
+        self.nbytes = stored.nbytes
         self.stored = stored
 
     def read_into(self, out: torch.Tensor) -> None:
@@ -39,10 +40,6 @@ def open_pt(files: tuple[Path, ...]) -> Iterator[PtTensor]:
                 )
             homes[name] = file
             yield PtTensor(name, stored)
-
-
-def count_pt(files: tuple[Path, ...]) -> int:
-    return sum(len(_load(file)) for file in files)
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:

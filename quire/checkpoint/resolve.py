@@ -18,6 +18,7 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<gguf>
 
 # Single-file exports and adapters that some repositories keep beside the shards of the same model.
 NOT_SHARDS = ("consolidated", "adapter_model")
+SHARDED_STATE = "model-rank-0-part-0."
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _from_hub(
 
 
 def _from_gguf(file: Path, name: str, load_format: str) -> Checkpoint:
-    if load_format in ("safetensors", "pt"):
+    if load_format in ("safetensors", "pt", "sharded_state"):
         raise ValueError(f"load_format is {load_format!r} but {file} is a GGUF; use load_format 'auto' or 'gguf'")
     if load_format == "dummy":
         return Checkpoint(name, "dummy", file, ())
@@ -121,10 +122,12 @@ def _from_folder(folder: Path, name: str, load_format: str) -> Checkpoint:
     has_config = (folder / "config.json").is_file()
     if not has_config or load_format == "gguf":
         return _from_gguf(_only_gguf(folder, has_config), name, load_format)
-    if load_format == "dummy":
-        return Checkpoint(name, "dummy", folder, ())
+    if load_format in ("dummy", "sharded_state"):  # of which each rank finds its own files
+        return Checkpoint(name, load_format, folder, ())
     for kind, find in FOLDER_FORMATS.items():
         files = find(folder) if load_format in ("auto", kind) else ()
+        if files and files[0].name.startswith(SHARDED_STATE):
+            raise ValueError(f"{folder} holds files of single ranks; use load_format 'sharded_state' (--load-format)")
         if files:
             return Checkpoint(name, kind, folder, files)
     raise _no_weights(folder, load_format)

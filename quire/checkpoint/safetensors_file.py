@@ -17,6 +17,8 @@ from quire.config.values import whole_number
 if TYPE_CHECKING:
     import torch
 
+    from quire.checkpoint.upload import Upload
+
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 MAX_TENSORS = 1_000_000  # of a file
 MAX_DIMS = 8
@@ -55,11 +57,13 @@ class TensorEntry:
 class SafetensorsTensor:
     """One tensor; `tensor()` is the memory-mapped data itself, for code that needs the stored type."""
 
-    def __init__(self, entry: TensorEntry, data: "torch.Tensor"):
+    def __init__(self, entry: TensorEntry, data: "torch.Tensor", upload: "Upload | None" = None):
         self.name = entry.name
         self.shape = entry.shape
         self.dtype = entry.dtype
+        self.nbytes = entry.stop - entry.start
         self._bytes = data[entry.start : entry.stop]
+        self._upload = upload
 
     def tensor(self) -> "torch.Tensor":
         """The stored values, read-only, in the stored type."""
@@ -72,19 +76,22 @@ class SafetensorsTensor:
 
     def read_into(self, out: "torch.Tensor") -> None:
         """Copy into `out`, a view of this tensor's shape in any type on any device."""
-        from quire.checkpoint.mapped import copy_into
-
-        copy_into(self.name, self.tensor(), out)
+        self._copy(self.tensor(), out)
 
     def read_part(self, out: "torch.Tensor", dim: int, start: int) -> None:
         """Copy what begins at `start` along `dim` into `out`: other pages of the file are not touched."""
+        self._copy(self.tensor().narrow(dim, start, out.shape[dim]), out)
+
+    def _copy(self, stored: "torch.Tensor", out: "torch.Tensor") -> None:
         from quire.checkpoint.mapped import copy_into
 
-        copy_into(self.name, self.tensor().narrow(dim, start, out.shape[dim]), out)
+        copy = copy_into if self._upload is None else self._upload.copy
+        copy(self.name, stored, out)
 
 
-def open_safetensors(files: tuple[Path, ...]) -> Iterator[SafetensorsTensor]:
-    """All tensors, shard by shard. Every header is checked before the first tensor is yielded."""
+def open_safetensors(files: tuple[Path, ...], upload: "Upload | None" = None) -> Iterator[SafetensorsTensor]:
+    """All tensors, shard by shard. Every header is checked before the first tensor is yielded. `upload`: what takes
+    them to a device."""
     from quire.checkpoint.mapped import map_bytes
 
     shards = [(file, read_entries(file)) for file in files]
@@ -100,15 +107,16 @@ def open_safetensors(files: tuple[Path, ...]) -> Iterator[SafetensorsTensor]:
     for file, entries in shards:
         data = map_bytes(file)
         for entry in entries:
-            yield SafetensorsTensor(entry, data)
-
-
-def count_safetensors(files: tuple[Path, ...]) -> int:
-    return sum(len(read_entries(file)) for file in files)
+            yield SafetensorsTensor(entry, data, upload)
 
 
 def read_entries(file: Path) -> list[TensorEntry]:
     """The tensors of one file in the order of their bytes."""
+    return read_file_header(file)[0]
+
+
+def read_file_header(file: Path) -> tuple[list[TensorEntry], dict[str, Any]]:
+    """The tensors of one file in the order of their bytes, and what its writer noted about them."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -120,7 +128,7 @@ def read_entries(file: Path) -> list[TensorEntry]:
         raise _corrupt(file, f"it lists more than {MAX_TENSORS} tensors")
     try:
         listed = parse_object(header, "its header", _without_duplicates)
-        listed.pop("__metadata__", None)
+        notes = listed.pop("__metadata__", None)
         entries = [_entry(name, fields, 8 + length) for name, fields in listed.items()]
     except ValueError as error:
         raise _corrupt(file, f"its header is malformed: {error}") from error
@@ -136,7 +144,7 @@ def read_entries(file: Path) -> list[TensorEntry]:
         if entry.stop - entry.start != prod(entry.shape) * DTYPES[entry.dtype][1]:
             raise _corrupt(file, f"tensor {entry.name} has the wrong number of bytes for its shape")
         end = entry.stop
-    return entries
+    return entries, notes if isinstance(notes, dict) else {}
 
 
 def _entry(name: str, fields: Any, data_start: int) -> TensorEntry:

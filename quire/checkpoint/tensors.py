@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from quire.checkpoint.resolve import Checkpoint
-from quire.checkpoint.safetensors_file import count_safetensors, open_safetensors
+from quire.checkpoint.safetensors_file import open_safetensors
 
 if TYPE_CHECKING:
     import torch
+
+    from quire.checkpoint.upload import Upload
 
 
 class CheckpointTensor(Protocol):
@@ -21,6 +23,12 @@ class CheckpointTensor(Protocol):
 
     def read_into(self, out: "torch.Tensor") -> None:
         """Copy (cast, dequantize) into `out`, a view of this shape, any float type, on any device."""
+
+
+class SizedTensor(CheckpointTensor, Protocol):
+    """As stored in a file."""
+
+    nbytes: int
 
 
 @runtime_checkable
@@ -41,8 +49,9 @@ def read_part(tensor: CheckpointTensor, out: "torch.Tensor", dim: int, start: in
     out.copy_(full.narrow(dim, start, out.shape[dim]))
 
 
-def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:
-    """All weights in the order of the files; none for a dummy checkpoint."""
+def open_tensors(checkpoint: Checkpoint, upload: "Upload | None" = None) -> Iterator[SizedTensor]:
+    """All weights in the order of the files; none for a dummy checkpoint. `upload`: what takes those of safetensors to
+    a device."""
     if checkpoint.format == "gguf":
         from quire.checkpoint.gguf_file import open_gguf
 
@@ -51,21 +60,13 @@ def open_tensors(checkpoint: Checkpoint) -> Iterator[CheckpointTensor]:
         from quire.checkpoint.pt_file import open_pt
 
         yield from open_pt(checkpoint.files)
+    elif checkpoint.format == "sharded_state":
+        raise ValueError(
+            f"{checkpoint.path} holds the weights of layers in parts, one for each rank; the tensors that are needed "
+            "beside them are in the checkpoint that they were made of: load that one (--load-format auto)"
+        )
     else:
-        yield from open_safetensors(checkpoint.files)
-
-
-def count_tensors(checkpoint: Checkpoint) -> int:
-    """Number of tensors that `open_tensors` yields, from the headers alone."""
-    if checkpoint.format == "gguf":
-        from quire.checkpoint.gguf_file import count_gguf
-
-        return count_gguf(checkpoint.path)
-    if checkpoint.format == "pt":
-        from quire.checkpoint.pt_file import count_pt
-
-        return count_pt(checkpoint.files)
-    return count_safetensors(checkpoint.files)
+        yield from open_safetensors(checkpoint.files, upload)
 
 
 @contextmanager

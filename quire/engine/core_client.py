@@ -37,6 +37,10 @@ class EngineCoreClient(Protocol):
         """Of every worker."""
         ...
 
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Every worker's part of the checkpoint, in files of its own."""
+        self.collective_rpc("save_sharded_state", (path, pattern, max_size), {})
+
     def adapters(self, method: str, *args: Any) -> Any:
         """Call a method of the core's adapters."""
         ...
@@ -44,7 +48,7 @@ class EngineCoreClient(Protocol):
     def shutdown(self) -> None: ...
 
 
-class InprocClient:
+class InprocClient(EngineCoreClient):
     """The core in this process: get_output() runs a step."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -75,7 +79,7 @@ class InprocClient:
         self.core.shutdown()
 
 
-class SyncMPClient:
+class SyncMPClient(EngineCoreClient):
     """The core in its own process, which steps by itself: get_output() waits for the next outputs."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -247,6 +247,11 @@ class LLM(PoolingMethods, UnavailableMethods):
         """Call a function with each worker's model (a torch.nn.Module)."""
         return self.llm_engine.apply_model(func)
 
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write each worker's part of the checkpoint to files of its own (at most `max_size` bytes each), which
+        `load_format="sharded_state"` loads with as many workers."""
+        self.llm_engine.engine_core.save_sharded_state(path, pattern, max_size)
+
     def start_profile(
         self,
         profile_prefix: str | None = None,

@@ -172,6 +172,7 @@ METHODS = {
     "kv_cache_specs": Method(_read_specs, _write_specs),
     "load_adapter": Method(_as(None), write_args=_write_adapter, read_args=_read_adapter),
     "place_adapter": Method(_as(None)),
+    "save_sharded_state": Method(_as(None)),
     "start_profile": Method(_as(None)),
     "stop_profile": Method(_as(str | None)),
     "use_adapter": Method(_as(None)),

@@ -24,13 +24,12 @@ from quire.kernels.moe_table import max_fused_rows
 from quire.kernels.native import moe as native_moe
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.expert_terms import ExpertTerms
-from quire.layers.load_slot import LoadSlot, ShardId, new_parameter
+from quire.layers.load_slot import LoadSlot, Slots, new_parameter
 from quire.layers.moe_backend import choose_moe_backend
 from quire.layers.parallel import SINGLE, TensorParallel
 
 # How weights are stored: a tensor for each expert and projection, or all experts in one, and gate and up.
 ExpertCheckpoint = Literal["per_expert", "fused"]
-Slots = dict[tuple[str, ShardId], LoadSlot]
 
 
 class HalvesSlot(LoadSlot):
@@ -49,13 +48,16 @@ class SharedSlot(LoadSlot):
     """For the shared experts, which a checkpoint has as one of their widths together: a worker holds a shard of that,
     split again into experts. The view is [experts, outputs, inputs]."""
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        count, outputs, inputs = self.view.shape
+        return (count * outputs, inputs) if self.dim == 0 else (outputs, count * inputs)
+
     @contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
-        count, outputs, inputs = self.view.shape
-        shape = (count * outputs, inputs) if self.dim == 0 else (outputs, count * inputs)
-        whole = torch.empty(shape, dtype=self.view.dtype, device=self.view.device)
+        whole = torch.empty(self.part_shape, dtype=self.view.dtype, device=self.view.device)
         yield whole
-        self.view.copy_(whole.unflatten(self.dim, (count, -1)).movedim(self.dim, 0))
+        self.view.copy_(whole.unflatten(self.dim, (len(self.view), -1)).movedim(self.dim, 0))
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         return full.narrow(self.dim, self.start, self.view.shape[0] * self.view.shape[1 + self.dim])

@@ -27,6 +27,11 @@ class LoadSlot:
     def is_whole(self) -> bool:
         return tuple(self.view.shape) == self.full_shape
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what `opened` gives: this worker's part of the tensor."""
+        return tuple(self.view.shape)
+
     @contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
         """The view to write this worker's shard into; it takes effect when the block ends."""
@@ -44,28 +49,31 @@ class LoadSlot:
         return full.narrow(self.dim, self.start, self.view.shape[self.dim])
 
 
+Slots = dict[tuple[str, ShardId], LoadSlot]  # by parameter and shard
+
+
 @runtime_checkable
 class HasLoadSlots(Protocol):
-    def load_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+    def load_slots(self) -> Slots:
         """(parameter name, shard) -> slot, for the module's own parameters."""
         ...
 
 
 @runtime_checkable
 class HasDummySlots(Protocol):
-    def dummy_slots(self) -> dict[tuple[str, ShardId], LoadSlot]:
+    def dummy_slots(self) -> Slots:
         """The same parameters in fewer slots, to fill at random."""
         ...
 
 
-def all_load_slots(model: nn.Module, dummy: bool = False) -> dict[tuple[str, ShardId], LoadSlot]:
+def all_load_slots(model: nn.Module, dummy: bool = False) -> Slots:
     """The slots of every module under `model`, by full parameter name; `dummy`: in as few slots as possible."""
     return dict(_walk(model, dummy))
 
 
 def _walk(model: nn.Module, dummy: bool) -> Iterator[tuple[tuple[str, ShardId], LoadSlot]]:
     for path, module in model.named_modules():
-        slots: dict[tuple[str, ShardId], LoadSlot] = {}
+        slots: Slots = {}
         if dummy and isinstance(module, HasDummySlots):
             slots = module.dummy_slots()
         elif isinstance(module, HasLoadSlots):

@@ -5,8 +5,8 @@ import torch
 from quire.kernels.int_linear import PackedIntWeight, linear, pack_int_weight, prepare_int_linear, stack_experts
 from quire.kernels.moe import Activation
 from quire.kernels.moe_routing import Routing
-from quire.layers.fused_moe import HalvesSlot, Slots
-from quire.layers.load_slot import LoadSlot, new_parameter
+from quire.layers.fused_moe import HalvesSlot
+from quire.layers.load_slot import LoadSlot, Slots, new_parameter
 from quire.layers.packed_experts import PackedExperts
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.quantization.base import keep

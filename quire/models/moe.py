@@ -14,10 +14,10 @@ from quire.kernels.moe import Activation
 from quire.kernels.moe_routing import Routing
 from quire.kernels.moe_table import BUCKETS
 from quire.kernels.rms_norm import RMSNormParams
-from quire.layers.fused_moe import ExpertCheckpoint, FusedMoE, Slots
+from quire.layers.fused_moe import ExpertCheckpoint, FusedMoE
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.linear_experts import ExpertMethods, LinearExperts
-from quire.layers.load_slot import LoadSlot, new_parameter
+from quire.layers.load_slot import LoadSlot, Slots, new_parameter
 from quire.layers.packed_experts import PackedExperts
 from quire.models.config_checks import MAX_EXPERTS, MAX_SCALE, MAX_WIDTH
 from quire.models.decoder import DecoderModel

@@ -46,7 +46,7 @@ class DraftModelProposer(Proposer):
             raise ValueError("speculative_config: a draft model needs its path or name; give it as 'model'")
         checkpoint = resolve_model(
             given.model,
-            load_format=config.load.load_format,
+            load_format=config.load.draft_format,
             revision=given.revision,
             download_dir=config.load.download_dir,
             remote_code=config.model.trust_remote_code,
@@ -66,6 +66,7 @@ class DraftModelProposer(Proposer):
             self.device,
             self.tp,
             progress=config.load.use_tqdm_on_load,
+            threads=config.load.load_threads,
             max_model_len=config.model.max_model_len,
             quantization=given.quantization,
             trust_remote_code=config.model.trust_remote_code,

@@ -31,6 +31,7 @@ from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
 from quire.models.loading.peft import read_adapter
+from quire.models.loading.sharded_state import save_sharded_state
 from quire.models.registry import ModelRegistry
 from quire.models.stage import Stage
 from quire.platforms import current_platform
@@ -67,6 +68,7 @@ class Worker:
             remote_code=config.model.trust_remote_code,
             ignore_patterns=config.load.ignore_patterns,
         )
+        self.checkpoint = checkpoint
         strategy = config.load.safetensors_load_strategy
         reads = checkpoint.format != "dummy" and world.local_rank == 0  # ranks of a machine share what is read ahead
         if reads and not config.load.packed_weights_cache and strategy != "lazy":
@@ -98,6 +100,8 @@ class Worker:
             moe_backend=device.moe_backend,
             longest=config.model.derived_max_model_len,
             packed_weights_cache=config.load.packed_weights_cache,
+            threads=config.load.load_threads,
+            state_pattern=config.load.sharded_state_pattern,
             stage=Stage(world.stage, world.layout.stages, config.parallel.pipeline_layers),
             backbone=config.pooling.setup is not None,
         )
@@ -337,6 +341,11 @@ class Worker:
     def get_model(self) -> LanguageModel:
         """For users' functions: this and `model_runner` are vLLM's names."""
         return self.model
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        if self.config.pooling.setup is not None:
+            raise ValueError("sharded state has no heads for pooling; only models that generate can be saved so")
+        save_sharded_state(self.model, self.checkpoint, path, pattern, max_size)
 
     def start_profile(self, prefix: str | None = None) -> None:
         self.profiler.start(prefix)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.checkpoint.resolve import Checkpoint
-from quire.checkpoint.tensors import count_tensors, open_tensors
+from quire.checkpoint.tensors import open_tensors
 
 
 def checkpoint(*files: Path) -> Checkpoint:
@@ -36,7 +36,6 @@ def test_tensors_are_cast_into_the_model(tmp_path, zipped, wanted):
     file = save(tmp_path / "pytorch_model.bin", tensors, _use_new_zipfile_serialization=zipped)
     opened = list(open_tensors(checkpoint(file)))
     assert [(t.name, t.shape) for t in opened] == [(name, tuple(value.shape)) for name, value in tensors.items()]
-    assert count_tensors(checkpoint(file)) == 4
     for tensor in opened:
         out = torch.empty(tensor.shape, dtype=wanted)
         tensor.read_into(out)

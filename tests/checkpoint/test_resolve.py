@@ -108,7 +108,7 @@ def test_dummy_weights_need_only_a_config(tmp_path):
         (("model.safetensors",), "pt", "holds no such weights"),
         (("x.gguf",), "auto", "load_format 'gguf'"),
         (("model.safetensors",), "gguf", r"holds no \.gguf"),
-        (("model.safetensors",), "pickle", "allowed: auto, safetensors, pt, gguf, dummy"),
+        (("model.safetensors",), "pickle", "allowed: auto, safetensors, pt, gguf, sharded_state, dummy"),
     ],
 )
 def test_folders_that_cannot_be_loaded(tmp_path, files, load_format, message):

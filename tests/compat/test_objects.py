@@ -29,7 +29,13 @@ from quire.config import EngineConfig
             {"structured_outputs_config": {"disable_any_whitespace": True}},
             {"structured_outputs_disable_any_whitespace": True},
         ),
-        ({"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 8}}, {}),
+        ({"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 3}}, {"load_threads": 3}),
+        ({"model_loader_extra_config": {"enable_multithread_load": True}}, {}),
+        ({"model_loader_extra_config": {"num_threads": 3}}, {}),
+        (
+            {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "{rank}-{part}.safetensors"}},
+            {"load_format": "sharded_state", "sharded_state_pattern": "{rank}-{part}.safetensors"},
+        ),
         ({"model_loader_extra_config": {}}, {}),
     ],
 )
@@ -51,6 +57,16 @@ def test_an_option_of_its_own_has_precedence() -> None:
         ({"kernel_config": {"linear_backend": "marlin"}}, "not available yet: choice of kernels for linear layers"),
         ({"compilation_config": {"modus": 3}}, "not available yet: modus of compilation_config"),
         ({"model_loader_extra_config": {"tensorizer_uri": "x"}}, "not available yet: tensorizer_uri"),
+        (
+            {"model_loader_extra_config": {"enable_multithread_load": 2}},
+            "enable_multithread_load is 2; it must be true",
+        ),
+        ({"model_loader_extra_config": {"pattern": "a.safetensors"}}, "must be a file name with {rank} and {part}"),
+        ({"model_loader_extra_config": {"pattern": "{rank}{part}.safetensors"}}, "is for load_format 'sharded_state'"),
+        (
+            {"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 0}},
+            "load_threads is 0; it must be between 1 and 256",
+        ),
         ({"compilation_config": "3"}, "compilation_config is '3'; it must be an object"),
     ],
 )

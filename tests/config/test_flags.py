@@ -20,6 +20,8 @@ OBJECTS = (
     "profiler_config",
 )
 
+WORDS = {"spec_method": "ngram", "sharded_state_pattern": "{rank}-{part}.safetensors"}
+
 
 def parse(*argv: str) -> dict[str, Any]:
     parser = FlagParser(prog="quire test")
@@ -40,11 +42,13 @@ def test_every_engine_option_has_a_flag_that_reaches_the_config() -> None:
             if isinstance(defaults[name], bool):
                 given = parse(flag(name))
             else:
-                word = "{}" if name in OBJECTS else "ngram" if name == "spec_method" else "1"
+                word = WORDS.get(name, "{}" if name in OBJECTS else "1")
                 given = parse(flag(name), str(info.choices[-1]) if info.choices else word)
             assert list(given) == [name]
             if name == "spec_tokens":
                 given |= {"spec_method": "ngram"}
+            if name == "sharded_state_pattern":
+                given |= {"load_format": "sharded_state"}
             if name == "node_rank":
                 given |= {"nnodes": 2, "tensor_parallel_size": 2}
             EngineConfig.from_kwargs(**given)

@@ -1,4 +1,5 @@
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ from quire.checkpoint.resolve import Checkpoint, resolve_model
 from quire.checkpoint.tensors import open_tensors
 from quire.layers.parallel import TensorParallel
 from quire.models.llama import LlamaForCausalLM
+from quire.models.loading import progress
 from quire.models.loading.loader import load_model
-from quire.models.loading.weight_loader import init_dummy_weights, load_weights, with_progress
+from quire.models.loading.weight_loader import init_dummy_weights, load_weights
 from quire.models.options import ModelOptions
 from tests.models.helpers import CPU, MemoryTensor, TinyRunner, tensors_of
 from tests.models.references import LONGROPE, SMALL, build_reference
+from tests.tiny_models import save_tiny
 
 
 def tiny(**differences) -> LlamaForCausalLM:
@@ -168,15 +171,20 @@ def test_engine_options_leave_the_checkpoints_config_alone(tmp_path):
     assert model.hf == hf
 
 
-def test_progress_counts_every_tensor(tensors, monkeypatch):
+def test_progress_counts_bytes(tmp_path, monkeypatch, caplog):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     terminal = Terminal()
+    save_tiny("llama", tmp_path)
     monkeypatch.setattr(sys, "stderr", terminal)
-    load_weights(tiny(), with_progress(tensors, len(tensors)))
-    assert "Loading weights: 100%" in terminal.getvalue() and f"{len(tensors)}/{len(tensors)}" in terminal.getvalue()
+    monkeypatch.setattr(progress, "TOLD_FROM", 1)  # bytes
+    ckpt = resolve_model(str(tmp_path))
+    with caplog.at_level("INFO", "quire"):
+        load_model(ckpt, load_hf_config(ckpt), torch.float32, "cpu", progress=True)
+    assert re.search(r"Loading weights: 100%.* (\d+)k/\1k .*B/s", terminal.getvalue())
+    assert re.search(r"weights: 0\.0 GB read in .* s \(.* GB/s\)", caplog.text)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

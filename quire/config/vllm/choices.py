@@ -21,7 +21,7 @@ CHOICES: dict[str, dict[str, str]] = {
     "load_format": {
         "loaders of weights from elsewhere": "fastsafetensors instanttensor ipc_cache modelexpress runai_streamer "
         "runai_streamer_sharded tensorizer",
-        "further checkpoint formats": "mistral npcache sharded_state",
+        "further checkpoint formats": "mistral npcache",
     },
     "safetensors_load_strategy": {"torchao's checkpoints": "torchao"},
     "tokenizer_mode": {"tokenizers of single families": "mistral deepseek_v32 deepseek_v4 inkling kimi_k3 cohere"},

@@ -64,7 +64,6 @@ ATTENTION = frozenset(
     ]
 )
 KERNELS = frozenset(["enable_rocm_segmented_attn_autotune", "enable_cutedsl_warmup", "enable_jit_warmup"])
-LOADER = frozenset({"enable_multithread_load", "num_threads"})
 
 
 def compilation_config(given: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +109,15 @@ def structured_outputs_config(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_loader_extra_config(given: dict[str, Any]) -> dict[str, Any]:
-    _without_effect("model_loader_extra_config", given, LOADER, "weights are read once, in order")
-    return {}
+    """Several threads read weights unless one is asked for; vLLM counts them only where it is told to use several."""
+    several, threads = given.pop("enable_multithread_load", None), given.pop("num_threads", None)
+    if several not in (None, True, False):
+        raise ValueError(f"model_loader_extra_config: enable_multithread_load is {several!r}; it must be true or false")
+    found = _take(given, pattern="sharded_state_pattern")
+    if several and threads is not None:
+        found["load_threads"] = threads
+    _without_effect("model_loader_extra_config", given)
+    return found
 
 
 OBJECTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

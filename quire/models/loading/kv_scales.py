@@ -19,6 +19,10 @@ logger = logging.getLogger("quire")
 _NAME = re.compile(r".*\blayers\.(\d+)\.self_attn\.(?:attn\.|k_proj\.|v_proj\.|qkv_proj\.)?(k|v|kv)_scale")
 
 
+def is_kv_scale(name: str) -> bool:
+    return name.endswith("_scale") and _NAME.fullmatch(name) is not None
+
+
 class KVScaleLoader:
     """Takes the scales out of a checkpoint's tensors and notes them in the attention layers."""
 

@@ -1,6 +1,8 @@
 """Builds a model and loads its weights from the checkpoint."""
 
 import logging
+import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,11 +10,14 @@ import torch
 from quire.checkpoint.heap import large_buffers_mapped
 from quire.checkpoint.mapped import read_ahead
 from quire.checkpoint.resolve import Checkpoint
-from quire.checkpoint.tensors import count_tensors, open_tensors
+from quire.checkpoint.tensors import CheckpointTensor, open_tensors
+from quire.checkpoint.upload import UPLOAD_THREADS, CudaLink, Upload
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.base import LanguageModel
 from quire.models.implementation import choose_implementation
-from quire.models.loading.weight_loader import init_dummy_weights, load_weights, with_progress
+from quire.models.loading.progress import LoadProgress
+from quire.models.loading.sharded_state import load_sharded_state
+from quire.models.loading.weight_loader import init_dummy_weights, load_weights
 from quire.models.options import ModelOptions
 from quire.models.registry import model_class
 from quire.models.stage import WHOLE, Stage
@@ -53,6 +58,8 @@ def load_model(
     moe_backend: str = "auto",
     longest: int | None = None,
     packed_weights_cache: str | None = None,
+    threads: int | None = None,
+    state_pattern: str | None = None,
     stage: Stage = WHOLE,
     backbone: bool = False,
 ) -> LanguageModel:
@@ -60,7 +67,8 @@ def load_model(
 
     `seed` is for dummy weights. `max_model_len` is the user's limit, by which longrope chooses its factors; `longest`
     the model's own, used without one. `quantization` is the user's option; None: as in the checkpoint. `model_impl`:
-    see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py). `stage`: only its layers are read.
+    see models/implementation.py. `packed_weights_cache`: a folder (packed_cache.py). `threads` read weights; None: a
+    sane number. `state_pattern`: names of sharded state's files. `stage`: only its layers are read.
     `backbone`: of a model that pools, whose checkpoint may be saved without prefix and with heads (pooling/heads.py).
     """
     device = torch.device(device)
@@ -75,6 +83,8 @@ def load_model(
     if choice.impl == "transformers":
         from quire.models.transformers.model import load_transformers_model
 
+        if ckpt.format == "sharded_state":
+            raise ValueError("a model that transformers runs has no sharded state; load its checkpoint")
         if stage.count > 1:
             raise ValueError(
                 "a model that transformers runs cannot be split into stages; use one (--pipeline-parallel-size 1)"
@@ -115,6 +125,10 @@ def load_model(
                 raise
             raise ValueError(f"the model's config needs more memory than there is: {error}") from error
 
+    upload = None
+    if device.type == "cuda":
+        threads = threads or min(UPLOAD_THREADS, os.cpu_count() or 1)
+        upload = Upload(CudaLink(device), threads)
     with large_buffers_mapped():
         model = build()
         cache = None
@@ -128,13 +142,18 @@ def load_model(
             model = build()  # the first may be partially filled
         if ckpt.format == "dummy":
             init_dummy_weights(model, seed)
+        elif ckpt.format == "sharded_state":
+            load_sharded_state(model, ckpt.path, state_pattern, upload, threads, progress)
         else:
             if packed_weights_cache:
                 read_ahead(ckpt.files)  # not started by the worker, since a cache hit needs no checkpoint
-            tensors = with_progress(open_tensors(ckpt), count_tensors(ckpt)) if progress else open_tensors(ckpt)
-            if isinstance(quantized, RegroupsTensors):
-                tensors = quantized.regroup(tensors)
-            load_weights(model, tensors, quantized.ignored, backbone)
+            with LoadProgress(ckpt.files, progress) as bar:
+                tensors: Iterable[CheckpointTensor] = bar.counted(open_tensors(ckpt, upload))
+                if isinstance(quantized, RegroupsTensors):
+                    tensors = quantized.regroup(tensors)
+                load_weights(model, tensors, quantized.ignored, backbone, threads)
+                if upload is not None:
+                    upload.wait()
         model.process_after_loading()
         if cache is not None:
             cache.write(model)

@@ -1,18 +1,18 @@
 """Streams a checkpoint's tensors into a model's parameters, or fills these with dummy weights."""
 
 import itertools
-import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from quire.checkpoint.tensors import CheckpointTensor, ReadsParts, read_part, reader_pool
-from quire.layers.load_slot import LoadSlot, all_load_slots
+from quire.layers.load_slot import LoadSlot, Slots, all_load_slots
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import KVScaleLoader
 from quire.models.loading.transforms import RowOrder
@@ -29,43 +29,43 @@ MAX_READS_AHEAD = 32
 
 
 def load_weights(
-    model: DecoderModel, tensors: Iterable[CheckpointTensor], ignored: tuple[str, ...] = (), backbone: bool = False
+    model: DecoderModel,
+    tensors: Iterable[CheckpointTensor],
+    ignored: tuple[str, ...] = (),
+    backbone: bool = False,
+    threads: int | None = None,
+    slots: Slots | None = None,
 ) -> None:
-    """Read every tensor into its parameter. A missing, unexpected or misshapen one is a ValueError that names it."""
+    """Read every tensor into its parameter. A missing, unexpected or misshapen one is a ValueError that names it.
+    `slots`: into these instead of the model's own."""
     weight_map = model.weight_map().ignoring(*ignored)
     if backbone:
         weight_map = weight_map.also_without("model.")
     of_pooling = WeightMap((), POOLING_HEADS if backbone else ())
-    slots = all_load_slots(model)
+    tied = model.head_names() if model.has_tied_head and slots is None else ()
+    slots = all_load_slots(model) if slots is None else dict(slots)
     unexpected: list[str] = []
-    tied = model.head_names() if model.has_tied_head else ()
     heads: list[CheckpointTensor] = []
-    reads: deque[Future[None]] = deque()
     kv_scales = KVScaleLoader(model.cache_layers())
-    with reader_pool() as pool:
-        try:
-            ours = (tensor for tensor in tensors if not model.is_elsewhere(tensor.name))
-            for tensor in model.regroup_tensors(ours):
-                if tensor.name in tied:
-                    heads.append(tensor)
-                if kv_scales.takes(tensor) or weight_map.is_ignored(tensor.name):
-                    continue
-                target = weight_map.target(tensor.name)
-                if target is None and of_pooling.is_ignored(tensor.name):
-                    continue
-                found = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else []
-                matched = [slot for slot in found if slot is not None]
-                if target is None or len(matched) < len(found):
-                    unexpected.append(tensor.name)
-                    continue
-                reads.append(pool.submit(_read, tensor, target, matched))
-                if len(reads) > MAX_READS_AHEAD:
-                    reads.popleft().result()
-            while reads:
-                reads.popleft().result()
-        finally:
-            for read in reads:
-                read.cancel()
+
+    def reads() -> Iterator[Callable[[], None]]:
+        ours = (tensor for tensor in tensors if not model.is_elsewhere(tensor.name))
+        for tensor in model.regroup_tensors(ours):
+            if tensor.name in tied:
+                heads.append(tensor)
+            if kv_scales.takes(tensor) or weight_map.is_ignored(tensor.name):
+                continue
+            target = weight_map.target(tensor.name)
+            if target is None and of_pooling.is_ignored(tensor.name):
+                continue
+            found = [slots.pop((target.parameter, shard), None) for shard in target.shards] if target else []
+            matched = [slot for slot in found if slot is not None]
+            if target is None or len(matched) < len(found):
+                unexpected.append(tensor.name)
+                continue
+            yield partial(_read, tensor, target, matched)
+
+    read_all(reads(), threads)
     for head in heads:
         model.check_tied_head(head)
     missing = [weight_map.checkpoint_name(*key) for key, slot in slots.items() if not slot.optional]
@@ -75,6 +75,22 @@ def load_weights(
     ]
     if complaints:
         raise ValueError(f"the checkpoint does not fit {type(model).__name__}: it {' and '.join(complaints)}")
+
+
+def read_all(reads: Iterable[Callable[[], None]], threads: int | None = None) -> None:
+    """Call them in the reader threads, in order; the first error is raised."""
+    running: deque[Future[None]] = deque()
+    with reader_pool(threads) as pool:
+        try:
+            for read in reads:
+                running.append(pool.submit(read))
+                if len(running) > MAX_READS_AHEAD:
+                    running.popleft().result()
+            while running:
+                running.popleft().result()
+        finally:
+            for left in running:
+                left.cancel()
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
@@ -105,15 +121,6 @@ def _orthogonal_rows(rows: int, columns: int, seed: int) -> torch.Tensor:
     normal = torch.empty(rows, columns).normal_(generator=torch.Generator().manual_seed(seed))
     made = torch.linalg.qr(normal.T)[0].T if rows <= columns else F.normalize(normal)
     return made * (DUMMY_STD * columns**0.5)
-
-
-def with_progress(tensors: Iterable[CheckpointTensor], count: int) -> Iterable[CheckpointTensor]:
-    """With a progress bar on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        return tensors
-    from tqdm import tqdm
-
-    return tqdm(tensors, total=count, desc="Loading weights", unit="tensor")
 
 
 def _read(tensor: CheckpointTensor, target: Target, slots: list[LoadSlot]) -> None:
