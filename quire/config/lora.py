@@ -8,6 +8,7 @@ from quire.config.fields import option, validate
 MAX_LORAS = 256
 MAX_LORA_RANK = 512
 EXPERTS = "experts"
+ALL_LINEAR = "all-linear"
 
 
 @dataclass
@@ -27,8 +28,9 @@ class LoRAConfig:
     )
     lora_target_modules: tuple[str, ...] | None = option(
         None,
-        "last parts of the names of modules that take an adapter, as q_proj; default: all linear layers but those of "
-        f"experts, which are named by {EXPERTS!r} and take as many times the memory as there are experts",
+        f"last parts of the names of modules that take an adapter, as q_proj; default: {ALL_LINEAR}, the linear layers "
+        f"of all kinds but experts ({EXPERTS!r}, which take as many times the memory), embedding and head (as "
+        "embed_tokens, lm_head)",
         several="many",
     )
     fully_sharded_loras: bool = option(False, "accepted as vLLM's: each rank holds its part of an adapter either way")
@@ -55,4 +57,8 @@ class LoRAConfig:
 
     def takes(self, module: str) -> bool:
         """Whether a linear layer of this name in checkpoints takes an adapter."""
-        return self.lora_target_modules is None or module.rpartition(".")[2] in self.lora_target_modules
+        return self.lora_target_modules is None or ALL_LINEAR in self.lora_target_modules or self.names(module)
+
+    def names(self, module: str) -> bool:
+        """Whether a module takes one that does so only if it is named: embedding, head."""
+        return module.rpartition(".")[2] in (self.lora_target_modules or ())

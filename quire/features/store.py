@@ -80,9 +80,9 @@ class FeatureStore:
     def overlay(
         self, plan: FeaturePlan, query_start: np.ndarray, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings [N, hidden] and positions ([N], or [3, N]) of a step, with the features in their places."""
+        """Embeddings [N, hidden] and positions ([N], or [3, N]) of a step, with the features in their places: after
+        `encode`."""
         assert self.model is not None
-        self._encode(plan.encode)
         embeds = self.model.embed(input_ids)
         if self.position_delta is not None:
             positions = positions.repeat(3, 1)
@@ -107,10 +107,10 @@ class FeatureStore:
         part = self._to_device(feature.data[first:stop])
         return part if self.model.embeds_scale == 1.0 else part * self.model.embeds_scale
 
-    def _encode(self, wanted: list[tuple[int, int]]) -> None:
-        """Outputs for these features of rows, those of a kind in one call."""
+    def encode(self, plan: FeaturePlan) -> None:
+        """Outputs for the step's features of rows, those of a kind in one call."""
         by_kind: dict[str, list[Feature]] = {}
-        for row, index in wanted:
+        for row, index in plan.encode:
             feature = self.rows[row].features[index]
             by_kind.setdefault(feature.kind, []).append(feature)
         for kind, features in by_kind.items():

@@ -39,7 +39,6 @@ def check_stages(config: EngineConfig, world: World) -> None:
     asked = {
         f"drafts by {config.speculative.method}": config.speculative.method in READS_TARGET,
         "KV connectors": bool(config.transfer.connectors),
-        "LoRA": config.lora.enable_lora,
     }
     refused = [name for name, wanted in asked.items() if wanted]
     if refused:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from quire.config.lora import LoRAConfig
+from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
-from quire.layers.linear import ParallelLinear
 from quire.layers.load_slot import ShardId
 from quire.layers.packed_experts import PackedExperts
 from quire.lora.factors import Adapter, FullShape
-from quire.lora.layers import Target, adapt_experts, adapt_linear
+from quire.lora.layers import AdaptableLinear, Target, adapt_embedding, adapt_experts, adapt_head, adapt_linear
 from quire.lora.state import LoRAState
 from quire.messages.lora import AdapterNews, LoRARequest
 
@@ -61,11 +61,8 @@ class Adapters:
                         self._targets[f"{path}.{name}", shard] = target
             elif not getattr(module, "takes_adapters", True):
                 left_out.update(module.modules())
-            elif isinstance(module, ParallelLinear) and module not in left_out:
-                taken = [p.shard for p in module.partitions() if self._takes(path, p.shard)]
-                if taken:
-                    found = adapt_linear(module, self.state, self._max_rank, self._dtype)
-                    self._targets.update({(path, shard): target for shard, target in found if shard in taken})
+            elif module not in left_out:
+                self._adapt(path, module)
         if not self._targets:
             raise ValueError(f"{type(model).__name__} has no layers that take an adapter; leave out enable_lora")
         self._host: dict[int, HostFactors] = {}
@@ -76,6 +73,22 @@ class Adapters:
         thread = threading.Thread(target=_run, args=(self._tasks,), name="quire-adapters", daemon=True)
         thread.start()
         self._stop = weakref.finalize(self, self._tasks.put, None)
+
+    def _adapt(self, path: str, module: nn.Module) -> None:
+        options = (self.state, self._max_rank, self._dtype)
+        if isinstance(module, LMHead) and self._takes_vocabulary(path):
+            found = adapt_head(module, *options)
+        elif isinstance(module, VocabEmbedding) and self._takes_vocabulary(path):
+            found = adapt_embedding(module, *options)
+        elif isinstance(module, AdaptableLinear):
+            head = getattr(module, "makes_logits", False)
+            takes = self._takes_vocabulary(path) if head else None
+            taken = [p.shard for p in module.partitions() if (self._takes(path, p.shard) if takes is None else takes)]
+            found = adapt_linear(module, *options, head) if taken else iter(())
+            found = ((shard, target) for shard, target in found if shard in taken)
+        else:
+            return
+        self._targets.update({(path, shard): target for shard, target in found})
 
     def load(self, request: LoRARequest) -> None:
         """Read it into host memory, beside the steps."""
@@ -145,7 +158,7 @@ class Adapters:
             _fill(target.a[slot])
             _fill(target.b[slot])
         self._in_slot[slot] = set(factors)
-        self.state.ranks[slot] = max(len(a) for a, _ in factors.values())
+        self.state.ranks[slot] = max((len(a) for a, _ in factors.values()), default=0)  # a stage may have none
         for key, (a, b) in factors.items():
             target = self._targets[key]
             _write(target.a[slot, : len(a)], a)
@@ -157,6 +170,9 @@ class Adapters:
 
     def _takes(self, layer: str, shard: ShardId) -> bool:
         return self._config.takes(self._name_of(f"{layer}.weight", shard).removesuffix(".weight"))
+
+    def _takes_vocabulary(self, layer: str) -> bool:
+        return self._config.names(self._name_of(f"{layer}.weight", None).removesuffix(".weight"))
 
     def _kept(self, values: np.ndarray) -> torch.Tensor:
         """In the type of the slots; rounded here, so that a copy is one of bytes."""

@@ -2,19 +2,31 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from quire.kernels.lora import MAX_PARTS, LowRank, add_low_rank
 from quire.kernels.rms_norm import RMSNormParams
+from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.fused_moe import FusedMoE
-from quire.layers.linear import ParallelLinear
 from quire.layers.load_slot import LoadSlot, ShardId
 from quire.layers.packed_experts import PackedExperts
 from quire.lora.factors import Factors
 from quire.lora.state import LoRAState
-from quire.quantization.base import LinearMethod, Partition, keep
+from quire.quantization.base import LinearMethod, Partition, VocabMethod, keep
+
+
+@runtime_checkable
+class AdaptableLinear(Protocol):
+    """A layer that multiplies every token of a step, in order, by its method. (Those of layers/linear.py are.)"""
+
+    in_features: int
+    out_partition_sizes: list[int]
+    method: LinearMethod
+
+    def partitions(self) -> list[Partition]: ...
 
 
 @dataclass(frozen=True)
@@ -108,11 +120,69 @@ class LoRALinearMethod:
         self.base.process_after_loading(layer)
 
 
-def adapt_linear(layer: ParallelLinear, state: LoRAState, rank: int, dtype: torch.dtype) -> Targets:
+class LoRAHeadMethod(LoRALinearMethod):
+    """Of rows that logits are computed of, not of all tokens."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = self.base.apply(layer, x, bias)
+        if self.state.logit_slots is not None:
+            add_low_rank(out, x, self.state.logit_slots, layer.low_rank)  # type: ignore[arg-type]
+        return out
+
+
+@dataclass(frozen=True)
+class LoRAEmbeddingMethod(LoRALinearMethod):
+    """A is looked up as the embedding is. What is left is a product by B: the kernel gets a unit matrix for A."""
+
+    base: VocabMethod
+
+    def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        found = self.base.lookup(layer, ids)
+        if not self.state.active:
+            return found
+        by_id, w = layer.low_rank_rows, layer.low_rank  # [slots, ids, rank]
+        assert isinstance(by_id, torch.Tensor) and isinstance(w, LowRank)
+        slots = self.state.slots[: len(ids)]
+        inner = by_id.flatten(0, 1)[slots.clamp(min=0).long() * by_id.shape[1] + ids]
+        found = found.contiguous()
+        add_low_rank(found, inner, slots, w)
+        return found
+
+    def share_weights(self, layer: nn.Module, owner: nn.Module) -> None:
+        self.base.share_weights(layer, owner)
+
+
+def adapt_linear(
+    layer: AdaptableLinear, state: LoRAState, rank: int, dtype: torch.dtype, head: bool = False
+) -> Targets:
+    """`head`: its rows are those of logits."""
+    assert isinstance(layer, nn.Module)
     w = new_weights(state, layer.in_features, layer.out_partition_sizes, rank, dtype)
     keep(layer, "low_rank", w)
-    layer.method = LoRALinearMethod(layer.method, state)
+    layer.method = (LoRAHeadMethod if head else LoRALinearMethod)(layer.method, state)
+    state.head_takes_adapters |= head
     return targets_of(w, layer.partitions())
+
+
+def adapt_head(head: LMHead, state: LoRAState, rank: int, dtype: torch.dtype) -> Targets:
+    w = new_weights(state, head.rows.full_shape[1], [head.rows.size], rank, dtype)
+    keep(head, "low_rank", w)
+    head.method = LoRAHeadMethod(head.method, state)
+    state.head_takes_adapters = True
+    return targets_of(w, [head.rows])
+
+
+def adapt_embedding(embedding: VocabEmbedding, state: LoRAState, rank: int, dtype: torch.dtype) -> Targets:
+    """Its factors are those of a linear layer whose inputs are the tokens, one of them 1."""
+    rows, device = embedding.rows, state.device
+    vocab_size, hidden = rows.full_shape
+    by_id = torch.zeros(state.max_loras, rows.size, rank, dtype=dtype, device=device)
+    w = new_weights(state, rank, [hidden], rank, dtype)
+    w.a.copy_(torch.eye(rank, dtype=dtype, device=device))
+    keep(embedding, "low_rank", w)
+    keep(embedding, "low_rank_rows", by_id)
+    embedding.method = LoRAEmbeddingMethod(embedding.method, state)
+    yield None, Target(by_id.transpose(1, 2), w.b, Partition(None, 0, hidden, (hidden, vocab_size), 1, rows.start))
 
 
 class ExpertTerms:

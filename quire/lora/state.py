@@ -1,6 +1,7 @@
 """Which adapter's slot each row of state, and each token of a step, uses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ class LoRAState:
         self.active = False  # whether layers add terms; graphs and recordings are made of both
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)  # by token of the step
         self.ranks = torch.zeros(max_loras, dtype=torch.int32, device=device)  # of the adapter in each slot
+        self.head_takes_adapters = False
+        self.logit_slots: torch.Tensor | None = None  # by row of the logits that are being computed
         self._row_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self._of_rows = np.full(max_rows, -1, np.int32)  # the same on the host
         self._slot_of: dict[int, int] = {}  # by lora_id
@@ -33,7 +36,8 @@ class LoRAState:
         self._slot_of = {lora_id: at for lora_id, at in self._slot_of.items() if at != slot}
 
     def update_rows(self, finished: Sequence[int], new_rows: Sequence[NewRow]) -> None:
-        """Apply a plan's changes."""
+        """Apply a plan's changes. Until the step starts no layer adds terms: encoders have rows of their own."""
+        self.active = False
         if finished:
             self._of_rows[finished] = -1
         if not new_rows:
@@ -47,6 +51,16 @@ class LoRAState:
     def needed(self, rows: np.ndarray) -> bool:
         """Whether any of these rows has an adapter."""
         return bool((self._of_rows[rows] >= 0).any())
+
+    @contextmanager
+    def logits_of(self, tokens: torch.Tensor | slice) -> Iterator[None]:
+        """Inside, a head that takes adapters adds the terms of these tokens of the step."""
+        if self.active and self.head_takes_adapters:
+            self.logit_slots = self.slots[tokens]
+        try:
+            yield
+        finally:
+            self.logit_slots = None
 
     def start_step(self, rows: torch.Tensor, token_rows: torch.Tensor | None, active: bool) -> None:
         """Before the layers run: rows and token_rows as prepare_inputs has them."""

@@ -9,6 +9,7 @@ import torch
 from quire.attention.base import ForwardContext
 from quire.layers.cache_layer import CacheLayer
 from quire.messages.pooling_params import TOKEN_TYPE_SHIFT as TOKEN_TYPE_SHIFT
+from quire.models.loading.weight_map import WeightNames
 
 # Beside layers' numbers, a name for hidden states: what the model's last norm gives, which its head multiplies.
 FINAL = "final"
@@ -59,6 +60,19 @@ class LanguageModel(Protocol):
         ...
 
     def eval(self) -> Any: ...
+
+
+@runtime_checkable
+class SupportsLoRA(Protocol):
+    """A model whose layers take adapters (lora/adapters.py)."""
+
+    def adapted_names(self) -> WeightNames:
+        """Of its layers in adapters' files."""
+        ...
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another worker's stage has this tensor of the checkpoint."""
+        ...
 
 
 @runtime_checkable

@@ -238,6 +238,9 @@ class DecoderModel(nn.Module):
         # A tied checkpoint may still carry the head, as a copy of the embedding.
         return weights.ignoring(*self.head_names()) if self.has_tied_head else weights
 
+    def adapted_names(self) -> WeightMap:
+        return self.family_weights()
+
     @property
     def has_tied_head(self) -> bool:
         return self.stage.is_last and self.lm_head.tied

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +120,7 @@ class ModelRunner:
         drawing = (max_num_seqs, self.vocab_size, self.device, self.logprobs_mode, self.processors)
         self.sampler = make_sampler(self.tensor, *drawing)
         self.prompt_logprobs = PromptLogprobsTracker(
-            self.model.compute_logits, self.logprobs_mode, answers=self.tensor.rank == 0
+            self._compute_logits, self.logprobs_mode, answers=self.tensor.rank == 0
         )
         self.pooler = Pooler(self.heads)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=self.device)
@@ -204,6 +205,8 @@ class ModelRunner:
     def sample_tokens(self, grammar: GrammarMask | None = None) -> Pending[ModelRunnerOutput]:
         assert self._pending is not None, "sample_tokens() without execute_model()"
         step, self._pending = self._pending, None
+        if self.lora is not None:
+            self.lora.active = False  # drafts are the base's
         pending = self._sample_step(step, grammar)
         self.stages.hand_back()
         return pending
@@ -346,6 +349,8 @@ class ModelRunner:
         more = (logit_positions(query_start, plan.num_drafts), [prefix_len])
         batch, (last, prefix) = StepBatch.planned(plan.rows, plan.num_tokens, self.backends, self.device, more)
         pending.rows = batch.rows
+        if plan.features is not None:
+            self.features.encode(plan.features)
         hidden = self._compute_hidden(
             batch,
             prefix if prefix_len else None,
@@ -357,7 +362,7 @@ class ModelRunner:
         if self.stages.send(hidden):
             return
         if not self.pooler.pools_all(plan):
-            pending.logits = self.model.compute_logits(hidden if decode_only else hidden[last])
+            pending.logits = self._compute_logits(hidden, slice(None) if decode_only else last)
         pending.prompt_logprobs = self.prompt_logprobs.compute(plan, hidden)
         if pooled := self.pooler.pool(plan, hidden):
             pending.pooled = _to_host(pooled)
@@ -403,7 +408,12 @@ class ModelRunner:
         batch = StepBatch.padding(rows, num_tokens, self.backends, self.device)
         hidden = self._compute_hidden(batch, None, adapters=adapters)
         computes_logits = self.stages.is_last and getattr(self.model, "supports_generation", True)
-        return self.model.compute_logits(hidden[: rows * (1 + self.num_drafts)]) if computes_logits else hidden
+        return self._compute_logits(hidden, slice(rows * (1 + self.num_drafts))) if computes_logits else hidden
+
+    def _compute_logits(self, hidden: torch.Tensor, tokens: torch.Tensor | slice) -> torch.Tensor:
+        """Of these tokens of the step."""
+        with self.lora.logits_of(tokens) if self.lora is not None else nullcontext():
+            return self.model.compute_logits(hidden[tokens])
 
     def _captured_step(self, key: GraphKey, buffers: StepBuffers) -> torch.Tensor:
         rows = buffers.rows[: key.num_rows]
@@ -411,13 +421,13 @@ class ModelRunner:
             prefix = buffers.prefix_len if key.shared_prefix else None
             batch = StepBatch.of_equal(rows, key.tokens_per_row, buffers.query_start)
             hidden = self._compute_hidden(batch, prefix, adapters=key.adapters)
-            return self.model.compute_logits(hidden) if self.stages.is_last else hidden
+            return self._compute_logits(hidden, slice(None)) if self.stages.is_last else hidden
         token_rows = buffers.token_rows[: key.num_tokens]
         limits = self.backends.max_query_blocks(key.num_tokens, key.num_rows)
         blocks = [part[:limit] for part, limit in zip(buffers.query_blocks, limits, strict=True)]
         batch = StepBatch(rows, buffers.query_start, token_rows, blocks)
         hidden = self._compute_hidden(batch, None, adapters=key.adapters)
-        return self.model.compute_logits(hidden[buffers.last_token[: key.num_rows]]) if self.stages.is_last else hidden
+        return self._compute_logits(hidden, buffers.last_token[: key.num_rows]) if self.stages.is_last else hidden
 
     def _compute_hidden(
         self,
@@ -439,12 +449,10 @@ class ModelRunner:
         if self.features.position_delta is not None:
             inputs.positions = self.features.shifted(indices, rows, token_rows)
         embeds = self.stages.stream(len(inputs.input_ids))
-        if overlay is not None:
-            if self.lora is not None:
-                self.lora.active = False  # encoders have rows of their own
-            embeds, inputs.positions = overlay(inputs.input_ids, inputs.positions)
         if self.lora is not None:
             self.lora.start_step(rows, token_rows, adapters)
+        if overlay is not None:
+            embeds, inputs.positions = overlay(inputs.input_ids, inputs.positions)
         streams = None if self.hidden is None else self.hidden.streams()
         if self.recorded is not None and self._layer_hooks is None and overlay is None:
             shared = int(prefix_len) if prefix_len is not None else 0

@@ -23,9 +23,10 @@ class PromptProgress:
 
 class PromptLogprobsTracker:
     def __init__(
-        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], logprobs_mode: str, answers: bool = True
+        self, compute_logits: Callable[[torch.Tensor, slice], torch.Tensor], logprobs_mode: str, answers: bool = True
     ) -> None:
-        """A rank that does not answer takes part in computing logits, and makes nothing of them."""
+        """`compute_logits`: of some tokens of a step's hidden states. A rank that does not answer takes part in that,
+        and makes nothing of them."""
         self.compute_logits, self.answers = compute_logits, answers
         self.as_logits = logprobs_mode.endswith("logits")
         self._rows: dict[int, PromptProgress] = {}
@@ -62,8 +63,8 @@ class PromptLogprobsTracker:
                 begin = start if prompt.num_logprobs is not None else max(start, prompt.first_scored)
                 for at in range(begin, stop, PROMPT_SLICE):
                     size = min(PROMPT_SLICE, stop - at)
-                    part = hidden[first + at - start : first + at - start + size]
-                    logits = self.compute_logits(part)
+                    place_of = first + at - start
+                    logits = self.compute_logits(hidden, slice(place_of, place_of + size))
                     results += self._slice(prompt, place, at, logits) if self.answers else []
             first += num_new
         return results

@@ -26,7 +26,7 @@ from quire.messages.kv_cache import DraftNeeds, KVCacheConfig, KVCacheGroup, KVC
 from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.speculation import DraftProfile
-from quire.models.base import LanguageModel
+from quire.models.base import LanguageModel, SupportsLoRA
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
@@ -150,14 +150,15 @@ class Worker:
         config, max_tokens = self.config, self.config.scheduler.max_num_batched_tokens
         if not config.lora.enable_lora:
             return None
-        if not isinstance(self.model, DecoderModel):
+        if not isinstance(self.model, SupportsLoRA):
             raise ValueError(f"LoRA is not available yet for {type(self.model).__name__}; leave out enable_lora")
+        assert isinstance(self.model, torch.nn.Module)
         assert max_tokens is not None
         most = max(max_tokens, self.max_num_seqs * (1 + config.speculative.num_drafts))
         if not self.model.cache_layers():  # texts are computed whole
             most = max(most, config.model.max_model_len or config.model.derived_max_model_len)
-        names = self.model.weight_map()
-        read = functools.partial(read_adapter, names=names)
+        names = self.model.adapted_names()
+        read = functools.partial(read_adapter, names=names, elsewhere=self.model.is_elsewhere)
         return Adapters(
             self.model,
             read,

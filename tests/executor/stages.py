@@ -15,10 +15,12 @@ from quire.config import EngineConfig
 from quire.distributed.group import Group
 from quire.distributed.layout import WorldLayout
 from quire.distributed.world import World
+from quire.executor.adapter_news import NewsOfAll
 from quire.executor.base import WorkerMethod
 from quire.executor.stages import memory_of_all, specs_of_all
 from quire.executor.uniproc import UniProcExecutor
 from quire.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.worker.worker import Worker
 
@@ -141,6 +143,7 @@ class TwoStages:
             return UniProcExecutor(threaded, lambda _: TracedWorker(config, world, self.log))
 
         self.ranks = [start(world) for world in places]
+        self.news = NewsOfAll()
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         return specs_of_all([rank.kv_cache_specs() for rank in self.ranks])
@@ -162,6 +165,25 @@ class TwoStages:
 
     def sample_tokens(self, grammar: GrammarMask | None = None) -> ResultOfLast:
         return ResultOfLast([rank.sample_tokens(grammar) for rank in self.ranks], self.answers)
+
+    def load_adapter(self, request: LoRARequest) -> None:
+        for rank in self.ranks:
+            rank.load_adapter(request)
+
+    def place_adapter(self, lora_id: int, slot: int) -> None:
+        for rank in self.ranks:
+            rank.place_adapter(lora_id, slot)
+
+    def use_adapter(self, lora_id: int, slot: int) -> None:
+        for rank in self.ranks:
+            rank.use_adapter(lora_id, slot)
+
+    def drop_adapter(self, lora_id: int) -> None:
+        for rank in self.ranks:
+            rank.drop_adapter(lora_id)
+
+    def adapter_news(self) -> list[AdapterNews]:
+        return self.news.add([rank.adapter_news() for rank in self.ranks])
 
     def feature_support(self) -> None:
         return self.ranks[0].feature_support()

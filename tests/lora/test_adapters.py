@@ -225,14 +225,6 @@ def test_options_that_do_not_fit(llama):
         engine.add_lora(llama.lora(1))
 
 
-def test_models_without_layers_of_ours_are_refused(llama):
-    with (
-        pytest.raises(ValueError, match="LoRA is not available yet for TransformersModel; leave out enable_lora"),
-        llama.engine(model_impl="transformers"),
-    ):
-        pass
-
-
 @pytest.mark.parametrize(("name", "value"), [("max_loras", 0), ("max_lora_rank", 1000), ("max_lora_rank", "8")])
 def test_capacity_out_of_range(name, value):
     with pytest.raises(ValueError, match=f"{name}"):

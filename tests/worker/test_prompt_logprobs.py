@@ -14,7 +14,7 @@ def plan(rows: list[int], num_tokens: list[int]) -> SimpleNamespace:
 
 
 def tracker_of(prompt: np.ndarray) -> PromptLogprobsTracker:
-    tracker = PromptLogprobsTracker(lambda hidden: hidden, "raw_logprobs")
+    tracker = PromptLogprobsTracker(lambda hidden, tokens: hidden[tokens], "raw_logprobs")
     tracker.add_row(new_row(3, SamplingParams(prompt_logprobs=1), prompt))
     return tracker
 

@@ -6,7 +6,7 @@ Arrays are numpy's: a torch operation in the loader's thread would start a pool 
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from quire.config.values import whole_number
 from quire.layers.load_slot import ShardId
 from quire.lora.factors import Adapter, Factors, FullShape
 from quire.models.loading.transforms import RowOrder
-from quire.models.loading.weight_map import WeightMap
+from quire.models.loading.weight_map import WeightNames
 
 CONFIG, SAFETENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # What would change results and is not computed here, with the values that ask for nothing.
@@ -45,11 +45,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Those that change the base's weights too: without the changed ones an adapter is not what was trained.
 INITS_OF_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 MAX_NAME = 512
+VOCABULARY = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
 # The last part may be preceded by the adapter's name in PEFT's own memory.
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.\w+)?\.weight")
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?:(?P<linear>[AB])(\.\w+)?\.weight|embedding_(?P<embedding>[AB])(\.\w+)?)")
+# The base's own, which peft saves with factors of an embedding or a head, changed or not.
+_BASE = re.compile(r"(?P<module>.+)\.base_layer\.weight")
 _EXPERTS = re.compile(r"(?:[\w.]{1,64}\.)?layers\.(?P<layer>\d+)\.(?:\w+\.)?experts(?P<inner>\.base_layer)?")
 
 Array = np.ndarray
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class PeftConfig:
     rank_pattern: Mapping[re.Pattern[str], int] = field(default_factory=dict)
     alpha_pattern: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()  # fused experts that have factors
+    ties: bool = False  # a tied head has the embedding's factors, or the embedding the head's
 
     @classmethod
     def read(cls, folder: Path) -> "PeftConfig":
@@ -86,6 +91,7 @@ class PeftConfig:
             {k: whole_number("rank_pattern", v, 1, MAX_LORA_RANK) for k, v in _patterns(found, "rank_pattern").items()},
             {k: _number("alpha_pattern", v) for k, v in _patterns(found, "alpha_pattern").items()},
             tuple(map(str, found.get("target_parameters") or ())),
+            bool(found.get("ensure_weight_tying", False)),
         )
 
     def of(self, module: str) -> tuple[int, float]:
@@ -95,16 +101,25 @@ class PeftConfig:
         return rank, alpha / (math.sqrt(rank) if self.rank_by_root else rank)
 
 
-def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
-    """`names`: of the base model's checkpoint."""
+def read_adapter(
+    path: str,
+    full_shape: FullShape,
+    names: WeightNames,
+    elsewhere: Callable[[str], bool] = lambda name: False,
+) -> Adapter:
+    """`names`: of the base model's checkpoint. `elsewhere`: whether another worker has what a tensor of it is for."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {path!r}; lora_path is one with {CONFIG} and {SAFETENSORS}")
     config = PeftConfig.read(folder)
     found: dict[str, dict[str, Array]] = {}
+    bases: dict[str, tuple[int, ...]] = {}
     digest = hashlib.sha256((folder / CONFIG).read_bytes())
     for name, array, raw in _tensors(folder):
         match = _FACTOR.fullmatch(name) if len(name) <= MAX_NAME else None
+        if match is None and (base := _BASE.fullmatch(name[:MAX_NAME])) is not None:
+            bases[base["module"]] = array.shape
+            continue
         if match is None:
             raise ValueError(
                 f"{path}: {name[:MAX_NAME]} is none of lora_A and lora_B of a linear layer, which are supported"
@@ -113,10 +128,10 @@ def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
             raise ValueError(f"{path}: {name} has the shape {list(array.shape)}; it must have two dimensions")
         if not np.isfinite(array).all():
             raise ValueError(f"{path}: {name} has values that are not finite")
-        pair = found.setdefault(match["module"], {})
-        if match["which"] in pair:
-            raise ValueError(f"{path}: {match['module']} has lora_{match['which']} twice; it must be one adapter")
-        pair[match["which"]] = array
+        pair, which = found.setdefault(match["module"], {}), match["linear"] or match["embedding"]
+        if which in pair:
+            raise ValueError(f"{path}: {match['module']} has lora_{which} twice; it must be one adapter")
+        pair[which] = array
         digest.update(f"\0{name}\0{array.shape}\0".encode())
         digest.update(raw)
     if not found:
@@ -125,7 +140,12 @@ def read_adapter(path: str, full_shape: FullShape, names: WeightMap) -> Adapter:
     for module, pair in found.items():
         if pair.keys() != {"A", "B"}:
             raise ValueError(f"{path}: {module} lacks lora_{'AB'['A' in pair]}.weight")
+        if config.ties and module.rpartition(".")[2] in VOCABULARY:
+            raise ValueError(f"{path}: ensure_weight_tying with {module} is not supported; retrain without it")
+        if elsewhere(f"{module.removeprefix(PREFIX)}.weight"):
+            continue
         for key, own in _by_layer(module, pair["A"], pair["B"], config, names, full_shape):
+            _check_base(path, module, bases.get(module), full_shape(*key))
             _check(path, module, key, own, full_shape(*key))
             if key in factors:
                 raise ValueError(f"{path}: {module} is a layer that another of its modules is too")
@@ -138,11 +158,11 @@ def _by_layer(
     a: Array,
     b: Array,
     config: PeftConfig,
-    names: WeightMap,
+    names: WeightNames,
     full_shape: FullShape,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """The factors of each of our layers and shards that a module of the checkpoint is."""
-    name = module.removeprefix("base_model.model.")
+    name = module.removeprefix(PREFIX)
     if (experts := _EXPERTS.fullmatch(name)) is not None:
         yield from _of_fused_experts(name, experts, a, b, config, names, full_shape)
         return
@@ -152,7 +172,10 @@ def _by_layer(
     if target is None or not all(shapes):
         raise ValueError(
             f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules leaves it "
-            "out"
+            f"out; to be named are embeddings and heads (--lora-target-modules all-linear {name.rpartition('.')[2]})"
+            if name.rpartition(".")[2] in VOCABULARY
+            else f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules "
+            "leaves it out"
         )
     b = _scaled(name, len(a), b, config)
     if isinstance(target.transform, RowOrder):  # of the outputs, as the weights' rows were reordered
@@ -170,7 +193,7 @@ def _of_fused_experts(
     a: Array,
     b: Array,
     config: PeftConfig,
-    names: WeightMap,
+    names: WeightNames,
     full_shape: FullShape,
 ) -> Iterator[tuple[tuple[str, ShardId], Factors]]:
     """PEFT's `target_parameters`: A [experts * rank, in] and B [out, rank * experts] of all experts. Where both of a
@@ -210,6 +233,14 @@ def _scaled(module: str, rank: int, b: Array, config: PeftConfig) -> Array:
     if not np.isfinite(scaled).all():
         raise ValueError(f"{module} has values that are not finite once scaled by {scale:g}")
     return scaled
+
+
+def _check_base(path: str, module: str, shape: tuple[int, ...] | None, full: tuple[int, int] | None) -> None:
+    if shape is not None and full is not None and sorted(shape) != sorted(full):
+        raise ValueError(
+            f"{path}: the base's {module} was {list(shape)} in training; here it has {max(full)} tokens: an adapter "
+            "with tokens of its own is not supported"
+        )
 
 
 def _check(path: str, module: str, key: tuple[str, ShardId], factors: Factors, shape: tuple[int, int] | None) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -60,6 +61,13 @@ class Target:
     parameter: str
     shards: tuple[ShardId, ...]
     transform: Transform | None
+
+
+class WeightNames(Protocol):
+    """Which parameters the tensors of a checkpoint are; a WeightMap is one."""
+
+    def target(self, checkpoint_name: str) -> Target | None: ...
+    def checkpoint_name(self, parameter: str, shard: ShardId) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from quire.checkpoint.resolve import Checkpoint
 from quire.layers.attention import Attention
 from quire.layers.parallel import SINGLE, TensorParallel
 from quire.models.decoder import MAX_EXTRA_FOR_TIED_HEAD
+from quire.models.transformers.adapters import ModuleNames, find_adaptable
 from quire.models.transformers.attention import (
     NO_INTERFACE,
     SERVING,
@@ -136,11 +137,32 @@ class TransformersModel(nn.Module):
         self.layer_list = self._find_layers()
         if not self._runs_with_fewer_layers(probe, sequences):
             self.layer_list = None
-        for module, handler in self.handlers.items():
-            set_handler(module, handler)
+        self._set_handlers()
+        self._probe = (probe, sequences)
         self._pack(tied)
+        self._link = link
         if link is not None:
             link.connected = True
+
+    def _set_handlers(self) -> None:
+        for module, handler in self.handlers.items():
+            set_handler(module, handler)
+
+    def adapted_names(self) -> ModuleNames:
+        probe, sequences = self._probe
+        if self._link is not None:
+            self._link.connected = False  # other ranks may not have come this far
+        find_adaptable(
+            self.model, lambda: batched_logits(self.model, probe, sequences), sum(len(ids) for ids in sequences)
+        )
+        self._set_handlers()
+        if self._link is not None:
+            self._link.connected = True
+        return ModuleNames(self.model, "model")
+
+    def is_elsewhere(self, name: str) -> bool:
+        """It has one stage."""
+        return False
 
     def _make_handlers(self, probe: ProbeResult) -> dict[nn.Module, PagedHandler]:
         calls: dict[nn.Module, list[tuple[AttentionSpec, Attention]]] = {}

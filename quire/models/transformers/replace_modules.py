@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.kernels.rms_norm import rms_norm, rms_norm_torch
 from quire.kernels.silu_mul import silu_mul
+from quire.quantization.base import LinearMethod, Partition
 from quire.quantization.unquantized import UnquantizedLinearMethod
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
@@ -19,24 +20,36 @@ SCALES = (1.0, 1e3, 1e-3)  # of the probe's inputs: a clamp shows at extreme val
 
 
 class _WeightHolder(nn.Module):
-    """A weight [out, in] and its LinearMethod."""
+    """A weight [out, in] and its LinearMethod. (An AdaptableLinear of lora/layers.py.)"""
 
     weight: nn.Parameter
+    takes_adapters = False  # known once the model has run (adapters.py)
+    makes_logits = False
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, partitions: list[Partition]) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.method = UnquantizedLinearMethod()
+        self.method: LinearMethod = UnquantizedLinearMethod()
+        self.in_features = weight.shape[1]
+        self.out_partition_sizes = [part.size for part in partitions]
+        self._partitions = partitions
+
+    def partitions(self) -> list[Partition]:
+        return self._partitions
 
 
 class Linear(nn.Module):
     """nn.Linear with our kernels. x [..., in] -> [..., out]."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, partitions: list[Partition] | None = None
+    ) -> None:
+        """`partitions`: the model's own linears that it consists of, or the part of one that a rank has."""
         super().__init__()
-        self.holder = _WeightHolder(weight)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = weight.shape
+        whole = Partition(None, 0, self.out_features, (self.out_features, self.in_features), 0, 0)
+        self.holder = _WeightHolder(weight, partitions or [whole])
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.weight_is_read = False
 
     @property
@@ -59,7 +72,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         parts = mlp.gate_proj, mlp.up_proj
         bias = None if mlp.gate_proj.bias is None else torch.cat([part.bias.data for part in parts])
-        self.gate_up_proj = Linear(torch.cat([part.weight.data for part in parts]), bias)
+        width, hidden = mlp.gate_proj.weight.shape
+        halves = [Partition(i, i * width, width, (width, hidden), 0, 0) for i in range(2)]
+        self.gate_up_proj = Linear(torch.cat([part.weight.data for part in parts]), bias, halves)
         self.down_proj = linear_of(mlp.down_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from quire.layers.parallel import TensorParallel
 from quire.models.transformers.attention import Unsupported
 from quire.models.transformers.replace_modules import GatedMLP, Linear
+from quire.quantization.base import Partition
 
 WHOLE = {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"}
 BY_OUTPUTS = {"colwise", "colwise_rep", "colwise_gather_output"}  # the last two are one: outputs are gathered
@@ -43,7 +44,9 @@ class SharedLinear(Linear):
         if bias is not None:
             # One rank adds it to a sum.
             bias = bias.narrow(0, start, size).clone() if dim == 0 else bias if tp.rank == 0 else None
-        super().__init__(weight.narrow(dim, start, size).clone(), bias)
+        outputs, inputs = weight.shape
+        part = Partition(None, 0, size if dim == 0 else outputs, (outputs, inputs), dim, start)
+        super().__init__(weight.narrow(dim, start, size).clone(), bias, [part])
         self.start, self.style, self.link = start, style, link
         self.weight_is_read = whole.weight_is_read
 
@@ -110,7 +113,10 @@ def _share_gated(mlp: GatedMLP, styles: list[str], link: Link) -> None:
     def halves(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([half.narrow(0, width * tp.rank, width) for half in x.chunk(2)])
 
-    mlp.gate_up_proj = Linear(halves(both.holder.weight.data), None if both.bias is None else halves(both.bias.data))
+    full = (both.out_features // 2, both.in_features)
+    parts = [Partition(i, i * width, width, full, 0, width * tp.rank) for i in range(2)]
+    bias = None if both.bias is None else halves(both.bias.data)
+    mlp.gate_up_proj = Linear(halves(both.holder.weight.data), bias, parts)
     mlp.down_proj = SharedLinear(mlp.down_proj, "rowwise", link)
 
 
