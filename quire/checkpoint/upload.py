@@ -43,7 +43,8 @@ class CudaLink:
     """On the current stream, where the layers' own work with what was loaded follows in order."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        # By its number: reader threads have a current device of their own.
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -2,7 +2,11 @@
 
 #include "elements.h"
 
-enum { CHUNK = 256 }; /* outputs that a thread takes at once */
+enum {
+    CHUNK = 256, /* outputs that a thread takes at once */
+    WIDE = 64,   /* of these in registers */
+    GROUP = 4,   /* rows of A at once: one sum alone waits for itself, and x is widened once for all */
+};
 
 #define SAME(x) (x)
 #define DOT(NAME, T, TO)                                                                                               \
@@ -10,6 +14,23 @@ enum { CHUNK = 256 }; /* outputs that a thread takes at once */
         float sum = 0;                                                                                                 \
         _Pragma("omp simd reduction(+ : sum)") for (int64_t i = 0; i < n; i++) sum += TO(x[i]) * TO(y[i]);             \
         return sum;                                                                                                    \
+    }                                                                                                                  \
+    static inline void NAME##_group(float *out, const T *x, const T *y, int64_t n) {                                   \
+        float s0 = 0, s1 = 0, s2 = 0, s3 = 0;                                                                          \
+        _Pragma("omp simd reduction(+ : s0, s1, s2, s3)") for (int64_t i = 0; i < n; i++) {                            \
+            float v = TO(x[i]);                                                                                        \
+            s0 += v * TO(y[i]);                                                                                        \
+            s1 += v * TO(y[i + n]);                                                                                    \
+            s2 += v * TO(y[i + 2 * n]);                                                                                \
+            s3 += v * TO(y[i + 3 * n]);                                                                                \
+        }                                                                                                              \
+        out[0] = s0, out[1] = s1, out[2] = s2, out[3] = s3;                                                            \
+    }                                                                                                                  \
+    /* out [count] = x times rows of y */                                                                              \
+    static inline void NAME##s(float *out, const T *x, const T *y, int64_t n, int64_t count) {                         \
+        int64_t r = 0;                                                                                                 \
+        for (; r + GROUP <= count; r += GROUP) NAME##_group(out + r, x, y + r * n, n);                                 \
+        for (; r < count; r++) out[r] = NAME(x, y + r * n, n);                                                         \
     }
 DOT(dot_f32, float, SAME)
 DOT(dot_bf16, bf16, widen)
@@ -18,7 +39,16 @@ DOT(dot_bf16, bf16, widen)
  * other, because a rank is shorter than a vector. */
 #define EXPAND(NAME, T, TO, BACK)                                                                                      \
     static inline void NAME(T *out, const float *h, const T *b, int64_t rank, int64_t stride, int64_t n) {             \
-        float sum[CHUNK] = {0};                                                                                        \
+        for (; n >= WIDE; n -= WIDE, out += WIDE, b += WIDE) {                                                         \
+            float sum[WIDE] = {0};                                                                                     \
+            for (int64_t r = 0; r < rank; r++) {                                                                       \
+                const T *row = b + r * stride;                                                                         \
+                float scale = h[r];                                                                                    \
+                _Pragma("omp simd") for (int64_t j = 0; j < WIDE; j++) sum[j] += scale * TO(row[j]);                   \
+            }                                                                                                          \
+            _Pragma("omp simd") for (int64_t j = 0; j < WIDE; j++) out[j] = BACK(TO(out[j]) + sum[j]);                 \
+        }                                                                                                              \
+        float sum[WIDE] = {0};                                                                                         \
         for (int64_t r = 0; r < rank; r++) {                                                                           \
             const T *row = b + r * stride;                                                                             \
             float scale = h[r];                                                                                        \
@@ -38,6 +68,7 @@ int quire_add_low_rank(const void *x, const int32_t *slots, const int32_t *ranks
                        int64_t second, int64_t third, int type) {
     if (n < 0 || in < 1 || outputs < 1 || rank < 1 || width % rank || width < rank || width > 3 * rank) return BAD_SIZE;
     int64_t starts[] = {0, second, third, outputs}, parts = width / rank, chunks = 0;
+    int64_t groups = (rank + GROUP - 1) / GROUP; /* of rows of A in a part */
     for (int64_t part = 0; part < parts; part++) {
         if (part + 1 == parts) starts[part + 1] = outputs;
         if (starts[part] > starts[part + 1] || starts[part + 1] > outputs) return BAD_SIZE;
@@ -47,11 +78,14 @@ int quire_add_low_rank(const void *x, const int32_t *slots, const int32_t *ranks
     {
 #pragma omp for collapse(2)
         for (int64_t i = 0; i < n; i++)
-            for (int64_t r = 0; r < width; r++) {
-                if (slots[i] < 0 || r % rank >= ranks[slots[i]]) continue;
+            for (int64_t g = 0; g < parts * groups; g++) {
+                int64_t first = g % groups * GROUP, r = g / groups * rank + first; /* of the part's, of all */
+                if (slots[i] < 0 || first >= ranks[slots[i]]) continue;
+                int64_t left = ranks[slots[i]] - first, count = left < GROUP ? left : GROUP;
                 int64_t from = i * in, at = (slots[i] * width + r) * in;
-                inner[i * width + r] = type ? dot_bf16((const bf16 *)x + from, (const bf16 *)a + at, in)
-                                            : dot_f32((const float *)x + from, (const float *)a + at, in);
+                float *to = inner + i * width + r;
+                if (type) dot_bf16s(to, (const bf16 *)x + from, (const bf16 *)a + at, in, count);
+                else dot_f32s(to, (const float *)x + from, (const float *)a + at, in, count);
             }
 #pragma omp for collapse(2)
         for (int64_t i = 0; i < n; i++)
