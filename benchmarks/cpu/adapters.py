@@ -82,7 +82,7 @@ def pairs(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def traffic(folder: Path, seconds: float) -> dict[str, Any]:
-    loras = [make_adapter(folder, number, alpha=64) for number in range(1, 201)]
+    loras = [make_adapter(folder, number, alpha=256) for number in range(1, 201)]
     options = {"dtype": "float32", "quantization": "dequantized", "max_model_len": 256}
     sizes = {"max_loras": 16, "max_cpu_loras": 64, "max_lora_rank": 8}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
