@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(MANAGER, "self._longest_hit(hashes, num_tokens - 1)", "self._longest_hit(hashes, num_tokens)", BLOCKS),
     Mutant(MANAGER, "0 if group.window is not None else _common_length", "_common_length", SCHEDULING + BLOCKS),
     Mutant(MANAGER, "self.alignment = math.lcm(*sizes)", "self.alignment = max(sizes)", BLOCKS),
-    Mutant(POOL, "if block.key is None and key not in self._cached:", "if block.key is None:", BLOCKS),
+    Mutant(POOL, "if block.key is not None or key in self._cached:", "if block.key is not None:", BLOCKS),
     Mutant(
         POOL,
         "if block.key is None:\n                    self._link(self._head, block)",

@@ -61,7 +61,7 @@ def test_a_long_prefix_is_computed_once():
     [
         {"speculative_config": {"method": "mlp_speculator", "model": "a/b", "num_speculative_tokens": 3}},
         {"data_parallel_size": 4},
-        {"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}},
+        {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
     ],
 )
 def test_unavailable_arguments_are_refused(arguments):

@@ -128,7 +128,7 @@ def test_too_few_slots_are_refused():
         native.attention(*batch, make_features("", 3, SCALE), slots(63, 3, 32))
 
 
-@pytest.mark.parametrize("window", [None, WHOLE])
+@pytest.mark.parametrize("window", [None, 1000])
 def test_only_rows_of_many_keys_are_split(window):
     memory = slots(1024, 6, 64).fill_(7)
     for lengths, split in (((WHOLE, 40, 1), False), ((40, WHOLE + 1), window is None)):

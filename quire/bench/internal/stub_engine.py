@@ -23,11 +23,12 @@ from quire.metrics.kinds import Metric
 from quire.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from quire.tokenizer.load import load_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
+from quire.weights.engine_methods import AsyncControlMethods
 
 Rule = Callable[[EngineCoreRequest, int], int]  # the token after the given number of generated ones
 
 
-class StubEngine:
+class StubEngine(AsyncControlMethods):
     """Every request gets one token per step, at each iteration of the event loop or every `step_seconds`."""
 
     vector_size = 384  # of prompts that are pooled
@@ -165,6 +166,14 @@ class StubEngine:
     async def get_state(self) -> dict[str, dict[str, int]]:
         own = {"requests": len(self.output_processor), "streams": len(self.streams)}
         return {"front_end": own, "core": {"requests": len(self.running)}}
+
+    async def _control(self, name: str, *args: Any) -> Any:
+        """As an engine that is never paused, asleep or updated."""
+        answers = {"pause": True, "resume": None, "is_paused": False, "is_sleeping": False, "wake_up": True}
+        answers |= {"get_weight_version": "default", "set_weight_version": None}
+        if name not in answers:
+            raise ValueError("an engine without a model has no weights, and no memory to give back")
+        return answers[name]
 
     async def get_kv_event_sources(self) -> dict[str, dict[str, Any]]:
         return {}
