@@ -16,6 +16,26 @@ from quire.entrypoints.http.errors import ApiError, bad_request, json_response
 from quire.entrypoints.http.exposure import is_cross_site
 from quire.weights.engine_methods import PAUSE_MODES
 
+PATHS = frozenset(
+    [
+        "/is_paused",
+        "/is_sleeping",
+        "/weight_info",
+        "/pause",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        "/release_kv_cache_memory",
+        "/collective_rpc",
+        "/init_weight_transfer_engine",
+        "/shutdown_weight_transfer_engine",
+        "/start_weight_update",
+        "/start_draft_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+    ]
+)
 TAGS = ("weights", "kv_cache", "scheduling")
 _METHOD = re.compile(r"[a-z][a-z_0-9]*")
 

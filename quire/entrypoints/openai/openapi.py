@@ -14,6 +14,7 @@ from quire.entrypoints.chat_renderer import TEXT_PARTS
 from quire.entrypoints.http.adapters import LoadRequest, UnloadRequest
 from quire.entrypoints.http.admin import AbortRequest
 from quire.entrypoints.http.body import CLIENT_REQUEST_ID
+from quire.entrypoints.http.control import PATHS as CONTROL_PATHS
 from quire.entrypoints.http.control import FinishRequest, InitRequest, RpcRequest, UpdateRequest, VersionRequest
 from quire.entrypoints.http.dialect import Dialect, dialect_of
 from quire.entrypoints.openai.openapi_responses import RESPONSES
@@ -69,6 +70,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 ERRORS = {
     "400": "a field is wrong",
     "401": "the API key is missing or not known",
+    "403": "whoever asks may not change the engine",
     "404": "the model does not exist",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
@@ -262,6 +264,7 @@ def _operation(
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_name}"}}}
     names = re.findall(r"{(\w+)", route.path)
     statuses = [*COMMON_STATUSES, *(BODY_STATUSES if body else ()), *(["400", "404"] if names else [])]
+    statuses += [] if route.path not in CONTROL_PATHS else ["403"] if "400" in statuses else ["400", "403"]
     statuses += ["504"] if generates or route.path in TIMED_PATHS else []
     responses = {"200": {"description": "the response", **_content(route.path, response, generates)}}
     responses |= {status: {"description": ERRORS[status], "content": error} for status in sorted(statuses)}
