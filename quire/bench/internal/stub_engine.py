@@ -169,7 +169,13 @@ class StubEngine(AsyncControlMethods):
 
     async def _control(self, name: str, *args: Any) -> Any:
         """As an engine that is never paused, asleep or updated."""
-        answers = {"pause": True, "resume": None, "is_paused": False, "is_sleeping": False, "wake_up": True}
+        answers: dict[str, Any] = {
+            "pause": True,
+            "resume": None,
+            "is_paused": False,
+            "is_sleeping": False,
+            "wake_up": True,
+        }
         answers |= {"get_weight_version": "default", "set_weight_version": None}
         if name not in answers:
             raise ValueError("an engine without a model has no weights, and no memory to give back")
