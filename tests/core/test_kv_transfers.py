@@ -213,3 +213,44 @@ def test_an_idle_engine_makes_a_plan_for_a_connector_that_wants_one():
     assert engine.scheduler.has_unfinished()
     plan = engine.scheduler.schedule()
     assert not len(plan.rows)
+
+
+def loading_after_a_failed_step():
+    """Request b shares blocks that the step of a should have written, and loads others."""
+    engine = FakeEngine(connector=Connector(num_tokens=4))
+    scheduler = engine.scheduler
+    scheduler.transfers.connectors[0].num_tokens = 0
+    engine.add("a", range(9), max_tokens=2)
+    first = scheduler.schedule()
+    scheduler.transfers.connectors[0].num_tokens = 4
+    engine.add("b", range(16), max_tokens=2)
+    second = scheduler.schedule()
+    assert list(scheduler.transfers.loading) == ["b"] and scheduler.requests["b"].num_computed == 12
+    scheduler.fail_plan(first, RequestError(ErrorKind.INTERNAL, "lost"))
+    return scheduler, second
+
+
+def test_what_is_loaded_beside_blocks_of_a_failed_step_is_computed_anew():
+    scheduler, second = loading_after_a_failed_step()
+    scheduler.transfers.connectors[0].num_tokens = 0
+    scheduler.update_from_output(second, report(FinishedTransfers(received=("b",))))
+    third = scheduler.schedule()
+    assert [(new.request_id, new.num_computed) for new in third.new_rows] == [("b", 0)]
+
+
+def test_a_plan_asks_again_for_what_a_failed_one_would_have_reported():
+    scheduler, _ = loading_after_a_failed_step()
+    assert scheduler.transfers.needs_plan
+
+
+def test_other_weights_drop_what_was_loaded_for_requests_that_wait():
+    connector = Connector(num_tokens=4)
+    engine = FakeEngine(connector=connector)
+    engine.add("a", range(8), max_tokens=2)
+    scheduler, waiting = engine.scheduler, engine.scheduler.requests["a"]
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, report(FinishedTransfers(received=("a",))))
+    assert waiting.has_blocks
+    connector.forget = lambda: connector.preempted.append("forgotten")
+    scheduler.forget(b"new weights")
+    assert not waiting.has_blocks and waiting.num_computed == 0 and "forgotten" in connector.preempted

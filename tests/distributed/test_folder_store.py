@@ -187,3 +187,14 @@ def test_random_traffic_from_many_threads(store):
     for thread in threads:
         thread.join()
     assert not wrong and store.stats.reads.errors == store.stats.writes.errors == 0
+
+
+def test_files_of_others_are_not_evicted(store, tmp_path):
+    store.put(KEYS, [buffer(i) for i in range(8)])
+    others = [tmp_path / "kv" / "en" / "thesis.txt", tmp_path / "kv" / "ab" / "notes"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("mine")
+        os.utime(other, (1, 1))
+    FolderUpkeep(tmp_path / "kv", max_bytes=1).look()
+    assert not any(store.contains(KEYS)) and all(other.exists() for other in others)

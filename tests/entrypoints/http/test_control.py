@@ -43,6 +43,11 @@ def test_every_route_needs_the_key(server: ServerProcess) -> None:
     assert {server.post(path).status_code for path in PATHS} == {401}
 
 
+def test_a_page_of_another_site_changes_nothing(server: ServerProcess) -> None:
+    response = server.post("/pause", headers={**KEY, "Sec-Fetch-Site": "cross-site"})
+    assert response.status_code == 403 and not get(server, "/is_paused")["is_paused"]
+
+
 def test_sleep_and_wake(server: ServerProcess) -> None:
     before = tokens(server)
     assert post(server, "/sleep?level=1") == {"status": "sleeping", "level": 1}
