@@ -246,8 +246,11 @@ class MultiProcExecutor(RemoteExecutor):
         errors = self._errors[step]
 
         def ended(rank: int) -> bool:
-            board = self._board
-            return rank in errors or (board.get(rank, DONE) >= step and board.get(rank, FAILED) != step)
+            if rank in errors or self._board.get(rank, DONE) < step:
+                return rank in errors
+            # In order: if it failed in a later step, that error's message comes after one of this step.
+            later = any(at > step and rank in found for at, found in self._errors.items())
+            return later or self._board.get(rank, FAILED) < step
 
         progress: list[int] = []
         while not self._receive(lambda: all(map(ended, range(self._size))), time.monotonic() + AGREE_SECONDS):
