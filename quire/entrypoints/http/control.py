@@ -1,7 +1,7 @@
 """Operators' and trainers' endpoints of --enable-admin: pause, sleep, new weights, calls of workers' methods."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -16,27 +16,26 @@ from quire.entrypoints.http.errors import ApiError, bad_request, json_response
 from quire.entrypoints.http.exposure import is_cross_site
 from quire.weights.engine_methods import PAUSE_MODES
 
-PATHS = frozenset(
-    [
-        "/is_paused",
-        "/is_sleeping",
-        "/weight_info",
-        "/pause",
-        "/resume",
-        "/sleep",
-        "/wake_up",
-        "/release_kv_cache_memory",
-        "/collective_rpc",
-        "/init_weight_transfer_engine",
-        "/shutdown_weight_transfer_engine",
-        "/start_weight_update",
-        "/start_draft_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/update_weight_version",
-    ]
-)
+# By path, the method of ControlEndpoints.
+GET = {"/is_paused": "is_paused", "/is_sleeping": "is_sleeping", "/weight_info": "weight_info"}
+POST = {
+    "/pause": "pause",
+    "/resume": "resume",
+    "/sleep": "sleep",
+    "/wake_up": "wake_up",
+    "/release_kv_cache_memory": "release_kv_cache_memory",
+    "/init_weight_transfer_engine": "init_transfer",
+    "/shutdown_weight_transfer_engine": "shutdown_transfer",
+    "/start_weight_update": "start_update",
+    "/start_draft_weight_update": "start_draft_update",
+    "/update_weights": "update_weights",
+    "/finish_weight_update": "finish_update",
+    "/update_weight_version": "update_version",
+    "/collective_rpc": "collective_rpc",
+}
+PATHS = GET.keys() | POST.keys()
 TAGS = ("weights", "kv_cache", "scheduling")
+Handler = Callable[[Request], Awaitable[Response]]
 _METHOD = re.compile(r"[a-z][a-z_0-9]*")
 
 
@@ -94,35 +93,17 @@ class ControlEndpoints:
         self._engine, self._bodies, self._exposed = cast(ControlledEngine, engine), bodies, exposed
 
     def routes(self) -> list[Route]:
-        get = {"/is_paused": self.is_paused, "/is_sleeping": self.is_sleeping, "/weight_info": self.weight_info}
-        post = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/sleep": self.sleep,
-            "/wake_up": self.wake_up,
-            "/release_kv_cache_memory": self.release_kv_cache_memory,
-            "/init_weight_transfer_engine": self.init_transfer,
-            "/shutdown_weight_transfer_engine": self.shutdown_transfer,
-            "/start_weight_update": self.start_update,
-            "/start_draft_weight_update": self.start_draft_update,
-            "/update_weights": self.update_weights,
-            "/finish_weight_update": self.finish_update,
-            "/update_weight_version": self.update_version,
-            "/collective_rpc": self.collective_rpc,
-        }
-        return [
-            *(Route(path, _refusing(handler), methods=["GET"]) for path, handler in get.items()),
-            *(Route(path, self._guarded(_refusing(handler)), methods=["POST"]) for path, handler in post.items()),
-        ]
+        get = [Route(path, _refusing(getattr(self, name)), methods=["GET"]) for path, name in GET.items()]
+        post = [(path, self._guarded(_refusing(getattr(self, name)))) for path, name in POST.items()]
+        return [*get, *(Route(path, handler, methods=["POST"]) for path, handler in post)]
 
-    def _guarded(self, handler: Any) -> Any:
+    def _guarded(self, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
             if self._exposed:
                 raise ApiError(403, "the server is open to the network and has no API keys; set one (--api-key)")
             if is_cross_site(request):
                 raise ApiError(403, "a page of another site may not change this engine")
-            response: Response = await handler(request)
-            return response
+            return await handler(request)
 
         return handle
 
@@ -213,13 +194,12 @@ def _choice(request: Request, name: str, allowed: Sequence[str], default: str) -
     return given
 
 
-def _refusing(handler: Any) -> Any:
+def _refusing(handler: Handler) -> Handler:
     """What the engine refuses is a 400 with its reason."""
 
     async def handle(request: Request) -> Response:
         try:
-            response: Response = await handler(request)
-            return response
+            return await handler(request)
         except (ValueError, EngineCallError) as error:
             raise bad_request(str(error)) from None
 
