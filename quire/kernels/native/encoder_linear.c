@@ -35,6 +35,16 @@ static __attribute__((noinline)) void activate_sums(__m512 *sums, int count, int
     }
 }
 
+INLINE void activate(const int rows, int kind, __m512 *sums) {
+    if (kind < 0) return;
+    __m512 kept[2 * STRIP];
+#pragma GCC unroll 24
+    for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
+    activate_sums(kept, 2 * rows, kind);
+#pragma GCC unroll 24
+    for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
+}
+
 /* A float32 weight [n, k] -> [panels][k][32]. */
 int quire_pack_float32(const float *weight, float *packed, int64_t n, int64_t k) {
     if (n < 1 || k < 1) return BAD_SIZE;
@@ -73,14 +83,7 @@ INLINE void linear_bf16(const int rows, const Linear *l, int64_t i, int64_t p) {
             sums[2 * r + 1] = _mm512_dpbf16_ps(sums[2 * r + 1], w1, v);
         }
     }
-    if (l->activation >= 0) {
-        __m512 kept[2 * STRIP];
-#pragma GCC unroll 24
-        for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
-        activate_sums(kept, 2 * rows, l->activation);
-#pragma GCC unroll 24
-        for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
-    }
+    activate(rows, l->activation, sums);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         bf16 *out = (bf16 *)l->out + (i + r) * l->n + at;
@@ -98,14 +101,7 @@ INLINE void linear_f32(const int rows, const Linear *l, int64_t i, int64_t p) {
           l->bias ? _mm512_maskz_loadu_ps(high, bias + 16) : zero);
     multiply_f32(rows, (const float *)l->x + i * l->k, l->k, (const float *)l->packed + at * l->k, PANEL, l->k, 0xffff,
                  0xffff, sums);
-    if (l->activation >= 0) {
-        __m512 kept[2 * STRIP];
-#pragma GCC unroll 24
-        for (int r = 0; r < 2 * rows; r++) kept[r] = sums[r];
-        activate_sums(kept, 2 * rows, l->activation);
-#pragma GCC unroll 24
-        for (int r = 0; r < 2 * rows; r++) sums[r] = kept[r];
-    }
+    activate(rows, l->activation, sums);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         float *out = (float *)l->out + (i + r) * l->n + at;
