@@ -22,8 +22,8 @@ SIZES = {"max_model_len": 1600, "block_size": 16, "max_num_seqs": 12, "use_tqdm_
 PREFIX = [7 + i * i % 180 for i in range(1100)]
 
 pytestmark = pytest.mark.skipif(
-    native.library() is None or native.has_amx() or native.linear_kind() != "avx512-bf16",
-    reason="products depend on their number of rows on this processor, or it has no bf16",
+    native.library() is None or native.has_amx(),
+    reason="there is no compiler, or AMX, whose products with quantized weights depend on their number of rows",
 )
 
 
