@@ -41,3 +41,13 @@ def test_alone_in_chunks_and_after_shared_keys(heads, kv_heads, head_size, windo
         assert torch.equal(attend(batch, layer, [end - 1], first), whole[first:end]), (first, end)
     for shared in (16, 64, 80, 640, 1024, 1040, 2048, 2064) if window is None else ():
         assert torch.equal(attend(batch, layer, LATER, None, shared), whole[list(LATER)]), shared
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (37, 67)])
+def test_products_of_a_row_among_any_number_of_rows(outputs, inputs):
+    torch.manual_seed(0)
+    packed = native.pack_linear(torch.randn(outputs, inputs).bfloat16())
+    x, bias = torch.randn(30, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+    whole = native.linear(x, packed, outputs, bias)
+    for rows in range(1, len(x)):
+        assert torch.equal(native.linear(x[-rows:], packed, outputs, bias), whole[-rows:]), rows

@@ -144,14 +144,15 @@ int quire_linear_part(const bf16 *x, const bf16 *packed, const bf16 *bias, bf16 
 #else
 
 /* Without such an instruction a pair of weights becomes two float32: shifted up, and with its low half cleared. LANES
- * is a vector register. ROWS x STRIP vectors of sums, and the weights, fit the registers; a single row needs more
- * vectors, because each sum waits for the one before it. */
+ * is a vector register. ROWS x STRIP vectors of sums, and the weights, fit the registers; one and two rows need more
+ * vectors, because each sum waits for the one before it. An output is one sum, of whatever rows it is: its products are
+ * added in the same order. */
 #if defined(__AVX512F__)
-enum { LANES = 16, STRIP = 2, STRIP_OF_ONE = 2, ROWS = 8 };
+enum { LANES = 16, STRIP = 2, STRIP_OF_FEW = 2, ROWS = 8 };
 #elif defined(__AVX__)
-enum { LANES = 8, STRIP = 2, STRIP_OF_ONE = 4, ROWS = 4 };
+enum { LANES = 8, STRIP = 2, STRIP_OF_FEW = 4, ROWS = 4 };
 #else
-enum { LANES = 4, STRIP = 2, STRIP_OF_ONE = 4, ROWS = 4 };
+enum { LANES = 4, STRIP = 2, STRIP_OF_FEW = 4, ROWS = 4 };
 #endif
 typedef float Floats __attribute__((vector_size(LANES * 4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), may_alias));
@@ -162,13 +163,10 @@ enum { WIDENED_BYTES = 256 << 10 };
 /* x [rows][2 * pairs] float32; sums [rows][PANEL], of which `strip` vectors are computed. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const int strip, const float *x,
                                                            const bf16 *panel, float *sums, int64_t pairs) {
-    Floats a[ROWS][4], b[2][4];
+    Floats a[ROWS][4];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < strip; v++) {
-            a[r][v] = (Floats){0};
-            if (rows <= 2) b[r][v] = (Floats){0};
-        }
+        for (int v = 0; v < strip; v++) a[r][v] = (Floats){0};
     for (int64_t e = 0; e < pairs; e++) {
 #pragma GCC unroll 4
         for (int v = 0; v < strip; v++) {
@@ -179,27 +177,22 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
             for (int r = 0; r < rows; r++) {
                 const float *pair = x + (r * pairs + e) * 2;
                 a[r][v] += even * pair[0];
-                if (rows <= 2) b[r][v] += odd * pair[1];
-                else a[r][v] += odd * pair[1];
+                a[r][v] += odd * pair[1];
             }
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < strip; v++) {
-            Floats sum = a[r][v];
-            if (rows <= 2) sum += b[r][v];
-            memcpy(sums + r * PANEL + v * LANES, &sum, sizeof sum);
-        }
+        for (int v = 0; v < strip; v++) memcpy(sums + r * PANEL + v * LANES, &a[r][v], sizeof(Floats));
 }
 
 static void multiply_rows(int rows, const float *x, const bf16 *panel, float *sums, int64_t pairs) {
-    int outputs = (rows == 1 ? STRIP_OF_ONE : STRIP) * LANES;
+    int outputs = (rows <= 2 ? STRIP_OF_FEW : STRIP) * LANES;
     for (int j = 0; j < PANEL; j += outputs)
         switch (rows) {
 #define CASE(R)                                                                                                        \
     case R:                                                                                                            \
-        if (R <= ROWS) multiply(R, R == 1 ? STRIP_OF_ONE : STRIP, x, panel + j * 2, sums + j, pairs);                  \
+        if (R <= ROWS) multiply(R, R <= 2 ? STRIP_OF_FEW : STRIP, x, panel + j * 2, sums + j, pairs);                  \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4)
 #if defined(__AVX512F__)
