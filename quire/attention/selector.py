@@ -49,6 +49,21 @@ class TritonEntry(CacheBackend):
         return backend.create(platform, dtype, features)
 
 
+class InvariantEntry(TritonEntry):
+    """Stands for InvariantBackend, likewise."""
+
+    name = "triton_invariant"
+
+    @classmethod
+    def declines(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> str | None:
+        return "it is that of --batch-invariant"
+
+    @classmethod
+    def create(cls, platform: Platform, dtype: torch.dtype, features: GroupFeatures) -> CacheBackend:
+        backend: type[CacheBackend] = importlib.import_module("quire.attention.invariant").InvariantBackend
+        return backend.create(platform, dtype, features)
+
+
 class TritonLatentEntry(CacheBackend):
     """Stands for TritonLatentBackend, likewise."""
 
@@ -85,6 +100,7 @@ BACKENDS: list[type[CacheBackend]] = [
     NativeLatentBackend,
     TorchLatentBackend,
     TorchIndexedBackend,
+    InvariantEntry,
 ]
 
 

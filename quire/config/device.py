@@ -28,6 +28,9 @@ class DeviceConfig:
     )
     max_cudagraph_capture_size: int | None = option(None, "on a GPU: largest of these sizes; 0: none", minimum=0)
     disable_cascade_attn: bool = option(False, "attend to a prefix that requests share once for each of them")
+    batch_invariant: bool = option(
+        False, "on a GPU: a request's tokens and logprobs do not depend, to the bit, on what is computed beside it"
+    )
     cpu_threads: int | None = option(
         None, "on a CPU: threads that compute; default: the physical cores this process may use", minimum=1
     )

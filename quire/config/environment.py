@@ -235,6 +235,9 @@ VLLM_ALLOW_RUNTIME_LORA_UPDATING = Variable[bool](
 VLLM_SKIP_MODEL_NAME_VALIDATION = Variable[bool](
     "VLLM_SKIP_MODEL_NAME_VALIDATION", _switch, False, "`1`: the same as `--skip-model-name-validation`", "`0`"
 )
+VLLM_BATCH_INVARIANT = Variable[bool](
+    "VLLM_BATCH_INVARIANT", _switch, False, "`1`: the same as `--batch-invariant`", "`0`"
+)
 VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS = Variable[float](
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", float, 300.0, "default of `--engine-stall-timeout`"
 )
@@ -266,6 +269,7 @@ OPTION_DEFAULTS: dict[str, Variable[Any]] = {
     "enable_admin": VLLM_SERVER_DEV_MODE,
     "allow_runtime_lora_updating": VLLM_ALLOW_RUNTIME_LORA_UPDATING,
     "skip_model_name_validation": VLLM_SKIP_MODEL_NAME_VALIDATION,
+    "batch_invariant": VLLM_BATCH_INVARIANT,
     "engine_stall_timeout": VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
     "timeout_keep_alive": VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     "max_n": VLLM_MAX_N_SEQUENCES,

@@ -72,6 +72,10 @@ MEASURED: dict[tuple[int, int, int, int, int], MoeConfig] = {
 FLOAT32 = GroupedConfig(32, TileConfig(32, 64, stages=3), TileConfig(64, 64, stages=3))
 
 
+# For any number of rows, with --batch-invariant.
+INVARIANT = GroupedConfig(16, TileConfig(64, 128, stages=3), TileConfig(128, 64))
+
+
 def choose(rows: int, shape: Shape, itemsize: int = 2) -> MoeConfig:
     """For weights of `itemsize` bytes per element."""
     bucket = next((b for b in BUCKETS if b >= rows), BUCKETS[-1])

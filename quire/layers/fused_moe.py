@@ -20,7 +20,7 @@ from quire.kernels.moe import (
     sum_experts,
 )
 from quire.kernels.moe_routing import Routing, route_torch
-from quire.kernels.moe_table import max_fused_rows
+from quire.kernels.moe_table import GroupedConfig, max_fused_rows
 from quire.kernels.native import moe as native_moe
 from quire.kernels.rms_norm import RMSNormParams
 from quire.layers.expert_terms import ExpertTerms
@@ -97,6 +97,7 @@ class FusedMoE(nn.Module):
         self.tp, self.activation = tp, activation
         self.checkpoint = checkpoint
         self.terms: ExpertTerms | None = None  # of adapters
+        self.tiles: GroupedConfig | None = None  # for any number of rows; None: by their number
         self.backend = choose_moe_backend(device.type, dtype, num_experts, backend)
         self.width = width = tp.share(intermediate_size, "the experts' intermediate size")
         self.gate_up = new_parameter(num_experts, 2 * width, hidden_size, dtype=dtype, device=device)
@@ -139,7 +140,7 @@ class FusedMoE(nn.Module):
 
     @property
     def max_fused_rows(self) -> int:
-        if not self.backend.fuses_layer:
+        if not self.backend.fuses_layer or self.tiles is not None:
             return 0
         return max_fused_rows((self.num_experts, self.routing.slots, self.hidden_size, self.width))
 
@@ -202,7 +203,7 @@ class FusedMoE(nn.Module):
         if self.terms is not None and self.terms.active:
             return self._local_with_terms(x, logits, bias, self.terms)
         if self.backend.name == "triton":
-            return moe_triton(x, logits, self._weights(), self.routing, bias)
+            return moe_triton(x, logits, self._weights(), self.routing, bias, config=self.tiles)
         packed: native_moe.PackedExperts | None = getattr(self, "packed_experts", None)
         if packed is not None:
             return native_moe.moe(x, *native_moe.route(logits, self.routing, bias), packed)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.kernels.invariant_linear import invariant_linear
 from quire.kernels.packed_linear import Multiply, Panels, pack_weight
 from quire.kernels.skinny_linear import (
     linear,
@@ -73,6 +74,17 @@ class UnquantizedLinearMethod(FusedLinearMixin):
     def _replace_weight(self, layer: nn.Module, multiply: Multiply) -> None:
         keep(layer, "multiply", multiply)
         del layer.weight
+
+
+@dataclass(frozen=True)
+class InvariantLinearMethod(UnquantizedLinearMethod):
+    """A row's products are added in one order, whatever rows are multiplied with it; nothing is fused."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return invariant_linear(x, layer.weight, bias)  # type: ignore[arg-type]
+
+    def can_fuse(self, layer: nn.Module) -> bool:
+        return False
 
 
 class Unquantized:

@@ -29,6 +29,7 @@ from quire.messages.lora import AdapterNews, LoRARequest
 from quire.messages.plan import GrammarMask, ModelRunnerOutput, SchedulerOutput
 from quire.messages.speculation import DraftProfile
 from quire.models.base import LanguageModel, SupportsLoRA
+from quire.models.batch_invariant import check_invariant, invariant_backend, make_invariant
 from quire.models.decoder import DecoderModel
 from quire.models.loading.kv_scales import use_checkpoint_scales
 from quire.models.loading.loader import load_model
@@ -82,6 +83,9 @@ class Worker:
         self.platform = current_platform(device.device, device.cpu_threads, device.cpu_pin, world.local_rank)
         for note in self.platform.prepare():
             logger.info(note)
+        self.invariant = device.batch_invariant and self.platform.supports_triton  # a CPU is by itself
+        if self.invariant:
+            check_invariant(config)
         own_memory = self.platform.has_own_memory
         self.memory_before = DeviceMemory.measure(self.platform.device) if own_memory else None
         classes = processor_classes(config.model.logits_processors) if world.answers else []
@@ -115,6 +119,8 @@ class Worker:
                 progress=config.load.use_tqdm_on_load,
                 packed_weights_cache=config.load.packed_weights_cache,
             )
+        if self.invariant:
+            make_invariant(self.model)
         self.weights = WeightUpdates(
             self.model,
             checkpoint,
@@ -148,7 +154,7 @@ class Worker:
             lora=self.adapters.state if self.adapters is not None else None,
             graph_sizes=device.cudagraph_capture_sizes,
             largest_graph=device.max_cudagraph_capture_size,
-            share_prefixes=not device.disable_cascade_attn,
+            share_prefixes=not (device.disable_cascade_attn or self.invariant),
             tensor=world.tensor,
             stages=link_stages(config, world, self.model, self.dtype, self.platform.device),
             heads=load_heads(config, checkpoint, self.model, self.platform.device),
@@ -251,7 +257,9 @@ class Worker:
             for group in groups
         ]
         pairs = [(group.spec, features) for group, features in zip(groups, needs, strict=True)]
-        choice = choose_backends(self.platform, self.dtype, pairs, self.config.device.attention_backend)
+        requested = self.config.device.attention_backend
+        requested = invariant_backend(requested) if self.invariant else requested
+        choice = choose_backends(self.platform, self.dtype, pairs, requested)
         for reason in choice.reasons:
             logger.debug(reason)
         return GroupBackends(choice.by_group)

@@ -113,7 +113,8 @@ def test_vllms_variables_are_the_defaults_of_options(monkeypatch: pytest.MonkeyP
 
 def test_a_default_of_an_option_is_that_of_its_variable() -> None:
     engine = EngineConfig()
-    config = {**vars(ServerConfig()), **vars(engine.structured_outputs), **vars(engine.observability)}
+    config = {**vars(ServerConfig()), **vars(engine.device), **vars(engine.structured_outputs)}
+    config |= vars(engine.observability)
     assert {name: config[name] for name in OPTION_DEFAULTS} == {
         name: variable.default for name, variable in OPTION_DEFAULTS.items()
     }

@@ -1,0 +1,101 @@
+"""Kernels of `--batch-invariant` in Triton's interpreter: run by test_interpreter.py."""
+
+import pytest
+import torch
+
+import tests.kernels.interpreter_fix  # noqa: F401
+from quire.kernels.invariant_linear import invariant_linear
+from quire.kernels.paged_attention import AttentionFeatures, AttentionShape, paged_attention
+from quire.kernels.triton import invariant_attention as attention
+from quire.kernels.triton import invariant_linear as kernel
+from quire.kernels.triton.skinny_linear import SplitWorkspace
+
+ROWS = (1, 2, 3, 17, 64, 200)
+HEADS, KV, SIZE, BLOCK = 4, 2, 16, 16
+LENGTH = 190  # keys of short parts, of long ones, and of the last
+CHUNKS = [70, 1, 29, 1, 63, 24, 1, 1]
+DECODED = [63, 1, 1, 64, 1, 58, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_row_has_the_same_bits_beside_any_others(rows, dtype):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(200, 600, dtype=dtype), torch.randn(150, 600, dtype=dtype), torch.randn(150).to(dtype)
+    whole = invariant_linear(x, weight, bias)
+    wanted = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(whole.float(), wanted, atol=5e-2, rtol=1e-2)
+    assert torch.equal(invariant_linear(x[:rows], weight, bias), whole[:rows])
+    assert torch.equal(invariant_linear(x[200 - rows :], weight, bias), whole[200 - rows :])  # elsewhere in a tile
+    assert kernel.slabs_of(150, 600, 128, 64)[0] > 1
+    for split in (False, True):
+        assert torch.equal(kernel.invariant_linear(x[:rows], weight, bias, False, split), whole[:rows])
+    assert not SplitWorkspace.of(x.device).arrived.any()
+
+
+FEATURES = {
+    "plain": {},
+    "window": {"window": 90},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"slopes": torch.linspace(0.01, 0.1, HEADS)},
+    "sinks": {"sinks": torch.linspace(-1, 1, HEADS)},
+}
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch):
+    """The interpreter is slow, but for float32, whose tiles are of 16 keys, all parts should be met."""
+    for name, value in (("SHORT", 64), ("COUNT", 2), ("LONG", 64)):
+        monkeypatch.setitem(attention._invariant_kernel.fn.__globals__, name, attention.tl.constexpr(value))
+    monkeypatch.setattr(attention, "MAX_PARTS", 4)
+
+
+def attend(q, cache, table, features, chunks, splits=None):
+    """Queries of one row in chunks of these sizes."""
+    space = attention.PartsWorkspace(2, [AttentionShape(HEADS, KV, SIZE)], q.device)
+    queries = attention.queries_per_block(HEADS // KV, q.dtype)
+    out, done = torch.empty_like(q), 0
+    for size in chunks:
+        part, got = q[done : done + size].contiguous(), torch.empty_like(q[done : done + size])
+        done += size
+        rows, lengths = torch.zeros(1, dtype=torch.int32), torch.tensor([done], dtype=torch.int32)
+        if size == 1:
+            batch = (rows, None, lengths, table, space, features)
+            attention.invariant_attention(part, got, cache, None, *batch, splits=splits)
+        else:
+            starts = torch.tensor([0, size], dtype=torch.int32)
+            blocks = torch.tensor([[0, first] for first in range(0, size, queries)], dtype=torch.int32)
+            batch = (rows, starts, lengths, table, space, features)
+            attention.invariant_attention(part, got, cache, blocks, *batch, queries=queries)
+        out[done - size : done] = got
+    assert not space.arrived.any()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_query_has_the_same_bits_in_any_chunk(name, dtype):
+    torch.manual_seed(1)
+    blocks = -(-LENGTH // BLOCK)
+    q = torch.randn(LENGTH, HEADS, SIZE).to(dtype)
+    cache = torch.randn(blocks, 2, KV, BLOCK, SIZE).to(dtype)
+    table = torch.randperm(blocks, dtype=torch.int32)[None]
+    features = AttentionFeatures(SIZE**-0.5, **FEATURES[name])
+    whole = attend(q, cache, table, features, [LENGTH])
+    rows, starts = torch.zeros(1, dtype=torch.int32), torch.tensor([0, LENGTH])
+    wanted = paged_attention(q, cache, rows, starts, torch.tensor([LENGTH]), table, features)
+    torch.testing.assert_close(whole, wanted, atol=1e-2 if dtype is torch.float16 else 1e-4, rtol=1e-2)
+    chunked = attend(q, cache, table, features, CHUNKS)
+    assert torch.equal(chunked, whole)
+    for splits in (1, 3):
+        decoded = attend(q, cache, table, features, DECODED, splits)
+        assert torch.equal(decoded, whole), splits
+
+
+def test_padding_rows_stay_finite():
+    space = attention.PartsWorkspace(2, [AttentionShape(HEADS, KV, SIZE)], torch.device("cpu"))
+    q = torch.randn(2, HEADS, SIZE)
+    out, cache = torch.full_like(q, float("nan")), torch.randn(1, 2, KV, BLOCK, SIZE)
+    rows, lengths, table = torch.tensor([0, -1]), torch.tensor([3, 0]), torch.zeros(1, 1, dtype=torch.int32)
+    attention.invariant_attention(q, out, cache, None, rows, None, lengths, table, space, AttentionFeatures(0.25))
+    assert out.isfinite().all()
