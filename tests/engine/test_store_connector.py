@@ -9,6 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.distributed.kv_offload.block_file import SECTOR
 from quire.distributed.kv_offload.folder_upkeep import block_files
+from quire.distributed.kv_offload.store_metadata import StoreMetadata
 from tests.distributed.redis_server import redis_server  # noqa: F401 - a fixture
 from tests.tiny_models import NUM_TOKENS, make_reference
 
@@ -137,6 +138,43 @@ def test_others_run_while_a_store_is_slow(llama, tmp_path):
         while not ended or "looked up" not in ended:
             ended = [output.request_id for output in llm.llm_engine.step() if output.finished]
         assert not core.scheduler.transfers.looking_up and not connector._lookups and not connector._answers.by_request
+
+
+def test_a_folder_that_hangs_is_a_miss(llama, tmp_path):
+    """As a network mount whose server is gone: requests compute, and later ones do not even ask."""
+    with engine(llama, tmp_path) as llm:
+        connector, gate = tier(llm), threading.Event()
+        connector._deadlines.seconds = 0.05
+        connector._store.contains = lambda keys: gate.wait(60) and [False] * len(keys)
+        assert generate(llm, llama) == [0] * 8
+        assert connector.stats().errors["lookup"] > 0 and connector._breaker.is_open
+        gate.set()
+
+
+def test_loads_of_a_connector_that_raises_are_not_written_later(llama, tmp_path):
+    """Their blocks are freed, and may be others'."""
+    with engine(llama, tmp_path) as llm:
+        generate(llm, llama)
+    with engine(llama, tmp_path, async_scheduling=False) as llm:
+        worker, reading, gate = core_of(llm).executor.worker.runner.transfers.connectors[-1], *_events()
+        get, written = worker._store.get, []
+        worker._store.get = lambda *a: reading.set() or (gate.wait(60) and get(*a))
+        worker._writer.write = lambda *a: written.append(a)
+        prompt = max(llama.prompts, key=len)
+        llm.llm_engine.add_request("loads", {"prompt_token_ids": prompt}, GREEDY)
+        while not reading.is_set():
+            llm.llm_engine.step()
+        worker._save = lambda job: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            worker.start_load_kv(StoreMetadata(saves=[None]))
+        gate.set()
+        worker._pool.close()
+        assert not written and not worker._received and not worker._loads
+        llm.llm_engine.abort_request(["loads"])
+
+
+def _events():
+    return threading.Event(), threading.Event()
 
 
 def test_a_reset_cache_is_not_found_again(llama, tmp_path):

@@ -1,5 +1,7 @@
 """The scheduler's side of a store connector: lookups that never hold it up, what is saved, what is loaded."""
 
+import functools
+import logging
 import secrets
 import threading
 import weakref
@@ -11,13 +13,17 @@ from quire.config.transfer import ConnectorConfig
 from quire.distributed.kv_connector import KVConnector
 from quire.distributed.kv_offload.block_keys import BlockKey, BlockKeys
 from quire.distributed.kv_offload.block_store import PERCENTILES, BlockStore, StoreKeys
+from quire.distributed.kv_offload.circuit_breaker import CircuitBreaker
 from quire.distributed.kv_offload.confirmed_saves import ConfirmedSaves
+from quire.distributed.kv_offload.deadlines import Deadlines
 from quire.distributed.kv_offload.io_pool import IOPool, Urgency, close_all
 from quire.distributed.kv_offload.store_metadata import BlockJob, StoreMetadata, StoreReport
 from quire.messages.connector import ConnectorRequest
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.kv_transfer import ConnectorReport, TierStats
 from quire.messages.plan import SchedulerOutput
+
+logger = logging.getLogger("quire")
 
 MAX_KNOWN = 1 << 18  # keys that are believed to be in the store, and not saved again
 LOOKUP_THREADS = 2
@@ -27,8 +33,10 @@ LOOKUP_THREADS = 2
 class _Lookup:
     """Of one request: what of it the store has, once `found` is known."""
 
+    request_id: str
     start: int = 0  # tokens that it had when it was asked last
     found: set[BlockKey] | None = None
+    answered: bool = False  # by the store, or by the end of the time that it has for it
 
 
 @dataclass(slots=True)
@@ -41,7 +49,8 @@ class _Answers:
 
 class StoreScheduler(KVConnector):
     """A request is looked up in a thread when it is first to be admitted, and set aside meanwhile. If the store no
-    longer has what it had then, the load fails and the request computes.
+    longer has what it had then, the load fails and the request computes. A lookup that takes longer than `deadline`
+    seconds has found nothing, and the store is left alone for a while: a file system may hang.
 
     `asynchronous`: saves are copied off the device while steps run, so that a plan which overwrites one of their
     blocks must be told.
@@ -50,7 +59,13 @@ class StoreScheduler(KVConnector):
     hears_registered = True
 
     def __init__(
-        self, config: ConnectorConfig, layout: KVCacheConfig, store: BlockStore, tier: str, asynchronous: bool
+        self,
+        config: ConnectorConfig,
+        layout: KVCacheConfig,
+        store: BlockStore,
+        tier: str,
+        asynchronous: bool,
+        deadline: float = 5.0,
     ) -> None:
         super().__init__(config, layout, "scheduler")
         self.tier = tier
@@ -61,7 +76,9 @@ class StoreScheduler(KVConnector):
         self._keys = BlockKeys(layout)
         self._names = StoreKeys(config.num_ranks)
         self._pool = IOPool(LOOKUP_THREADS, f"quire-kv-{tier}-lookup")
-        self._end_threads = weakref.finalize(self, close_all, self._pool, store)
+        self._deadlines = Deadlines(deadline)
+        self._breaker = CircuitBreaker(failures=1)
+        self._end_threads = weakref.finalize(self, close_all, self._deadlines, self._pool, store)
         self._lookups: dict[str, _Lookup] = {}
         self._answers = _Answers()
         self._queue = ConfirmedSaves()
@@ -93,10 +110,12 @@ class StoreScheduler(KVConnector):
         request_id = request.request_id
         lookup = self._lookups.get(request_id)
         if lookup is None:
-            self._lookups[request_id] = _Lookup()
+            if not self._breaker.allows():
+                return 0, False
+            lookup = self._lookups[request_id] = _Lookup(request_id)
             wanted = self._keys.every(request.block_hashes, num_computed, stop)
-            names = self._names
-            self._pool.submit(Urgency.LOOKUP, lambda: self._look_up(request_id, wanted, names))
+            self._deadlines.add(functools.partial(self._answer, lookup, None))
+            self._pool.submit(Urgency.LOOKUP, functools.partial(self._look_up, lookup, wanted, self._names))
             return None, True
         if lookup.found is None and not self._read_answer(request_id, lookup):
             return None, True
@@ -105,18 +124,38 @@ class StoreScheduler(KVConnector):
         found = self._keys.longest(request.block_hashes, num_computed, limit, lookup.found.__contains__)
         return found - num_computed, True
 
-    def _look_up(self, request_id: str, wanted: list[BlockKey], names: StoreKeys) -> None:
+    def _look_up(self, lookup: _Lookup, wanted: list[BlockKey], names: StoreKeys) -> None:
         """In a thread."""
+        if lookup.answered:
+            return  # it had to wait for others too long
         found: set[BlockKey] = set()
         try:
             parts = self._store.contains([name for key in wanted for name in names.of_all_ranks(*key)])
             count = names.num_ranks
             found = {key for i, key in enumerate(wanted) if all(parts[i * count : (i + 1) * count])}
         finally:
-            with self._answers.lock:
-                if request_id in self._lookups:  # it has not ended meanwhile
-                    self._answers.by_request[request_id] = found
-            self._ask_again(request_id)
+            self._answer(lookup, found)
+
+    def _answer(self, lookup: _Lookup, found: set[BlockKey] | None) -> None:
+        """In any thread. None: the time is over."""
+        with self._answers.lock:
+            if lookup.answered:
+                return
+            lookup.answered = True
+            if self._lookups.get(lookup.request_id) is lookup:  # the request has not ended meanwhile
+                self._answers.by_request[lookup.request_id] = found or set()
+        if found is not None:
+            if self._breaker.succeeded():
+                logger.info("KV cache on %s: lookups are answered again", self.tier)
+        else:
+            self._store.stats.add(self._store.stats.lookups, errors=1)
+            if self._breaker.failed():
+                logger.warning(
+                    "KV cache on %s: a lookup took more than %g s and counts as a miss; tried again every now and then",
+                    self.tier,
+                    self._deadlines.seconds,
+                )
+        self._ask_again(lookup.request_id)
 
     def _read_answer(self, request_id: str, lookup: _Lookup) -> bool:
         with self._answers.lock:

@@ -15,6 +15,7 @@ from quire.distributed.kv_connector import KVConnector
 from quire.distributed.kv_offload.block_keys import BlockKey
 from quire.distributed.kv_offload.block_store import BlockStore, StoreKeys
 from quire.distributed.kv_offload.copier import Copier, OrderedCopier
+from quire.distributed.kv_offload.deadlines import Deadlines
 from quire.distributed.kv_offload.io_pool import IOPool, Urgency, close_all
 from quire.distributed.kv_offload.metadata import CopyJob
 from quire.distributed.kv_offload.page_writer import PageWriter, make_page_writer
@@ -36,23 +37,36 @@ class _Load:
     def __init__(self, request_id: str, num_batches: int, writable: object) -> None:
         self.request_id = request_id
         self.left = num_batches
-        self.failed = False
+        self.failed = False  # nothing is written to its blocks any more
+        self.reported = False
+        self.num_writing = 0  # threads that write to its blocks
         self.writable = writable  # PageWriter.mark(): when the blocks may be written
 
 
 class StoreWorker(KVConnector):
     """Threads read blocks from the store and write them into the cache, whose blocks are the waiting request's alone.
     Blocks to be saved are copied to host memory in the order of plans, and written to the store when it has time: if
-    it has too little, they are dropped."""
+    it has too little, they are dropped.
+
+    Reads that take longer than `deadline` seconds have failed: their threads may hang, and will not write any more."""
 
     def __init__(
-        self, config: ConnectorConfig, layout: KVCacheConfig, store: BlockStore, num_threads: int, asynchronous: bool
+        self,
+        config: ConnectorConfig,
+        layout: KVCacheConfig,
+        store: BlockStore,
+        num_threads: int,
+        asynchronous: bool,
+        deadline: float = 60.0,
     ) -> None:
         super().__init__(config, layout, "worker")
+        self._deadlines = Deadlines(deadline)
         self._store = store
         self._asynchronous = asynchronous
         self._num_threads = num_threads
         self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._loads: set[_Load] = set()  # not reported yet
         self._received: list[str] = []
         self._failed: dict[str, str] = {}
         self._report = StoreReport()
@@ -72,7 +86,7 @@ class StoreWorker(KVConnector):
         self._writer: PageWriter = make_page_writer(self._pages)
         self._buffers = threading.local()  # one for each thread that reads
         self._pool = IOPool(self._num_threads)
-        self._end_threads = weakref.finalize(self, close_all, self._pool, self._store)
+        self._end_threads = weakref.finalize(self, close_all, self._deadlines, self._pool, self._store)
 
     def _make_copier(self) -> Copier:
         if not self._asynchronous:
@@ -85,14 +99,18 @@ class StoreWorker(KVConnector):
 
     def start_load_kv(self, meta: ConnectorMetadata) -> None:
         assert isinstance(meta, StoreMetadata)
-        for number in meta.ended:
-            self._copier.rely_on(number)
-        for job in meta.saves:
-            self._save(job)
-        for number in meta.overwritten:
-            self._copier.let_overwrite(number)
-        for job in meta.loads:
-            self._load(job)
+        try:
+            for number in meta.ended:
+                self._copier.rely_on(number)
+            for job in meta.saves:
+                self._save(job)
+            for number in meta.overwritten:
+                self._copier.let_overwrite(number)
+            for job in meta.loads:
+                self._load(job)
+        except BaseException:
+            self._abandon_loads()
+            raise
 
     def get_finished(self) -> FinishedTransfers:
         ended = tuple(job.number for job, _ in self._copier.ended())
@@ -147,6 +165,9 @@ class StoreWorker(KVConnector):
         assert job.request_id is not None
         starts = range(0, len(job.blocks), self._batch)
         load = _Load(job.request_id, len(starts), self._writer.mark())
+        with self._lock:
+            self._loads.add(load)
+        self._deadlines.add(functools.partial(self._expire, load))
         for start in starts:
             part = slice(start, start + self._batch)
             self._pool.submit(Urgency.READ, functools.partial(self._read, load, job, part))
@@ -158,25 +179,67 @@ class StoreWorker(KVConnector):
                 memory = self._read_buffer()
                 found = self._store.get(names, [memory.buffer(i) for i in range(len(names))])
                 lost = [key for key, hit in zip(job.keys[part], found, strict=True) if not hit]
-                if not lost:
-                    self._writer.write(memory, job.blocks[part], load.writable)
-                    done = True
+                done = not lost and self._write_blocks(load, memory, job.blocks[part])
         except Exception:
             logger.exception("blocks of the KV cache could not be loaded")
         finally:
             self._end(load, done, lost)
+
+    def _write_blocks(self, load: _Load, memory: StagingMemory, blocks: list[int]) -> bool:
+        """Unless the load has failed meanwhile: its blocks may be others' by now."""
+        with self._lock:
+            if load.failed:
+                return False
+            load.num_writing += 1
+        try:
+            self._writer.write(memory, blocks, load.writable)
+        finally:
+            with self._lock:
+                load.num_writing -= 1
+                self._written.notify_all()
+        return True
 
     def _end(self, load: _Load, done: bool, lost: list[BlockKey]) -> None:
         with self._lock:
             self._report.lost += lost
             load.failed |= not done
             load.left -= 1
-            if load.left:
+            if not load.left:
+                self._tell(load, "the KV cache's store no longer has all of its blocks")
+
+    def _expire(self, load: _Load) -> None:
+        """The time for the load is over."""
+        with self._lock:
+            if load.reported:
                 return
-            if load.failed:
-                self._failed[load.request_id] = "the KV cache's store no longer has all of its blocks"
-            else:
-                self._received.append(load.request_id)
+            self._stop(load)
+            self._tell(load, f"the KV cache's store took more than {self._deadlines.seconds:g} s")
+        self._store.stats.add(self._store.stats.reads, errors=1)
+        logger.warning("KV cache: blocks could not be read within %g s, and are computed", self._deadlines.seconds)
+
+    def _abandon_loads(self) -> None:
+        """Of a connector that raises all transfers end, and their blocks are freed: nothing is written any more."""
+        with self._lock:
+            for load in self._loads:
+                self._stop(load)
+                load.reported = True
+            self._loads.clear()
+
+    def _stop(self, load: _Load) -> None:
+        load.failed = True
+        while load.num_writing:  # from memory to memory, which does not hang
+            self._written.wait()
+
+    def _tell(self, load: _Load, failure: str) -> None:
+        """With the lock held."""
+        if load.reported:
+            return
+        load.reported = True
+        self._loads.discard(load)
+        if load.failed:
+            self._failed[load.request_id] = failure
+        else:
+            self._received.append(load.request_id)
         self._notify()
 
     def _read_buffer(self) -> StagingMemory:

@@ -17,6 +17,8 @@ DISK_BYTES = 32 << 30  # unless a limit is given
 FOLDER_OPTIONS = ("shared_storage_path", "disk_bytes_to_use", "num_threads")
 REDIS_OPTIONS = ("url", "timeout", "ttl", "max_connections", "num_threads")
 NUM_THREADS = 4
+DEADLINE = 5.0  # seconds for a lookup; more counts as a miss
+LOADS_LONGER = 12  # times as long is what a load may take: it may be of gigabytes
 
 
 def shared_storage_connector(config: ConnectorConfig, layout: KVCacheConfig, role: str) -> KVConnector:
@@ -68,10 +70,11 @@ def store_connector(
     if not layout.chunkable:
         return KVConnector(config, layout, role)  # nothing is cached
     asynchronous = config.device != "cpu"
+    deadline = max(DEADLINE, 4 * _number(options, "timeout", 0.0, minimum=0))  # of a call, for stores that have one
     if role == "scheduler":
-        return StoreScheduler(config, layout, make_store(), tier, asynchronous)
+        return StoreScheduler(config, layout, make_store(), tier, asynchronous, deadline)
     threads = int(_number(options, "num_threads", NUM_THREADS, minimum=1))
-    return StoreWorker(config, layout, make_store(), threads, asynchronous)
+    return StoreWorker(config, layout, make_store(), threads, asynchronous, LOADS_LONGER * deadline)
 
 
 def _options(name: str, extra: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
