@@ -96,7 +96,7 @@ def not_selected(scores: torch.Tensor, top_k: int) -> torch.Tensor:
     """[T, L] bool: all but the `top_k` greatest of each row; what is -inf never is selected.
 
     Of equal scores the earlier tokens are taken. Where no head of the index likes a token its score is 0 exactly, so
-    ties are common, and the order in which torch.topk takes them depends on the shape of the step.
+    ties happen, and the order in which torch.topk takes them depends on the shape of the step.
     """
     masked = scores == -torch.inf
     if scores.shape[1] <= top_k:
