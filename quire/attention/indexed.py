@@ -93,9 +93,15 @@ def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> 
 
 
 def not_selected(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """[T, L] bool: all but the `top_k` greatest of each row; what is -inf never is selected."""
+    """[T, L] bool: all but the `top_k` greatest of each row; what is -inf never is selected.
+
+    Of equal scores the earlier tokens are taken. Where no head of the index likes a token its score is 0 exactly, so
+    ties happen, and the order in which torch.topk takes them depends on the shape of the step.
+    """
     masked = scores == -torch.inf
     if scores.shape[1] <= top_k:
         return masked
-    others = torch.ones_like(masked).scatter_(1, scores.topk(top_k, dim=1).indices, False)
-    return masked | others
+    least = scores.topk(top_k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = scores > least, scores == least
+    room = top_k - above.sum(1, keepdim=True)
+    return masked | ~(above | (equal & (equal.cumsum(1) <= room)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.attention.base import Angles, StepInputs
+from quire.attention.indexed import not_selected
 from quire.attention.latent import LatentFeatures, LatentWeights, TorchLatentBackend, attend_absorbed, attend_expanded
 from quire.attention.latent_native import NativeLatentBackend
 from quire.kernels import native
@@ -166,3 +167,9 @@ def test_cache_in_fp8(by_token):
     step.features = replace(step.features, kv_scales=KVScales(k=1.0 if by_token else 0.01, by_token=scales))
     *_, out = step.run(TorchLatentBackend())
     assert (out - exact).norm() < 0.1 * exact.norm()
+
+
+def test_the_index_takes_the_earlier_of_equal_scores():
+    scores = torch.tensor([[0.0, 2, 0, -1, 0, 1], [0, 0, 0, 0, -torch.inf, -torch.inf]])
+    for padded in (scores, torch.cat((scores, torch.full((2, 500), -torch.inf)), 1)):
+        assert [(~row).nonzero()[:, 0].tolist() for row in not_selected(padded, 4)] == [[0, 1, 2, 5], [0, 1, 2, 3]]
