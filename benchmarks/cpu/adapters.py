@@ -15,44 +15,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
+from benchmarks.adapter_files import make_adapter
 from quire import LLM, SamplingParams
 from quire.bench.machine import describe_machine
-from quire.messages.lora import LoRARequest
 from quire.messages.sampling_params import RequestOutputKind
 
-HIDDEN, KV, INNER, LAYERS = 576, 192, 1536, 30
-LINEARS = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (KV, HIDDEN),
-    "self_attn.v_proj": (KV, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INNER, HIDDEN),
-    "mlp.up_proj": (INNER, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INNER),
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
 }
 
 
-def make_adapter(folder: Path, number: int, rank: int = 8, alpha: int = 16) -> LoRARequest:
-    """Random; the larger alpha, the more texts differ."""
-    generator = torch.Generator().manual_seed(number)
-    tensors = {}
-    for layer in range(LAYERS):
-        for module, (out, in_) in LINEARS.items():
-            place = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(rank, in_, generator=generator) * 0.02
-            tensors[f"{place}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.02
-    path = folder / f"adapter{number}"
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha}))
-    return LoRARequest(f"adapter{number}", number, str(path))
-
-
 def pairs(folder: Path, rounds: int) -> dict[str, Any]:
-    loras = [make_adapter(folder, number) for number in range(1, 5)]
+    loras = [make_adapter(folder, number, SMOLLM2) for number in range(1, 5)]
     options = {"dtype": "bfloat16", "max_model_len": 1024, "enable_prefix_caching": False}
     with LLM(quantization="dequantized", enable_lora=True, max_loras=4, max_lora_rank=8, **options) as llm:
 
@@ -82,7 +60,7 @@ def pairs(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def traffic(folder: Path, seconds: float) -> dict[str, Any]:
-    loras = [make_adapter(folder, number, alpha=256) for number in range(1, 201)]
+    loras = [make_adapter(folder, number, SMOLLM2, alpha=256) for number in range(1, 201)]
     options = {"dtype": "float32", "quantization": "dequantized", "max_model_len": 256}
     sizes = {"max_loras": 16, "max_cpu_loras": 64, "max_lora_rank": 8}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
