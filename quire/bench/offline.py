@@ -5,16 +5,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.bench.common import profiled, timed
+from quire.messages.lora import LoRARequest
 
 if TYPE_CHECKING:
     from quire import SamplingParams
     from quire.tokenizer.tokenizer import Tokenizer
 
 Prompts = Sequence[str | list[int]]
+Adapters = Sequence[LoRARequest] | None  # one for each prompt
 
 
 class Offline(Protocol):
-    def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
+    def generate(
+        self, prompts: Prompts, params: "list[SamplingParams]", adapters: Adapters = None, profile: bool = False
+    ) -> tuple[float, Any]:
         """Seconds, and the outputs in the order of the prompts."""
         ...
 
@@ -32,12 +36,14 @@ class OfflineLLM:
         self.llm = LLM(**options)
         self.chat = chat
 
-    def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
+    def generate(
+        self, prompts: Prompts, params: "list[SamplingParams]", adapters: Adapters = None, profile: bool = False
+    ) -> tuple[float, Any]:
         def work() -> Any:
             if self.chat:
                 chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-                return self.llm.chat(chats, params, use_tqdm=False)
-            return self.llm.generate(prompts, params, use_tqdm=False)
+                return self.llm.chat(chats, params, use_tqdm=False, lora_request=adapters)
+            return self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
 
         return profiled(self.llm, lambda: timed(work)) if profile else timed(work)
 
@@ -62,21 +68,24 @@ class OfflineAsyncLLM:
         self.engine = AsyncLLM(EngineConfig.from_kwargs(**options))
         self.count = 0
 
-    def generate(self, prompts: Prompts, params: "list[SamplingParams]", profile: bool = False) -> tuple[float, Any]:
+    def generate(
+        self, prompts: Prompts, params: "list[SamplingParams]", adapters: Adapters = None, profile: bool = False
+    ) -> tuple[float, Any]:
         def work() -> tuple[float, Any]:
-            return timed(lambda: self.runner.run(self._all(prompts, params)))
+            return timed(lambda: self.runner.run(self._all(prompts, params, adapters)))
 
         return profiled(self.engine, work, self.runner.run) if profile else work()
 
-    async def _all(self, prompts: Prompts, params: "list[SamplingParams]") -> list[Any]:
-        async def one(prompt: str | list[int], how: "SamplingParams", name: str) -> Any:
-            async for output in self.engine.generate(prompt, how, name):
+    async def _all(self, prompts: Prompts, params: "list[SamplingParams]", adapters: Adapters) -> list[Any]:
+        async def one(number: int) -> Any:
+            adapter = adapters[number] if adapters else None
+            name = f"{self.count}-{number}"
+            async for output in self.engine.generate(prompts[number], params[number], name, lora_request=adapter):
                 last = output
             return last
 
         self.count += 1
-        pairs = enumerate(zip(prompts, params, strict=True))
-        return await asyncio.gather(*(one(prompt, how, f"{self.count}-{i}") for i, (prompt, how) in pairs))
+        return await asyncio.gather(*(one(number) for number in range(len(prompts))))
 
     def tokenizer(self) -> "Tokenizer":
         return _required(self.engine.tokenizer)

@@ -19,13 +19,14 @@ from quire.bench.datasets import RANDOM, Item, check_dataset, items, set_lengths
 from quire.bench.machine import describe_machine
 from quire.bench.processes import Process, cpu_seconds, server_processes
 from quire.bench.report import Metric, Report
+from quire.bench.serve_apis import BACKENDS, Api, backend_of
 from quire.bench.serve_child import ServerChild, serving
 from quire.bench.serve_client import Client, Run, Target, fetch
 from quire.bench.serve_drive import Plan, drive
-from quire.bench.serve_flags import BACKENDS, parser
+from quire.bench.serve_flags import parser
 from quire.bench.serve_result import result_file, save_results, vllm_result
 from quire.bench.serve_rows import ROWS
-from quire.bench.serve_stats import Stats, metrics, summarize
+from quire.bench.serve_stats import NAMES, Stats, metrics, summarize
 from quire.bench.serve_workloads import RampUp, arrivals, ramp_up, requests
 from quire.bench.texts import Texts, texts_for
 from quire.config.flags import engine_kwargs
@@ -46,39 +47,43 @@ class Load:
     args: argparse.Namespace
     target: Target
     model: str  # its name in requests
-    chat: bool
+    api: Api
     texts: Texts
     ramp: RampUp | None
 
-    def items(self, repetition: int) -> list[Item]:
-        found = items(self.args, repetition, self.texts, self.chat)
-        if not self.chat:
-            return found
-        # Chat messages are text. Token counts may then differ slightly from the wanted ones.
-        decode = self.texts.decode
-        return [one if isinstance(one.prompt, str) else Item(decode(one.prompt), one.output_len) for one in found]
+    def batches(self, repetition: int) -> list[list[Item]]:
+        """The prompts of each request."""
+        found = items(self.args, repetition, self.texts, self.api.takes_texts)
+        if self.api.takes_texts:
+            # Token counts may then differ slightly from the wanted ones.
+            found = [Item(self._text(one.prompt), one.output_len) for one in found]
+        size = self.args.random_batch_size
+        return [found[start : start + size] for start in range(0, len(found), size)]
+
+    def _text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.texts.decode(prompt)
 
     def plan(self, repetition: int) -> Plan:
         args = self.args
-        found = self.items(repetition)
+        found = self.batches(repetition)
         times = arrivals(len(found), args.request_rate, args.burstiness, args.seed + repetition, self.ramp)
         prefix = args.request_id_prefix + (f"{repetition}-" if repetition else "")
-        made = requests(found, times, self.model, self.chat, args, prefix)
-        return Plan(self.target, args.endpoint, args.max_concurrency, made, args.save_detailed)
+        made = requests(found, times, self.model, self.api, args, prefix)
+        return Plan(self.target, args.endpoint, args.max_concurrency, made, args.save_detailed, self.api.streams)
 
     def warm_up_plan(self) -> Plan | None:
         if self.args.num_warmups is not None:
             # Prompts of the measured run, so that what they share is cached as in vLLM.
-            found = self.items(0)[:1] * self.args.num_warmups
+            found = self.batches(0)[:1] * self.args.num_warmups
         elif self.args.warm_up:
-            first = self.items(-1)[:WARM_UP_REQUESTS]
-            found = [Item(one.prompt, min(one.output_len, WARM_UP_TOKENS)) for one in first]
+            first = self.batches(-1)[:WARM_UP_REQUESTS]
+            found = [[Item(one.prompt, min(one.output_len, WARM_UP_TOKENS)) for one in batch] for batch in first]
         else:
             return None
         prefix = f"{self.args.request_id_prefix}warm-up-"
-        made = requests(found, [0.0] * len(found), self.model, self.chat, self.args, prefix)
+        made = requests(found, [0.0] * len(found), self.model, self.api, self.args, prefix)
         limit = self.args.max_concurrency if self.args.num_warmups is not None else None
-        return Plan(self.target, self.args.endpoint, limit, made)
+        return Plan(self.target, self.args.endpoint, limit, made, streams=self.api.streams)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             stats.append(one)
             runs.append(one_run)
             if processes:
-                api_cost.append(1e6 * cost / one.output_tokens)
+                api_cost.append(1e6 * cost / (one.output_tokens if load.api.streams else one.prompt_tokens))
         if args.profile:
             _profiler(target, "/stop_profile")
 
@@ -118,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         measured.append(Metric("start-up to /health", "s", [child.start_up_seconds], lower_is_better=True))
     report = Report(
         "serve",
-        _workload(args, load.chat),
+        _workload(args),
         engine_kwargs(args, leave_out=("seed",)),
         describe_machine(args.probe),
         measured,
@@ -150,14 +155,18 @@ def _settle(args: argparse.Namespace) -> RampUp | None:
         args.ignore_eos = True  # random prompts often end at once
     args.starts_server = args.backend is None and args.base_url is None and args.host is None and args.port is None
     if args.endpoint is None:
-        args.endpoint = BACKENDS[args.backend or "openai"]
-    is_chat = args.endpoint.rstrip("/").endswith("chat/completions")
+        args.endpoint = BACKENDS[args.backend or "openai"].path
     if args.backend is None:
-        args.backend = "openai-chat" if is_chat else "openai"
-    elif is_chat != (args.backend == "openai-chat"):
+        args.backend = backend_of(args.endpoint)
+    api = BACKENDS[args.backend]
+    if api != BACKENDS[backend_of(args.endpoint)]:
+        raise ValueError(f"--backend {args.backend} sends to {api.path}, not to --endpoint {args.endpoint}")
+    if args.random_batch_size > 1 and api.streams:
         raise ValueError(
-            f"--backend {args.backend} sends to {BACKENDS[args.backend]}, not to --endpoint {args.endpoint}"
+            f"--random-batch-size is for requests that pool; --backend {args.backend} sends one prompt each"
         )
+    if args.percentile_metrics is None:
+        args.percentile_metrics = list(NAMES) if api.streams else ["e2el"]
     return ramp_up(args)
 
 
@@ -187,7 +196,7 @@ def _load(args: argparse.Namespace, target: Target, child: ServerChild | None, r
     # Random ids need a tokenizer only if one is named: for the size of its vocabulary.
     folder = None if args.dataset_name in RANDOM else getattr(args, "model", None)
     texts = texts_for(target, model, getattr(args, "tokenizer", None), folder, args.chat_template_kwargs)
-    load = Load(args, target, model, args.backend == "openai-chat", texts, ramp)
+    load = Load(args, target, model, BACKENDS[args.backend], texts, ramp)
     if wait > 0:
         _retried(wait, lambda: _try_once(load))
     return load
@@ -206,11 +215,11 @@ def _retried(seconds: float, attempt: Callable[[], T]) -> T:
 
 
 def _try_once(load: Load) -> None:
-    (request,) = requests(load.items(0)[:1], [0.0], load.model, load.chat, load.args, "ready-")
+    (request,) = requests(load.batches(0)[:1], [0.0], load.model, load.api, load.args, "ready-")
     message = load.target.message("POST", load.args.endpoint, request.body)
 
     async def send() -> str | None:
-        return (await Client(load.target, load.args.endpoint).stream(0, message)).error
+        return (await Client(load.target, load.args.endpoint, streams=load.api.streams).send(0, message)).error
 
     error = asyncio.run(send())
     if error is not None:
@@ -242,10 +251,12 @@ def _child_processes(child: ServerChild | None) -> list[Process]:
         return []
 
 
-def _workload(args: argparse.Namespace, chat: bool) -> dict[str, Any]:
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
     facts = {"row": args.row} if args.row else {}
     facts |= workload_facts(args)
-    facts |= {"api": "chat" if chat else "completions", "rate": str(args.request_rate)}
+    facts |= {"api": args.endpoint.removeprefix("/v1/"), "rate": str(args.request_rate)}
+    if args.random_batch_size > 1:
+        facts["batch_size"] = args.random_batch_size
     if args.ramp_up_strategy is not None:
         facts["rate"] = f"{args.ramp_up_start_rps:g} to {args.ramp_up_end_rps:g}, {args.ramp_up_strategy}"
     return facts | {

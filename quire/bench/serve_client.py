@@ -49,7 +49,14 @@ class Event(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
+class Pooled(msgspec.Struct):
+    """The field used of a response that pools."""
+
+    usage: Usage | None = None
+
+
 decode_event = msgspec.json.Decoder(Event).decode
+decode_usage = msgspec.json.Decoder(Pooled).decode
 
 
 @dataclass
@@ -224,15 +231,49 @@ class EventReader:
             record.output_tokens, record.counted_by = len(record.events), "events"
 
 
-class Client:
-    """Sends requests to one path of a server, each when it is due, at most `max_concurrency` at a time."""
+class BodyReader:
+    """A response that comes as a whole, of requests that pool: its end is its one event."""
 
-    def __init__(self, target: Target, path: str, max_concurrency: int | None = None, keep_text: bool = False) -> None:
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.finished = False
+        self.error: dict[str, Any] | None = None
+        self._parts: list[bytes] = []
+
+    def feed(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def close(self) -> None:
+        if not self._parts:
+            return
+        try:
+            whole = decode_usage(b"".join(self._parts))
+        except msgspec.MsgspecError:
+            return  # cut off
+        self.finished = True
+        self.record.events.append(self.record.ended)
+        if whole.usage is not None:
+            self.record.prompt_tokens = whole.usage.prompt_tokens
+
+
+class Client:
+    """Sends requests to one path of a server, each when it is due, at most `max_concurrency` at a time. Responses are
+    events if it `streams`, else whole."""
+
+    def __init__(
+        self,
+        target: Target,
+        path: str,
+        max_concurrency: int | None = None,
+        keep_text: bool = False,
+        streams: bool = True,
+    ) -> None:
         self.target = target
         self.path = path
         self.host, self.port, self.tls = target.address()
         self.slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
         self.keep_text = keep_text
+        self.streams = streams
 
     async def run(self, requests: list[Request], when: Callable[[], float]) -> Run:
         """`when` returns the start time; called once everything is prepared."""
@@ -251,11 +292,11 @@ class Client:
 
     async def _one(self, index: int, message: bytes, due: float | None) -> Record:
         async with self.slots or contextlib.nullcontext():
-            return await self.stream(index, message, due)
+            return await self.send(index, message, due)
 
-    async def stream(self, index: int, message: bytes, due: float | None = None) -> Record:
+    async def send(self, index: int, message: bytes, due: float | None = None) -> Record:
         record = Record(index, due, sent=time.perf_counter())
-        reader = EventReader(record, self.keep_text)
+        reader = EventReader(record, self.keep_text) if self.streams else BodyReader(record)
         refusal: list[bytes] = []
 
         def on_body(data: bytes) -> None:
@@ -281,12 +322,12 @@ class Client:
         return record
 
     @staticmethod
-    def _failure(status: int, reader: EventReader, refusal: bytes) -> str | None:
+    def _failure(status: int, reader: EventReader | BodyReader, refusal: bytes) -> str | None:
         if status != 200:
             return f"HTTP {status} {error_code(refusal)}".rstrip()
         if reader.error is not None:
             return f"error event: {reader.error.get('code') or reader.error.get('type') or 'unnamed'}"
-        return None if reader.finished else "the stream ended early"
+        return None if reader.finished else "the response ended early"
 
 
 def error_code(body: bytes) -> str:

@@ -4,7 +4,7 @@ import multiprocessing
 import multiprocessing.connection
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.bench.serve_client import Client, Request, Run, Target
 
@@ -19,6 +19,7 @@ class Plan:
     max_concurrency: int | None
     requests: list[Request]
     keep_text: bool = False
+    streams: bool = True
 
 
 def drive(plan: Plan, processes: int) -> Run:
@@ -35,12 +36,10 @@ def split(plan: Plan, processes: int) -> list[Plan]:
             "--max-concurrency or lower --client-processes"
         )
     return [
-        Plan(
-            plan.target,
-            plan.path,
-            None if plan.max_concurrency is None else len(range(i, plan.max_concurrency, processes)),
-            plan.requests[i::processes],
-            plan.keep_text,
+        replace(
+            plan,
+            max_concurrency=None if plan.max_concurrency is None else len(range(i, plan.max_concurrency, processes)),
+            requests=plan.requests[i::processes],
         )
         for i in range(processes)
     ]
@@ -86,7 +85,8 @@ def _run(plan: Plan, when: Callable[[], float]) -> Run:
     import uvloop
 
     async def run() -> Run:
-        return await Client(plan.target, plan.path, plan.max_concurrency, plan.keep_text).run(plan.requests, when)
+        client = Client(plan.target, plan.path, plan.max_concurrency, plan.keep_text, plan.streams)
+        return await client.run(plan.requests, when)
 
     return uvloop.run(run())
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from quire.bench.common import positive
 from quire.bench.datasets import add_dataset_flags
+from quire.bench.serve_apis import BACKENDS, SAMPLING
 from quire.bench.serve_rows import ROWS
 from quire.bench.serve_stats import NAMES, goodput_limits, latency_names, percentile_list
-from quire.bench.serve_workloads import SAMPLING, rate
-from quire.bench.vllm_flags import BACKENDS_NOT_YET, add_vllm_flags, choice
+from quire.bench.serve_workloads import rate
+from quire.bench.vllm_flags import BACKENDS_NOT_YET, add_lora_assignment, add_vllm_flags, choice
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, integer, json_object, number
 
-BACKENDS = {"vllm": "/v1/completions", "openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 OTHER_FLAGS = (
     *("--disable-tqdm", "--no-stream", "--enable-multimodal-chat", "--custom-ensure-client-side-data"),
     *("--spec-bench-output-len", "--spec-bench-category", "--blazedit-min-distance", "--blazedit-max-distance"),
@@ -20,9 +20,9 @@ OTHER_FLAGS = (
     *("--timed-trace-chunk-hash-size", "--timed-trace-sec-multiplier", "--timed-trace-label-timestamp"),
     *("--timed-trace-label-input-length", "--timed-trace-label-output-length", "--timed-trace-label-hash-ids"),
     *("--self-timed", "--no-self-timed", "--asr-max-audio-len-sec", "--asr-min-audio-len-sec"),
-    *("--random-batch-size", "--no-reranker", "--random-mm-base-items-per-request", "--random-mm-bucket-config"),
+    *("--no-reranker", "--random-mm-base-items-per-request", "--random-mm-bucket-config"),
     *("--random-mm-num-mm-items-range-ratio", "--random-mm-limit-mm-per-prompt", "--hf-subset", "--hf-split"),
-    *("--hf-name", "--hf-output-len", "--lora-modules", "--lora-assignment", "--use-beam-search"),
+    *("--hf-name", "--hf-output-len", "--use-beam-search"),
     *("--probe-request-rate", "--plot-timeline", "--timeline-itl-thresholds", "--plot-dataset-stats"),
 )
 
@@ -56,7 +56,7 @@ def _add_server_flags(parser: FlagParser) -> None:
         metavar="NAME",
         help=f"API of a running server: {', '.join(BACKENDS)}; without an address at 127.0.0.1:8000",
     )
-    group.add_argument("--endpoint", metavar="PATH", help="/v1/completions, or /v1/chat/completions (openai-chat)")
+    group.add_argument("--endpoint", metavar="PATH", help="(default: the backend's, such as /v1/completions)")
     group.add_argument("--served-model-name", metavar="NAME", help="the model's name in requests (default: --model)")
     group.add_argument(
         "--header", nargs="*", type=pair, metavar="KEY=VALUE", default=[], help="more headers for every request"
@@ -97,6 +97,15 @@ def _add_request_flags(parser: FlagParser) -> None:
         kind, metavar = (integer, "N") if name == "top_k" else (number, "X")
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, metavar=metavar, help="(default: the server's)")
+    group.add_argument(
+        "--random-batch-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="prompts in a request that pools (default: 1)",
+    )
+    add_lora_assignment(group)
+    group.add_argument("--lora-modules", nargs="+", metavar="NAME", help="adapters of the server that requests name")
     group.add_argument("--logprobs", type=integer, metavar="N", help="of the N most likely tokens per position")
     group.add_argument("--extra-body", type=json_object, metavar="JSON", help="more fields of every request")
     group.add_argument(
@@ -121,9 +130,8 @@ def _add_measurement_flags(parser: FlagParser) -> None:
     group.add_argument(
         "--percentile-metrics",
         type=latency_names,
-        default=list(NAMES),
         metavar="LIST",
-        help=f"latencies to report (default: {','.join(NAMES)})",
+        help=f"latencies to report (default: {','.join(NAMES)}; of requests that pool e2el)",
     )
     group.add_argument(
         "--metric-percentiles", type=percentile_list, default=[50, 90, 99], metavar="LIST", help="(default: 50,90,99)"

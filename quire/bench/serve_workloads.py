@@ -1,25 +1,15 @@
 """The requests of `quire bench serve`: their bodies, and arrival times with a rate, a burstiness, a ramp-up."""
 
 import argparse
+import random
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from quire.bench.datasets import Item
+from quire.bench.serve_apis import Api
 from quire.bench.serve_client import Request
 from quire.config.flags import number
-
-# The flags of sampling parameters; those not given are left to the server.
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
 
 
 @dataclass(frozen=True)
@@ -67,25 +57,23 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int, ramp: RampUp
 
 
 def requests(
-    found: list[Item], times: list[float], model: str, chat: bool, args: argparse.Namespace, id_prefix: str
+    batches: list[list[Item]], times: list[float], model: str, api: Api, args: argparse.Namespace, id_prefix: str
 ) -> list[Request]:
-    common: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    common |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    if args.ignore_eos:
-        common["ignore_eos"] = True
-    if args.logprobs is not None:
-        common |= {"logprobs": True, "top_logprobs": args.logprobs} if chat else {"logprobs": args.logprobs}
-    if chat and args.chat_template_kwargs:
-        common["chat_template_kwargs"] = args.chat_template_kwargs
-    made = []
-    for index, (item, due) in enumerate(zip(found, times, strict=True)):
-        own: dict[str, Any] = {"max_tokens": item.output_len}
-        if chat:
-            own = {"max_completion_tokens": item.output_len, "messages": [{"role": "user", "content": item.prompt}]}
-        else:
-            own["prompt"] = item.prompt
-        made.append(Request(index, common | own | (args.extra_body or {}), due, f"{id_prefix}{index}"))
-    return made
+    models = _adapters(args, len(batches)) or [model] * len(batches)
+    common = api.common(args)
+    return [
+        Request(i, {"model": models[i]} | common | api.own(one) | (args.extra_body or {}), times[i], f"{id_prefix}{i}")
+        for i, one in enumerate(batches)
+    ]
+
+
+def _adapters(args: argparse.Namespace, count: int) -> list[str]:
+    """The adapter of each request, in turns or at random; none without --lora-modules."""
+    names: list[str] = args.lora_modules or []
+    if args.lora_assignment == "round-robin" or not names:
+        return [names[i % len(names)] for i in range(count)] if names else []
+    rng = random.Random(args.seed)
+    return [rng.choice(names) for _ in range(count)]
 
 
 def rate(text: str) -> float:

@@ -1,6 +1,7 @@
 """`quire bench throughput`: many requests at once, offline; output tokens per second."""
 
 import argparse
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,16 @@ from quire.bench.datasets import RANDOM, Item, add_dataset_flags, check_dataset,
 from quire.bench.offline import Offline, OfflineAsyncLLM, OfflineLLM
 from quire.bench.report import Metric
 from quire.bench.texts import LocalTexts
-from quire.bench.vllm_flags import BACKENDS_NOT_YET, add_offline_flags, add_vllm_flags, choice
+from quire.bench.vllm_flags import BACKENDS_NOT_YET, add_lora_assignment, add_offline_flags, add_vllm_flags, choice
 from quire.bench.workloads import CPU_SHAPES, Shape, Workload, random_workload
 from quire.config.flags import FlagParser, engine_kwargs, integer
+from quire.messages.lora import LoRARequest
 
 DEFAULT = CPU_SHAPES["throughput"]
 BACKENDS = ("vllm", "vllm-chat")
 OTHER_FLAGS = (
     *("--prequeue-requests", "--enable-multimodal-chat", "--hf-max-batch-size", "--hf-enable-torch-compile"),
-    *("--lora-path", "--lora-assignment", "--hf-subset", "--hf-split", "--hf-name", "--random-batch-size"),
+    *("--hf-subset", "--hf-split", "--hf-name", "--random-batch-size"),
     *("--no-reranker", "--random-mm-base-items-per-request", "--random-mm-num-mm-items-range-ratio"),
     *("--random-mm-limit-mm-per-prompt", "--random-mm-bucket-config", "--asr-min-audio-len-sec"),
     *("--asr-max-audio-len-sec",),
@@ -57,6 +59,10 @@ def parser() -> FlagParser:
     parser.add_argument("--async-engine", action="store_true", help="the engine that servers use, in its own process")
     warm_up = "prompts to run first (default: a few short ones)"
     parser.add_argument("--num-warmups", type=integer, metavar="N", help=warm_up)
+    parser.add_argument(
+        "--lora-path", metavar="FOLDER", help="an adapter, of which each request uses one of --max-loras copies"
+    )
+    add_lora_assignment(parser)
     add_output_json(parser)
     add_offline_flags(parser)
     add_vllm_flags(parser, OTHER_FLAGS)
@@ -100,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
 def _measured(engine: Offline, args: argparse.Namespace, found: list[Item], profile: bool = False) -> "Measured":
     lengths = [item.output_len for item in found]
     params = exact_params(lengths, 0.0, args.n, not args.disable_detokenize)
-    seconds, outputs = engine.generate([item.prompt for item in found], params, profile)
+    adapters = _adapters(args, len(found))
+    seconds, outputs = engine.generate([item.prompt for item in found], params, adapters, profile)
     check_lengths(outputs, lengths, args.n)
     prompts = [
         item.prompt if isinstance(item.prompt, list) else outputs[i].prompt_token_ids for i, item in enumerate(found)
@@ -109,8 +116,21 @@ def _measured(engine: Offline, args: argparse.Namespace, found: list[Item], prof
     return Measured(seconds, len(found), output_tokens, output_tokens + sum(map(len, prompts)))
 
 
+def _adapters(args: argparse.Namespace, count: int) -> list[LoRARequest] | None:
+    """As vLLM does: the same adapter under as many names as there are slots."""
+    if args.lora_path is None:
+        return None
+    slots = getattr(args, "max_loras", None) or 1
+    rng = random.Random(args.seed)
+    in_turns = args.lora_assignment == "round-robin"
+    numbers = [i % slots + 1 if in_turns else rng.randint(1, slots) for i in range(count)]
+    return [LoRARequest(str(number), number, args.lora_path) for number in numbers]
+
+
 def _settle(args: argparse.Namespace) -> None:
     """Flags that follow from others."""
+    if args.lora_path is not None and not getattr(args, "enable_lora", False):
+        raise ValueError("--lora-path needs --enable-lora")
     if args.prefix_len is not None:
         args.random_prefix_len = args.sonnet_prefix_len = args.prefix_len
     set_lengths(args)

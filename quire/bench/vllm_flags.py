@@ -10,8 +10,8 @@ from quire.config.flags import number
 IMAGES = "images, video and audio in benchmarks"
 HUB = "datasets of the Hugging Face hub; give a local file with --dataset-name sharegpt, sonnet or custom"
 TRACES = "timed traces"
-POOLING = "embeddings and reranking"
-LORA = "LoRA"
+RERANKING = "reranking in benchmarks"
+CHATS = "embeddings of chats and images in benchmarks; openai-embeddings sends texts"
 OTHER_ENGINES = "measuring other engines offline"
 PLOTS = "interactive plots; --plot FILE.png draws percentiles and a timeline"
 BEAMS = "beam search in requests of this benchmark"
@@ -54,11 +54,8 @@ NOT_YET: dict[str, NotYet] = {
     "--timed-trace-label-hash-ids": NotYet(TRACES),
     "--self-timed": NotYet(TRACES),
     "--no-self-timed": NotYet(TRACES),
-    "--random-batch-size": NotYet(POOLING, "1"),
-    "--no-reranker": NotYet(POOLING),
-    "--lora-modules": NotYet(LORA),
-    "--lora-path": NotYet(LORA),
-    "--lora-assignment": NotYet(LORA, "random"),
+    "--random-batch-size": NotYet("batches of prompts offline", "1"),
+    "--no-reranker": NotYet(RERANKING),
     "--hf-max-batch-size": NotYet(OTHER_ENGINES),
     "--hf-enable-torch-compile": NotYet(OTHER_ENGINES),
     "--plot-timeline": NotYet(PLOTS),
@@ -84,7 +81,7 @@ DATASETS_NOT_YET = {
     "hf": HUB,
     "burstgpt": "traces of BurstGPT",
     "random-mm": IMAGES,
-    "random-rerank": POOLING,
+    "random-rerank": RERANKING,
     "custom_audio": IMAGES,
     "custom_image": IMAGES,
     "spec_bench": HUB,
@@ -93,14 +90,12 @@ DATASETS_NOT_YET = {
 }
 BACKENDS_NOT_YET = {
     "openai-audio": IMAGES,
-    "openai-embeddings": POOLING,
-    "openai-embeddings-chat": POOLING,
-    "openai-embeddings-clip": POOLING,
-    "openai-embeddings-vlm2vec": POOLING,
-    "infinity-embeddings": POOLING,
-    "infinity-embeddings-clip": POOLING,
-    "vllm-pooling": POOLING,
-    "vllm-rerank": POOLING,
+    "openai-embeddings-chat": CHATS,
+    "openai-embeddings-clip": CHATS,
+    "openai-embeddings-vlm2vec": CHATS,
+    "infinity-embeddings": CHATS,
+    "infinity-embeddings-clip": CHATS,
+    "vllm-rerank": RERANKING,
     "hf": OTHER_ENGINES,
     "mii": OTHER_ENGINES,
 }
@@ -140,6 +135,11 @@ def add_vllm_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> Non
             parser.add_argument(name, action=Accept, nargs=1, **common)
         else:
             parser.add_argument(name, action=Refuse, nargs="*" if NOT_YET[name].neutral is None else "?", **common)
+
+
+def add_lora_assignment(group: Any) -> None:
+    ways = ("random", "round-robin")
+    group.add_argument("--lora-assignment", choices=ways, default="random", help="how requests get their adapters")
 
 
 def add_offline_flags(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,9 @@ class FakeLLM:
     resets: int = 0
     calls: list[list[int]] = field(default_factory=list)
 
-    def generate(self, prompts: list[list[int]], params: list[Any], use_tqdm: bool) -> list[Any]:
+    def generate(
+        self, prompts: list[list[int]], params: list[Any], use_tqdm: bool, lora_request: Any = None
+    ) -> list[Any]:
         lengths = [min(p.max_tokens, self.token_limit) for p in params]
         self.clock.now += 0.1 + 0.01 * (max(lengths) - 1)
         self.calls.append([len(prompt) for prompt in prompts])

@@ -217,6 +217,6 @@ def test_an_unreachable_server_is_an_error_of_each_request() -> None:
     from quire.bench.serve_client import Client
 
     async def send() -> Record:
-        return await Client(Target("http://127.0.0.1:1"), "/").stream(0, b"GET / HTTP/1.1\r\n\r\n")
+        return await Client(Target("http://127.0.0.1:1"), "/").send(0, b"GET / HTTP/1.1\r\n\r\n")
 
     assert asyncio.run(send()).error == "no connection: ConnectionRefusedError"

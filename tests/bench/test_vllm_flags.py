@@ -87,8 +87,8 @@ def test_no_flag_of_vllm_is_unknown(command: str, capsys: pytest.CaptureFixture[
     known = set(module.parser()._option_string_actions)
     assert [name for name in NAMES[command] if name not in known] == []
     for name in set(NAMES[command]) & NOT_YET.keys():
-        if command == "latency":
-            continue  # its --use-beam-search works
+        if (command, name) in (("latency", "--use-beam-search"), ("serve", "--random-batch-size")):
+            continue  # works there
         with pytest.raises(SystemExit):
             main(["bench", command, name, "some value"])
         assert f"{name} is not available yet" in capsys.readouterr().err
@@ -108,7 +108,9 @@ def test_neutral_values_and_what_is_already_so_are_accepted() -> None:
     [
         (["--dataset-name", "hf"], "'hf' is not available yet: datasets of the Hugging Face hub"),
         (["--dataset-name", "nope"], "'nope' is unknown; allowed: random, prefix_repetition, sharegpt"),
-        (["--backend", "openai-embeddings"], "not available yet: embeddings"),
+        (["--backend", "vllm-rerank"], "not available yet: reranking"),
+        (["--backend", "openai-embeddings", "--endpoint", "/v1/completions"], "sends to /v1/embeddings, not to"),
+        (["--random-batch-size", "2"], "is for requests that pool; --backend openai sends one prompt each"),
         (["--backend", "openai", "--endpoint", "/v1/chat/completions"], "sends to /v1/completions, not to"),
         (["--dataset-name", "sonnet"], "needs a file (--dataset-path)"),
         (["--dataset-name", "custom", "--dataset-path", "/no/file"], "'/no/file' is not a file"),
@@ -169,6 +171,16 @@ def test_headers_ids_and_names(server: StubServer) -> None:
     assert {(headers["x-team"], headers["authorization"]) for headers, _ in sent} == {("a=b", "Bearer mine")}
     assert {body["model"] for _, body in sent} == {MODEL}
     assert all(headers["x-request-id"].startswith("bench-") for headers, _ in run(server, *SMALL))
+
+
+@pytest.mark.parametrize("way", ["random", "round-robin"])
+def test_adapters_are_named_by_requests(server: StubServer, way: str) -> None:
+    names = [MODEL, MODEL.upper()]  # the server has no adapters, but one more name
+    flags = ["--num-prompts", "12", *SMALL[2:], "--lora-modules", *names, "--lora-assignment", way]
+    found = [body["model"] for _, body in sorted(run(server, *flags, code=1), key=lambda sent: sent[0]["x-request-id"])]
+    assert set(found) == set(names)
+    if way == "round-robin":
+        assert found.count(MODEL) == 6
 
 
 def test_lengths(server: StubServer) -> None:

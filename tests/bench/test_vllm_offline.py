@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.adapter_files import make_adapter
 from quire import LLM
 from quire.bench import startup
 from quire.engine.async_llm import AsyncLLM
@@ -44,6 +45,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any], Any]]:
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["bench", *words]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("engine", [[], ["--async-engine"]])
+def test_throughput_of_an_adapter(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: list[str]
+) -> None:
+    config = json.loads((Path(tiny[0]) / "config.json").read_text())
+    flags = ["--enable-lora", "--max-loras", "2", "--num-prompts", "4", "--random-input-len", "8", *engine]
+    flags += ["--random-output-len", "4", "--lora-assignment", "round-robin"]
+    adapter = make_adapter(tmp_path, 1, config).lora_path
+    assert bench(capsys, "throughput", *tiny, *flags, "--lora-path", adapter)["metrics"]["output"]["median"] > 0
+    assert main(["bench", "throughput", *tiny, *flags, "--lora-path", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
 
 
 def test_throughput(tiny: list[str], calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +206,7 @@ def test_cold_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         (["throughput", "--backend", "vllm-chat"], "needs texts: --dataset-name sharegpt, sonnet or custom"),
         (["throughput", "--dataset-name", "sharegpt"], "needs a file (--dataset-path)"),
         (["throughput", "--num-prompts", "0"], "--num-prompts is 0"),
+        (["throughput", "--lora-path", "somewhere"], "--lora-path needs --enable-lora"),
     ],
 )
 def test_mistakes_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
