@@ -33,6 +33,7 @@ class ConnectorConfig:
     device: str = "cpu"  # of the engine's cache
     num_ranks: int = 1  # each of which has a worker's side
     rank: int = 0  # of the worker whose side it is
+    shrinks: bool = False  # the CPU tier's size is no wish: it is less where other engines have claimed memory
 
 
 @dataclass
@@ -61,6 +62,7 @@ class TransferConfig:
     kv_offloading_disk_size: float | None = option(
         None, "GiB that the folder may hold; default: 32. What was not used for longest is removed", minimum=0.001
     )
+    kv_offloading_is_default: bool = internal(False)
     device: str = internal("cpu")
     num_ranks: int = internal(1)
 
@@ -77,8 +79,9 @@ class TransferConfig:
         if self.kv_connector is not None:
             found = [ConnectorConfig(self.kv_connector)]
         if self.kv_offloading_size and not any(one.name == OFFLOADING for one in found):
-            extra = {"cpu_bytes_to_use": int(self.kv_offloading_size * 2**30)}
-            found.insert(0, ConnectorConfig(OFFLOADING, extra=extra | {"eviction_policy": self.kv_offloading_policy}))
+            size = int(self.kv_offloading_size * 2**30)
+            extra: dict[str, Any] = {"cpu_bytes_to_use": size, "eviction_policy": self.kv_offloading_policy}
+            found.insert(0, ConnectorConfig(OFFLOADING, extra=extra, shrinks=self.kv_offloading_is_default))
         if self.kv_offloading_path is not None:
             folder: dict[str, Any] = {"shared_storage_path": self.kv_offloading_path}
             if self.kv_offloading_disk_size is not None:

@@ -3,7 +3,9 @@
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.platforms import defaults
+from quire.platforms import cpu_cgroup, cpu_facts
+from quire.platforms.defaults import default_offloading_gib
+from quire.platforms.host_claims import HostClaims
 from tests.tiny_models import make_reference
 
 NUM_TOKENS = 24
@@ -190,9 +192,10 @@ def test_a_failed_copy_ends_requests_of_its_step_and_nothing_else(reference, mon
 
 
 @pytest.mark.parametrize(("free", "size"), [(4, 0.0), (20, 6.0), (1000, 64.0)])
-def test_the_default_on_a_gpu_is_a_part_of_what_is_free(monkeypatch, free, size):
-    monkeypatch.setattr(defaults.cpu_facts, "available_memory", lambda: free << 30)
-    assert defaults.default_offloading_gib() == pytest.approx(size)
+def test_the_default_on_a_gpu_is_a_part_of_what_is_free(monkeypatch, tmp_path, free, size):
+    monkeypatch.setattr(cpu_facts, "machine_memory", lambda: free << 30)
+    monkeypatch.setattr(cpu_cgroup, "memory_left", lambda: None)
+    assert default_offloading_gib(HostClaims(tmp_path / "claims")) == pytest.approx(size)
 
 
 def test_it_is_vllms_connector_too(reference):
