@@ -43,8 +43,8 @@ class Copier(Protocol):
 class OrderedCopier:
     """For a device that computes when it is told to: a copy is done when the call returns.
 
-    By addresses: a plan saves a few blocks, with a page of some kilobytes in each layer. Operations of torch take longer
-    to start than that takes to copy, and wait for threads that are computing.
+    By addresses: a plan saves a few blocks, with a page of some kilobytes in each layer. Operations of torch take
+    longer to start than that takes to copy, and wait for threads that are computing.
     """
 
     def __init__(self, pages: Sequence[torch.Tensor], memory: HostMemory) -> None:
