@@ -198,3 +198,18 @@ def test_files_of_others_are_not_evicted(store, tmp_path):
         os.utime(other, (1, 1))
     FolderUpkeep(tmp_path / "kv", max_bytes=1).look()
     assert not any(store.contains(KEYS)) and all(other.exists() for other in others)
+
+
+def test_a_folder_that_hangs_does_not_keep_the_process(monkeypatch):
+    monkeypatch.setattr("quire.distributed.kv_offload.io_pool.CLOSE_SECONDS", 0.01)
+    pool, begun, server_is_back = IOPool(2), threading.Event(), threading.Event()
+
+    def hangs():
+        begun.set()
+        server_is_back.wait()
+
+    pool.submit(Urgency.WRITE, hangs)
+    assert begun.wait(60)
+    pool.close()
+    assert not server_is_back.is_set()
+    server_is_back.set()

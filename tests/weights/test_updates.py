@@ -290,3 +290,40 @@ def test_reloading_another_checkpoint_and_what_is_the_engines_own():
         with pytest.raises(ValueError, match="takes no weights_iterator"):
             llm.collective_rpc("reload_weights", args=([],))
         assert tokens(llm) == tokens_of(new, dtype="float32")
+
+
+def test_a_store_never_serves_what_other_weights_computed(tmp_path):
+    old, new = two_models("llama")
+    store = {"dtype": "float32", "kv_offloading_path": str(tmp_path / "store")}
+    with LLM(old, **ENGINE, **store) as llm:
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+    with LLM(old, **ENGINE, **store) as llm:
+        found = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+        assert found[0].num_cached_tokens == 48  # from the folder
+        llm.update_weights(new)
+        assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        assert tokens(llm) == tokens_of(new, dtype="float32")
+        llm.update_weights(old)  # not known by its files any more: what it computes has a name of its own
+        assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+    with LLM(old, **ENGINE, **store) as llm:  # another engine still finds the first one's
+        assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 48
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+
+
+def test_an_update_is_finished_after_the_engine_woke_up():
+    old, new = two_models("llama")
+    with LLM(old, dtype="float32", enable_sleep_mode=True, **ENGINE) as llm:
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": new}})
+        llm.sleep(level=1)
+        with pytest.raises(ValueError, match="wake it up first"):
+            llm.finish_weight_update()
+        with pytest.raises(ValueError, match="wake it up first"):
+            llm.collective_rpc("reload_weights")
+        llm.wake_up()
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+        llm.finish_weight_update("2")
+        assert tokens(llm) == tokens_of(new, dtype="float32") and llm.get_weight_version() == "2"
+        with pytest.raises(ValueError, match="new weights since its start"):
+            llm.save_sharded_state("/nowhere")
