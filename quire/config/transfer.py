@@ -11,6 +11,7 @@ MULTI = "MultiConnector"
 OFFLOADING = "OffloadingConnector"
 SHARED_STORAGE = "SharedStorageConnector"
 STORES = (SHARED_STORAGE, "ExampleConnector", "RedisConnector")  # what they hold outlives the engine
+MAX_GIB = 1 << 30
 _KEYS = (
     "kv_connector",
     "kv_role",
@@ -51,6 +52,7 @@ class TransferConfig:
         "GiB of host memory, of all ranks together, for KV-cache blocks that leave the device; 0: none; default: on a "
         "GPU a part of what is free, on a CPU none",
         minimum=0,
+        maximum=MAX_GIB,
     )
     kv_offloading_backend: str = option("native", "what keeps them", choices=("native",))
     kv_offloading_policy: str = option(
@@ -60,7 +62,10 @@ class TransferConfig:
         None, "folder for KV-cache blocks, which engines may share, and which outlive them"
     )
     kv_offloading_disk_size: float | None = option(
-        None, "GiB that the folder may hold; default: 32. What was not used for longest is removed", minimum=0.001
+        None,
+        "GiB that the folder may hold; default: 32. What was not used for longest is removed",
+        minimum=0.001,
+        maximum=MAX_GIB,
     )
     kv_offloading_is_default: bool = internal(False)
     device: str = internal("cpu")
@@ -111,6 +116,8 @@ def _read(given: Any) -> tuple[ConnectorConfig, ...]:
         raise ValueError(f"kv_transfer_config: kv_connector_extra_config is {extra!r}; it must be an object")
     name, module = given["kv_connector"], given.get("kv_connector_module_path")
     if name == MULTI:
-        return _read(extra.get("connectors", []))
+        if not (several := _read(extra.get("connectors", []))):
+            raise ValueError(f"kv_transfer_config: {MULTI} has no connectors; name some (connectors)")
+        return several
     path = f"{module}:{name}" if module else name
     return (ConnectorConfig(path, role, given.get("engine_id"), extra, policy),)

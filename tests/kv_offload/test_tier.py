@@ -210,6 +210,21 @@ def test_it_is_vllms_connector_too(reference):
     ("arguments", "error"),
     [
         ({"kv_offloading_size": -1}, "kv_offloading_size"),
+        ({"kv_offloading_size": float("inf")}, "between 0 and"),
+        ({"kv_offloading_path": "/tmp/kv", "kv_offloading_disk_size": 1e300}, "kv_offloading_disk_size is 1e\\+300"),
+        (
+            {"kv_transfer_config": {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}},
+            "MultiConnector has no connectors",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "SharedStorageConnector",
+                    "kv_connector_extra_config": {"shared_storage_path": "/tmp/kv", "num_threads": 1e9},
+                }
+            },
+            "num_threads is 1000000000.0; it must be a number between 1 and 256",
+        ),
         ({"kv_offloading_size": 1e-6}, "a block has"),
         ({"kv_offloading_size": 1e6}, "of host memory are free"),
         ({"kv_offloading_policy": "fifo"}, "lru, arc"),
