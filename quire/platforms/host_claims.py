@@ -114,6 +114,11 @@ class HeldClaim:
         if self._descriptor >= 0:
             os.pwrite(self._descriptor, _NUMBERS.pack(self.size, min(num_bytes, self.size)), 0)
 
+    def settle(self, num_bytes: int) -> None:
+        """No more will be used than these."""
+        self.size = num_bytes
+        self.use(num_bytes)
+
     def release(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)  # whoever looks next removes the file

@@ -119,3 +119,15 @@ def test_a_tier_has_as_many_slots_as_are_granted(claims, monkeypatch):
     memory.close()
     left.release()
     assert gib(claims.free()) == 100
+
+
+def test_what_cannot_be_pinned_is_not_claimed(claims, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no more pages may be locked")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    pages = [torch.zeros(4, 1 << 20, dtype=torch.uint8)]
+    memory = HostMemory(pages, 100, pinned=True, claim=lambda size: claims.take(size, shrinks=False))
+    memory._thread.join()
+    assert memory.num_ready == 0 and gib(claims.free()) == 100
+    memory.close()

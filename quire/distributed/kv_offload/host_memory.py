@@ -94,6 +94,8 @@ def _pin(
                 held.use(sum(part.nbytes for part in parts))
     except RuntimeError as error:
         logger.warning("host memory for the KV cache: %d of %d parts pinned: %s", len(parts), len(shapes), error)
+        if held is not None:
+            held.settle(sum(part.nbytes for part in parts))
 
 
 def _stop(stop: threading.Event, thread: threading.Thread, held: HeldClaim | None) -> None:
