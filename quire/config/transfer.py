@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.fields import internal, option, validate
+from quire.config.shown import shown, without_passwords
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
@@ -100,7 +101,8 @@ def _read(given: Any) -> tuple[ConnectorConfig, ...]:
         return tuple(connector for one in given for connector in _read(one))
     if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
         raise ValueError(
-            f"kv_transfer_config has {given!r}; it must be an object with kv_connector (or a list of such)"
+            f"kv_transfer_config has {shown(without_passwords(given))}; it must be an object with kv_connector, or a "
+            "list of such"
         )
     unknown = given.keys() - set(_KEYS)
     if unknown:
@@ -113,7 +115,9 @@ def _read(given: Any) -> tuple[ConnectorConfig, ...]:
         allowed = ", ".join(LOAD_FAILURE_POLICIES)
         raise ValueError(f"kv_transfer_config: kv_load_failure_policy is {policy!r}; allowed: {allowed}")
     if not isinstance(extra, dict):
-        raise ValueError(f"kv_transfer_config: kv_connector_extra_config is {extra!r}; it must be an object")
+        raise ValueError(
+            f"kv_transfer_config: kv_connector_extra_config is {shown(without_passwords(extra))}; it must be an object"
+        )
     name, module = given["kv_connector"], given.get("kv_connector_module_path")
     if name == MULTI:
         if not (several := _read(extra.get("connectors", []))):

@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
 from quire.platforms import cpu_cgroup, cpu_facts
 from quire.platforms.defaults import default_offloading_gib
 from quire.platforms.host_claims import HostClaims
@@ -246,3 +247,16 @@ def test_it_is_vllms_connector_too(reference):
 def test_wrong_options_are_named(reference, arguments, error):
     with pytest.raises(ValueError, match=error):
         engine(reference, **arguments)
+
+
+@pytest.mark.parametrize("password", ["secret", "se@cret"])
+def test_errors_do_not_show_passwords(password):
+    url = f"redis://user:{password}@host:6379/0"
+    for given in (
+        {"kv_conector": "RedisConnector", "kv_connector_extra_config": {"url": url}},
+        {"kv_connector": "RedisConnector", "kv_connector_extra_config": [url]},
+        [url],
+    ):
+        with pytest.raises(ValueError, match="hidden@host") as error:
+            EngineConfig.from_kwargs(kv_transfer_config=given)
+        assert "cret" not in str(error.value)
