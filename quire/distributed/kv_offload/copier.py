@@ -52,8 +52,7 @@ class OrderedCopier:
         assert all(page[0].is_contiguous() for page in pages)
         self._held = (pages, slots)  # while their addresses are used
         self._slots, self._slot_bytes = slots.data_ptr(), memory.slot_bytes
-        self._pages = [page.data_ptr() for page in pages]
-        self._page_stride = pages[0].stride(0) * pages[0].itemsize
+        self._pages = [(page.data_ptr(), page.stride(0) * page.itemsize) for page in pages]
         self._page_bytes = memory.slot_bytes // len(pages)
         self._ended: list[tuple[CopyJob, float]] = []
 
@@ -73,8 +72,8 @@ class OrderedCopier:
         """Of a page in each layer, for each block, and of its place in the slot."""
         for block, slot in zip(job.blocks.tolist(), job.slots.tolist(), strict=True):
             at = self._slots + slot * self._slot_bytes
-            for pages in self._pages:
-                yield pages + block * self._page_stride, at
+            for pages, stride in self._pages:
+                yield pages + block * stride, at
                 at += self._page_bytes
 
     def let_overwrite(self, number: int) -> None:
