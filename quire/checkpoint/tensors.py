@@ -1,10 +1,10 @@
 """The weights of a checkpoint in any format: named tensors that copy themselves into parameters."""
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quire.checkpoint.resolve import Checkpoint
 from quire.checkpoint.safetensors_file import open_safetensors
@@ -70,18 +70,32 @@ def open_tensors(checkpoint: Checkpoint, upload: "Upload | None" = None) -> Iter
 
 
 @contextmanager
-def reader_pool(threads: int | None = None) -> Iterator[ThreadPoolExecutor]:
+def reader_pool(threads: int | None = None) -> Iterator[Executor]:
     """Threads that call `read_into`, one tensor each, while torch's own threads are disabled.
 
     Torch splits each of the many short operations of dequantization over its threads and waits for the slowest: on busy
-    cores ten times slower than a single thread. Whole tensors per thread need no such waits.
+    cores ten times slower than a single thread. Whole tensors per thread need no such waits. A single thread is the
+    caller's own, whose memory pool is that of all that it allocates.
     """
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(threads or min(before, os.cpu_count() or 1), "weights") as pool:
+        count = threads or min(before, os.cpu_count() or 1)
+        with _InPlace() if threads == 1 else ThreadPoolExecutor(count, "weights") as pool:
             yield pool
     finally:
         torch.set_num_threads(before)
+
+
+class _InPlace(Executor):
+    """Calls are made by whoever submits them."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

@@ -160,6 +160,10 @@ OTEL_EXPORTER_OTLP_TRACES_PROTOCOL = Variable[str](
 )
 NO_COLOR = Variable[bool]("NO_COLOR", bool, False, "any text: no colours in the terminal", "not set")
 TERM = Variable[str | None]("TERM", str, None, "`dumb`: no colours in the terminal", "not set")
+PYTORCH_ALLOC_CONF = Variable[str](
+    "PYTORCH_ALLOC_CONF", str, "", "torch's allocator; sleep mode on a GPU refuses `expandable_segments:True`", "none"
+)
+PYTORCH_CUDA_ALLOC_CONF = Variable[str]("PYTORCH_CUDA_ALLOC_CONF", str, "", "the same, by its older name", "none")
 
 # Libraries read these; Quire sets them where the user has not.
 OMP_WAIT_POLICY = Variable[str | None](

@@ -6,6 +6,7 @@ from typing import Any
 from quire.config.fields import option, require_object, validate
 
 PUBLISHERS = ("zmq", "null")
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ def _read(given: dict[str, Any]) -> KVEventsOptions:
             raise ValueError(f"kv_events_config: {name} is {value}; it must be at least 1")
         if name.endswith("endpoint") and value is not None and "://" not in value:
             raise ValueError(f"kv_events_config: {name} is {value!r}; it must be like tcp://*:5557 or ipc:///path")
+        port = str(value).rpartition(":")[2]
+        if name.endswith("endpoint") and port.isdigit() and int(port) > MAX_PORT:
+            raise ValueError(f"kv_events_config: {name} is {value!r}; a port is at most {MAX_PORT}")
     if given.get("publisher") not in (None, *PUBLISHERS):
         raise ValueError(f"kv_events_config: publisher is {given['publisher']!r}; allowed: {', '.join(PUBLISHERS)}")
     return KVEventsOptions(**given)

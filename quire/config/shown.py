@@ -38,7 +38,7 @@ def shown_keys(keys: Iterable[Any]) -> str:
 def without_passwords(value: Any) -> Any:
     """With what stands before the @ of URLs hidden, in nested values too."""
     if isinstance(value, str):
-        return re.sub(r"://[^@/\s]*@", "://hidden@", value)
+        return re.sub(r"://[^/\s]*@", "://hidden@", value)
     if isinstance(value, dict):
         return {key: without_passwords(part) for key, part in value.items()}
     return [without_passwords(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.fields import internal, option, validate
+from quire.config.shown import shown, without_passwords
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
@@ -11,6 +12,7 @@ MULTI = "MultiConnector"
 OFFLOADING = "OffloadingConnector"
 SHARED_STORAGE = "SharedStorageConnector"
 STORES = (SHARED_STORAGE, "ExampleConnector", "RedisConnector")  # what they hold outlives the engine
+MAX_GIB = 1 << 30
 _KEYS = (
     "kv_connector",
     "kv_role",
@@ -33,6 +35,7 @@ class ConnectorConfig:
     device: str = "cpu"  # of the engine's cache
     num_ranks: int = 1  # each of which has a worker's side
     rank: int = 0  # of the worker whose side it is
+    shrinks: bool = False  # the CPU tier's size is no wish: it is less where other engines have claimed memory
 
 
 @dataclass
@@ -50,6 +53,7 @@ class TransferConfig:
         "GiB of host memory, of all ranks together, for KV-cache blocks that leave the device; 0: none; default: on a "
         "GPU a part of what is free, on a CPU none",
         minimum=0,
+        maximum=MAX_GIB,
     )
     kv_offloading_backend: str = option("native", "what keeps them", choices=("native",))
     kv_offloading_policy: str = option(
@@ -59,8 +63,12 @@ class TransferConfig:
         None, "folder for KV-cache blocks, which engines may share, and which outlive them"
     )
     kv_offloading_disk_size: float | None = option(
-        None, "GiB that the folder may hold; default: 32. What was not used for longest is removed", minimum=0.001
+        None,
+        "GiB that the folder may hold; default: 32. What was not used for longest is removed",
+        minimum=0.001,
+        maximum=MAX_GIB,
     )
+    kv_offloading_is_default: bool = internal(False)
     device: str = internal("cpu")
     num_ranks: int = internal(1)
 
@@ -77,8 +85,9 @@ class TransferConfig:
         if self.kv_connector is not None:
             found = [ConnectorConfig(self.kv_connector)]
         if self.kv_offloading_size and not any(one.name == OFFLOADING for one in found):
-            extra = {"cpu_bytes_to_use": int(self.kv_offloading_size * 2**30)}
-            found.insert(0, ConnectorConfig(OFFLOADING, extra=extra | {"eviction_policy": self.kv_offloading_policy}))
+            size = int(self.kv_offloading_size * 2**30)
+            extra: dict[str, Any] = {"cpu_bytes_to_use": size, "eviction_policy": self.kv_offloading_policy}
+            found.insert(0, ConnectorConfig(OFFLOADING, extra=extra, shrinks=self.kv_offloading_is_default))
         if self.kv_offloading_path is not None:
             folder: dict[str, Any] = {"shared_storage_path": self.kv_offloading_path}
             if self.kv_offloading_disk_size is not None:
@@ -92,7 +101,8 @@ def _read(given: Any) -> tuple[ConnectorConfig, ...]:
         return tuple(connector for one in given for connector in _read(one))
     if not isinstance(given, dict) or not isinstance(given.get("kv_connector"), str):
         raise ValueError(
-            f"kv_transfer_config has {given!r}; it must be an object with kv_connector (or a list of such)"
+            f"kv_transfer_config has {shown(without_passwords(given))}; it must be an object with kv_connector, or a "
+            "list of such"
         )
     unknown = given.keys() - set(_KEYS)
     if unknown:
@@ -105,9 +115,13 @@ def _read(given: Any) -> tuple[ConnectorConfig, ...]:
         allowed = ", ".join(LOAD_FAILURE_POLICIES)
         raise ValueError(f"kv_transfer_config: kv_load_failure_policy is {policy!r}; allowed: {allowed}")
     if not isinstance(extra, dict):
-        raise ValueError(f"kv_transfer_config: kv_connector_extra_config is {extra!r}; it must be an object")
+        raise ValueError(
+            f"kv_transfer_config: kv_connector_extra_config is {shown(without_passwords(extra))}; it must be an object"
+        )
     name, module = given["kv_connector"], given.get("kv_connector_module_path")
     if name == MULTI:
-        return _read(extra.get("connectors", []))
+        if not (several := _read(extra.get("connectors", []))):
+            raise ValueError(f"kv_transfer_config: {MULTI} has no connectors; name some (connectors)")
+        return several
     path = f"{module}:{name}" if module else name
     return (ConnectorConfig(path, role, given.get("engine_id"), extra, policy),)

@@ -208,7 +208,7 @@ class EngineCore:
         self.scheduler.transfers.forget()
 
     def collective_rpc(self, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        return self.executor.collective_rpc(method, args, kwargs)
+        return self.control.collective_rpc(method, args, kwargs)
 
     def compile_grammars(self, request_ids: Collection[str]) -> None:
         """Until the grammars of these requests are compiled, or the next step reports why they cannot be."""

@@ -16,6 +16,7 @@ logger = logging.getLogger("quire")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_POLL = 0.05  # seconds; how long a request for a replay may wait
+MAX_REPLAYS = 16  # at a time: whoever asks without end must not keep events from others
 LAST_SECONDS = 1.0  # in which what is queued is sent at the end
 
 
@@ -40,6 +41,10 @@ class ZmqEventPublisher:
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.set_hwm(options.hwm)
         self._replays = self._context.socket(zmq.ROUTER) if options.replay_endpoint else None
+        if self._replays is not None:
+            self._replays.sndhwm = (
+                options.buffer_steps + 1
+            )  # a whole replay: what is too much would be dropped silently
         try:
             endpoint = _open(self._publisher, options.endpoint)
             replay = (
@@ -88,7 +93,9 @@ class ZmqEventPublisher:
             if closed and not queued:
                 return
             try:
-                while self._replays is not None and self._replays.poll(0):
+                for _ in range(MAX_REPLAYS):
+                    if self._replays is None or not self._replays.poll(0):
+                        break
                     self._replay(self._replays)
             except (zmq.ZMQError, ValueError) as error:
                 logger.warning("a replay of KV-cache events failed: %s", error)

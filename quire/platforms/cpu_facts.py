@@ -71,13 +71,14 @@ def has_fast_bf16(cpuid: Cpuid | None) -> bool:
 
 def available_memory() -> int:
     """Bytes this process can still allocate: the system's free memory, or its cgroup's limit if that is less."""
-    known = [c for c in (_mem_available(), cpu_cgroup.memory_left()) if c is not None]
+    known = [c for c in (machine_memory(), cpu_cgroup.memory_left()) if c is not None]
     if not known:
         raise RuntimeError("cannot find out how much memory is free; set the size of the KV cache explicitly")
     return max(0, min(known))
 
 
-def _mem_available() -> int | None:
+def machine_memory() -> int | None:
+    """Free bytes of the system, whoever may use them."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -5,10 +5,10 @@ import dataclasses
 from quire.config import CacheConfig, EngineConfig
 from quire.config.environment import VLLM_CPU_KVCACHE_SPACE
 from quire.config.transfer import STORES, TransferConfig
-from quire.platforms import cpu_facts, current_platform
+from quire.platforms import current_platform
 from quire.platforms.base import Platform
+from quire.platforms.host_claims import HostClaims
 
-OFFLOADING_SHARE = 0.3  # of the free host memory: what loads and serves the model needs the rest
 MIN_OFFLOADING_GIB, MAX_OFFLOADING_GIB = 2, 64
 
 # Where no request waits for its next token: fewer steps, and less of the host's work for each token.
@@ -58,20 +58,27 @@ def _transfer(config: EngineConfig, platform: Platform) -> TransferConfig:
             "what a KV-cache store holds is found by hashes that other processes compute too: prefix_caching_hash_algo "
             f"must be sha256 with it, not {config.cache.prefix_caching_hash_algo}"
         )
+    is_default = size is None
     if size is None:
         size = 0.0
         # Not beside connectors of the user's, nor with executors that have none.
         own_process = config.parallel.distributed_executor_backend in (None, "uni") and ranks == 1
         if platform.has_own_memory and own_process and config.cache.enable_prefix_caching and not transfer.connectors:
-            size = default_offloading_gib()
-    return dataclasses.replace(transfer, kv_offloading_size=size, device=platform.name, num_ranks=ranks)
+            size = default_offloading_gib(HostClaims(), config.parallel.data_parallel_size)
+    return dataclasses.replace(
+        transfer,
+        kv_offloading_size=size,
+        kv_offloading_is_default=is_default,
+        device=platform.name,
+        num_ranks=ranks,
+    )
 
 
-def default_offloading_gib() -> float:
-    """By the host memory that is free, for this process's control group too."""
+def default_offloading_gib(claims: HostClaims, num_engines: int = 1) -> float:
+    """By the host memory that is free for this process and not claimed; `num_engines` start together and share it."""
     try:
-        available = cpu_facts.available_memory()
+        share = claims.share()
     except RuntimeError:
         return 0.0
-    size = min(available / 2**30 * OFFLOADING_SHARE, MAX_OFFLOADING_GIB)
+    size = min(share / 2**30 / num_engines, MAX_OFFLOADING_GIB)
     return size if size >= MIN_OFFLOADING_GIB else 0.0

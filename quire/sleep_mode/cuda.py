@@ -1,5 +1,6 @@
 """A GPU's memory that sleeps: torch's memory pools over an allocator of ours, and a copy on the host."""
 
+import bisect
 import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from quire.sleep_mode.cuda_driver import Chunk, Driver, total
-from quire.sleep_mode.memory import TAGS
+from quire.sleep_mode.memory import TAGS, storages
 
 logger = logging.getLogger("quire")
 
@@ -39,6 +40,17 @@ class CudaMemory:
         self._driver.set_tag(TAGS.index(tag))
         with torch.cuda.use_mem_pool(self._pools[tag], self._device):
             yield
+
+    def outside(self, tag: str, tensors: Iterable[torch.Tensor]) -> int:
+        """What other threads allocate, such as those that quantize what they read."""
+        chunks = self._driver.chunks(TAGS.index(tag))
+        firsts = [chunk.address for chunk in chunks]
+
+        def is_inside(address: int) -> bool:
+            at = bisect.bisect(firsts, address) - 1
+            return at >= 0 and address < firsts[at] + chunks[at].size
+
+        return sum(size for address, size in storages(tensors) if not is_inside(address))
 
     def release(self, tag: str, tensors: Iterable[torch.Tensor], keep: bool) -> None:
         chunks = self._driver.chunks(TAGS.index(tag))

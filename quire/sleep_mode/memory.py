@@ -18,6 +18,10 @@ class SleepMemory(Protocol):
         """What this thread allocates inside is given back by its tag."""
         ...
 
+    def outside(self, tag: str, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of these that were allocated elsewhere, and will stay."""
+        ...
+
     def release(self, tag: str, tensors: Iterable[torch.Tensor], keep: bool) -> None:
         """Give the tag's memory back; `keep`: what it holds is kept on the host. `tensors`: those that are not."""
         ...
@@ -33,9 +37,12 @@ class HostMemory:
     def allocating(self, tag: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def outside(self, tag: str, tensors: Iterable[torch.Tensor]) -> int:
+        return 0
+
     def release(self, tag: str, tensors: Iterable[torch.Tensor], keep: bool) -> None:
         if not keep:
-            for address, size in _storages(tensors):
+            for address, size in storages(tensors):
                 drop_pages(address, size)
 
     def restore(self, tag: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -53,6 +60,6 @@ def drop_pages(address: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), "memory could not be given back")
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> set[tuple[int, int]]:
+def storages(tensors: Iterable[torch.Tensor]) -> set[tuple[int, int]]:
     held = (tensor.untyped_storage() for tensor in tensors)
     return {(storage.data_ptr(), storage.nbytes()) for storage in held}

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from quire.config.environment import PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF
 from quire.sleep_mode.memory import KV_CACHE, WEIGHTS, HostMemory, SleepMemory
 
 logger = logging.getLogger("quire")
@@ -28,6 +29,13 @@ class SleepMode:
     def holds(self, weights: Tensors, others: Tensors, cache: Tensors) -> None:
         """The weights that an update could fill again, what else was allocated with them, and the KV cache."""
         self._weights, self._others, self._cache = weights, others, cache
+        left = 0 if self._memory is None else self._memory.outside(WEIGHTS, weights())
+        if left:
+            logger.warning(
+                "%.1f GiB of weights, which threads quantized while they read them, will stay on the device during "
+                "sleep; with --load-threads 1 all weights leave it",
+                left / 2**30,
+            )
 
     def allocating(self, tag: str) -> AbstractContextManager[None]:
         return nullcontext() if self._memory is None else self._memory.allocating(tag)
@@ -73,7 +81,19 @@ def make_sleep_mode(enabled: bool, device: torch.device) -> SleepMode:
         return SleepMode(None)
     if device.type == "cpu":
         return SleepMode(HostMemory())
+    refuse_expandable_segments()
     from quire.sleep_mode.cuda import CudaMemory
     from quire.sleep_mode.cuda_driver import Driver
 
     return SleepMode(CudaMemory(Driver(), device.index or 0))
+
+
+def refuse_expandable_segments() -> None:
+    """torch's own way to map memory, which leaves none to allocators of others."""
+    for variable in (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF):
+        settings = (setting.partition(":") for setting in variable.get().lower().replace(" ", "").split(","))
+        if any(name == "expandable_segments" and value == "true" for name, _, value in settings):
+            raise ValueError(
+                f"sleep mode needs memory pools, which torch does not have with expandable segments; set "
+                f"expandable_segments:False in {variable.name}, or leave out --enable-sleep-mode"
+            )

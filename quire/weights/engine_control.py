@@ -13,9 +13,39 @@ MODES = ("abort", "wait", "keep")
 TAGS = ("weights", "kv_cache")
 SCHEDULING = "scheduling"  # a tag of vLLM's: nothing but to go on
 
+# Methods of workers that change no weights. Others, and users' functions, may.
+READING_METHODS = (
+    "adapter_news",
+    "describe",
+    "draft_needs",
+    "feature_support",
+    "get_draft_profile",
+    "kv_cache_memory",
+    "kv_cache_specs",
+    "save_sharded_state",
+    "start_profile",
+    "stop_profile",
+    "weights_identity",
+)
+# Those that an engine must know of, and its own method.
+ENGINE_METHODS = {
+    "sleep": "sleep",
+    "wake_up": "wake_up",
+    "discard_kv_cache": "release_kv_cache_memory",
+    "update_weights": "update_weights",
+    "load_adapter": "add_lora",
+    "place_adapter": "add_lora",
+    "use_adapter": "add_lora",
+    "drop_adapter": "remove_lora",
+    "execute_model": "generate",
+    "sample_tokens": "generate",
+    "initialize_kv_cache": "wake_up",
+    "close_connectors": "shutdown",
+}
+
 
 class CallsWorkers(Protocol):
-    def collective_rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]: ...
+    def collective_rpc(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]: ...
 
 
 class Moving(Protocol):
@@ -163,12 +193,36 @@ class EngineControl:
         self._core.executor.collective_rpc("discard_kv_cache", (), {})
         self._note_state()
 
-    def update(self, step: str, info: Any) -> None:
+    def collective_rpc(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """A user's call of a method of all workers by its name, or of a function. Whatever may have changed weights,
+        nothing computed before is used again."""
+        if method == "reload_weights":
+            return self._reload(*args, **kwargs)
+        if method in ENGINE_METHODS:
+            raise ValueError(f"{method} is the engine's to call; use its own method ({ENGINE_METHODS[method]})")
+        if method in READING_METHODS:
+            return self._core.executor.collective_rpc(method, args, kwargs)
+        self._core.drain()
+        try:
+            return self._core.executor.collective_rpc(method, args, kwargs)
+        finally:
+            self._core.scheduler.forget(secrets.token_bytes(16))
+
+    def _reload(self, weights_iterator: Any = None, weights_path: str | None = None) -> list[Any]:
+        """As vLLM's: the checkpoint that the engine was started with, or another."""
+        if weights_iterator is not None:
+            raise ValueError("reload_weights takes no weights_iterator; use update_weights with tensors by their names")
+        results = self.update("start", None)
+        self.update("add", {"path": weights_path})
+        self.finish_update("default" if weights_path is None else None)
+        return results
+
+    def update(self, step: str, info: Any) -> list[Any]:
         """`check`, `init`, `start`, `add` or `shutdown` of WeightUpdates, on all workers; an error ends the update."""
         if step in ("start", "add") and "weights" in self._asleep:
             raise ValueError('the weights\' memory has been given back; wake it up first (wake_up(["weights"]))')
         try:
-            self._core.executor.collective_rpc("update_weights", (step, info), {})
+            return self._core.executor.collective_rpc("update_weights", (step, info), {})
         except Exception:
             if step == "add":
                 self._core.executor.collective_rpc("update_weights", ("abandon",), {})
@@ -212,9 +266,7 @@ class EngineControl:
         """Weights that were discarded and not replaced come from the engine's checkpoint."""
         if self._discarded:
             logger.info("weights were discarded; they are read again from the checkpoint")
-            self.update("start", None)
-            self.update("add", {"path": None})
-            self.finish_update("default")
+            self._reload()
 
     def _note_state(self) -> None:
         level = (2 if self._discarded else 1) if "weights" in self._asleep else 0

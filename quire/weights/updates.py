@@ -79,11 +79,6 @@ class WeightUpdates:
         }
         steps[step](info)
 
-    def reload(self) -> None:
-        """The weights that the engine was started with."""
-        for step, info in (("start", None), ("add", {"path": None}), ("prepare", None), ("commit", None)):
-            self.call(step, info)
-
     def shutdown(self) -> None:
         if self._engine is not None:
             self._engine.close()

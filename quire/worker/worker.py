@@ -393,10 +393,6 @@ class Worker:
         """A step of an update; see WeightUpdates."""
         self.weights.call(step, info)
 
-    def reload_weights(self) -> None:
-        """As programs call it after a sleep of level 2; waking up does it, too."""
-        self.weights.reload()
-
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
         if self.config.pooling.setup is not None:
             raise ValueError("sharded state has no heads for pooling; only models that generate can be saved so")

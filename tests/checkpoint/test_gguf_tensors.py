@@ -1,3 +1,4 @@
+import threading
 from pathlib import Path
 
 import gguf
@@ -209,3 +210,13 @@ def test_loading_the_embedded_model_takes_little_more_than_the_model():
     assert torch.get_num_threads() == threads
     norm = next(out for tensor, out in zip(tensors, outs, strict=True) if tensor.name == "model.norm.weight")
     assert norm.shape == (576,) and not torch.equal(norm, torch.ones_like(norm))
+
+
+def test_a_single_reader_is_the_caller():
+    """What it allocates is in the caller's memory pool, which sleep mode gives back."""
+    with reader_pool(1) as pool:
+        assert pool.submit(threading.get_ident).result() == threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(lambda: 1 / 0).result()
+    with reader_pool(2) as pool:
+        assert pool.submit(threading.get_ident).result() != threading.get_ident()

@@ -133,6 +133,23 @@ def test_numbers_replay_and_topic():
     publisher.close()
 
 
+def test_whoever_comes_late_gets_everything():
+    """More than the messages that a socket queues by itself, also beside one that asks and never reads."""
+    publisher = ZmqEventPublisher(options())
+    count = 8_000
+    for _ in range(count):
+        publisher.publish(KVEventBatch(0.0, []))
+    hung, late = Subscriber(source_of(publisher)), Subscriber(source_of(publisher))
+    for _ in range(50):
+        hung.requests.send_multipart((b"", bytes(8)))
+    while not late.replay(count - 1):
+        pass  # all are published
+    assert [number for number, _ in late.replay(0)] == list(range(count))
+    for subscriber in (hung, late):
+        subscriber.close()
+    publisher.close()
+
+
 def test_nothing_waits_for_a_publisher_that_is_behind():
     publisher = ZmqEventPublisher(options(max_queue_size=4), 0)
     gate = threading.Event()
@@ -159,6 +176,7 @@ def test_addresses_that_cannot_be_had():
         ({"buffer_steps": 0}, "at least 1"),
         ({"publisher": "kafka"}, "allowed: zmq, null"),
         ({"endpoint": "5557"}, "tcp://"),
+        ({"endpoint": "tcp://*:99999"}, "a port is at most 65535"),
     ],
 )
 def test_wrong_options(given, message):

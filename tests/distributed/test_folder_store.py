@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -198,3 +199,60 @@ def test_files_of_others_are_not_evicted(store, tmp_path):
         os.utime(other, (1, 1))
     FolderUpkeep(tmp_path / "kv", max_bytes=1).look()
     assert not any(store.contains(KEYS)) and all(other.exists() for other in others)
+
+
+def test_a_folder_that_hangs_does_not_keep_the_process(monkeypatch):
+    monkeypatch.setattr("quire.distributed.kv_offload.io_pool.CLOSE_SECONDS", 0.01)
+    pool, begun, server_is_back = IOPool(2), threading.Event(), threading.Event()
+
+    def hangs():
+        begun.set()
+        server_is_back.wait()
+
+    pool.submit(Urgency.WRITE, hangs)
+    assert begun.wait(60)
+    pool.close()
+    assert not server_is_back.is_set()
+    server_is_back.set()
+
+
+def test_a_folder_that_is_removed_is_made_again(store):
+    folder = store._folder
+    key, data = KEYS[0], buffer(1)
+    assert store.put([key], [data]) == [True]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        shutil.rmtree(folder)
+        assert store.contains([key]) == [False]
+        assert store.put([key], [data]) == [True]
+    assert store.contains([key]) == [True] and len(os.listdir("/proc/self/fd")) == before
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    shutil.rmtree(folder)
+    folder.mkdir()
+    folder.chmod(0o777)  # somebody else's by now, for all we know
+    assert [store.put([key], [data]) for _ in range(2)] == [[False], [False]]
+
+
+def test_closing_does_not_wait_for_a_file_system_that_hangs(tmp_path, monkeypatch):
+    begun, server_is_back = threading.Event(), threading.Event()
+    monkeypatch.setattr("quire.distributed.kv_offload.folder_store.CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(FolderUpkeep, "look", lambda self: (begun.set(), server_is_back.wait()))
+    store = FolderStore(tmp_path / "store", 1 << 20)
+    assert begun.wait(60)
+    store.close()
+    assert not server_is_back.is_set()
+    server_is_back.set()
+
+
+def test_what_is_no_file_is_a_miss(store):
+    key, found = KEYS[0], buffer()
+    path = store.path_of(key)
+    path.parent.mkdir()
+    os.mkfifo(path)
+    assert store.get([key], [found]) == [False]  # and not waited for
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    assert store.get([key], [found]) == store.put([key], [found]) == [False]
+    path.rmdir()
+    path.symlink_to("/etc/passwd")
+    assert store.get([key], [found]) == store.contains([key]) == [False]

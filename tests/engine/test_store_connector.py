@@ -227,6 +227,30 @@ def test_copies_that_overlap_steps(reference, tmp_path):
         assert tier(llm).stats().hits > 0 and not any(tier(llm).stats().errors.values())
 
 
+def test_blocks_that_are_being_saved_are_not_overwritten_after_a_reset(llama, tmp_path):
+    """Whoever has them next waits for the copy, or the store would have a block of other content under its name."""
+    given = {
+        "kv_connector": "tests.kv_offload.threaded_tier:threaded_store",
+        "kv_connector_extra_config": {"folder": str(tmp_path)},
+    }
+    prompts = [[7 + i, *range(20, 100)] for i in range(4)]
+    with engine(llama, None, kv_transfer_config=given, kv_cache_memory_bytes=None, num_gpu_blocks_override=20) as llm:
+        copier = core_of(llm).executor.worker.runner.transfers.connectors[0]._copier
+        copier.gate.clear()
+        (expected,) = llm.generate([prompts[0]], GREEDY, use_tqdm=False)
+        core = core_of(llm)
+        while core.has_unfinished():
+            core.step()
+        assert tier(llm)._saving, "copies have not begun"
+        llm.reset_prefix_cache()
+        llm.generate(prompts[1:], GREEDY, use_tqdm=False)
+        copier.gate.set()
+    with engine(llama, None, kv_transfer_config=given) as llm:
+        (found,) = llm.generate([prompts[0]], GREEDY, use_tqdm=False)
+        assert found.num_cached_tokens == 80
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

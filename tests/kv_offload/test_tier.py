@@ -3,7 +3,10 @@
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.platforms import defaults
+from quire.config import EngineConfig
+from quire.platforms import cpu_cgroup, cpu_facts
+from quire.platforms.defaults import default_offloading_gib
+from quire.platforms.host_claims import HostClaims
 from tests.tiny_models import make_reference
 
 NUM_TOKENS = 24
@@ -190,9 +193,10 @@ def test_a_failed_copy_ends_requests_of_its_step_and_nothing_else(reference, mon
 
 
 @pytest.mark.parametrize(("free", "size"), [(4, 0.0), (20, 6.0), (1000, 64.0)])
-def test_the_default_on_a_gpu_is_a_part_of_what_is_free(monkeypatch, free, size):
-    monkeypatch.setattr(defaults.cpu_facts, "available_memory", lambda: free << 30)
-    assert defaults.default_offloading_gib() == pytest.approx(size)
+def test_the_default_on_a_gpu_is_a_part_of_what_is_free(monkeypatch, tmp_path, free, size):
+    monkeypatch.setattr(cpu_facts, "machine_memory", lambda: free << 30)
+    monkeypatch.setattr(cpu_cgroup, "memory_left", lambda: None)
+    assert default_offloading_gib(HostClaims(tmp_path / "claims")) == pytest.approx(size)
 
 
 def test_it_is_vllms_connector_too(reference):
@@ -207,6 +211,21 @@ def test_it_is_vllms_connector_too(reference):
     ("arguments", "error"),
     [
         ({"kv_offloading_size": -1}, "kv_offloading_size"),
+        ({"kv_offloading_size": float("inf")}, "between 0 and"),
+        ({"kv_offloading_path": "/tmp/kv", "kv_offloading_disk_size": 1e300}, "kv_offloading_disk_size is 1e\\+300"),
+        (
+            {"kv_transfer_config": {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}},
+            "MultiConnector has no connectors",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "SharedStorageConnector",
+                    "kv_connector_extra_config": {"shared_storage_path": "/tmp/kv", "num_threads": 1e9},
+                }
+            },
+            "num_threads is 1000000000.0; it must be a number between 1 and 256",
+        ),
         ({"kv_offloading_size": 1e-6}, "a block has"),
         ({"kv_offloading_size": 1e6}, "of host memory are free"),
         ({"kv_offloading_policy": "fifo"}, "lru, arc"),
@@ -228,3 +247,16 @@ def test_it_is_vllms_connector_too(reference):
 def test_wrong_options_are_named(reference, arguments, error):
     with pytest.raises(ValueError, match=error):
         engine(reference, **arguments)
+
+
+@pytest.mark.parametrize("password", ["secret", "se@cret"])
+def test_errors_do_not_show_passwords(password):
+    url = f"redis://user:{password}@host:6379/0"
+    for given in (
+        {"kv_conector": "RedisConnector", "kv_connector_extra_config": {"url": url}},
+        {"kv_connector": "RedisConnector", "kv_connector_extra_config": [url]},
+        [url],
+    ):
+        with pytest.raises(ValueError, match="hidden@host") as error:
+            EngineConfig.from_kwargs(kv_transfer_config=given)
+        assert "cret" not in str(error.value)

@@ -161,3 +161,25 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         save_sharded_state(model, resolve_model(str(folder), load_format="dummy"), state)
     with pytest.raises(ValueError, match="Linear cannot be saved as sharded state"):
         save_sharded_state(torch.nn.Linear(1, 1), checkpoint, state)
+
+
+def test_sharded_state_is_not_packed_into_a_cache_nor_discarded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither knows what the files of one rank hold."""
+    save_tiny("llama", tmp_path / "model")
+    saved(tmp_path / "model", tmp_path / "state", dtype=torch.bfloat16)
+    packed = tmp_path / "packed"
+    with LLM(
+        str(tmp_path / "state"),
+        load_format="sharded_state",
+        dtype="bfloat16",
+        packed_weights_cache=str(packed),
+        enable_sleep_mode=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 22,
+    ) as llm:
+        assert "sharded state" in caplog.text and not list(packed.glob("*"))
+        with pytest.raises(ValueError, match="sharded state cannot be read again yet; sleep at level 1"):
+            llm.sleep(level=2)
+        assert not llm.is_sleeping()

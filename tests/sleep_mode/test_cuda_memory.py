@@ -6,11 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.sleep_mode import cuda
 from quire.sleep_mode.cuda import CudaMemory
 from quire.sleep_mode.cuda_driver import Driver
 from quire.sleep_mode.memory import KV_CACHE, TAGS, WEIGHTS
+from quire.sleep_mode.sleep import SleepMode, make_sleep_mode
 
 UNIT = 2 << 20
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -117,3 +119,45 @@ def test_no_room_is_no_address(device):
     device.limit(UNIT)
     assert device.driver.allocate(2 * UNIT) is None and device.driver.allocate(-1) is None
     assert device.driver.chunks(0) == device.driver.chunks(1) == []
+
+
+class Held:
+    """A tensor, as far as its place is asked for."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size = address, size
+
+    def untyped_storage(self):
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def nbytes(self) -> int:
+        return self.size
+
+
+def test_what_other_threads_allocated_is_counted_and_said(device, caplog):
+    first, second = device.allocate(WEIGHTS, UNIT), device.allocate(WEIGHTS, 2 * UNIT)
+    cache = device.allocate(KV_CACHE, UNIT)
+    inside = [Held(first, UNIT), Held(second + UNIT, UNIT)]
+    assert device.memory.outside(WEIGHTS, inside) == 0
+    elsewhere = [Held(cache, 3 << 30), Held(8, 1 << 30)]
+    assert device.memory.outside(WEIGHTS, [*inside, *elsewhere]) == 4 << 30
+
+    SleepMode(device.memory).holds(lambda: inside, tuple, tuple)
+    assert not caplog.records
+    SleepMode(device.memory).holds(lambda: [*inside, *elsewhere], tuple, tuple)
+    assert "4.0 GiB of weights" in caplog.text and "--load-threads 1" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_refused_on_a_gpu(name, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    make_sleep_mode(False, torch.device("cuda"))
+    make_sleep_mode(True, torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"expandable_segments:False in {name}, or leave out --enable-sleep-mode"):
+        make_sleep_mode(True, torch.device("cuda"))
+    monkeypatch.setenv(name, "expandable_segments:False")
+    with pytest.raises(OSError, match="libcuda"):  # there is no GPU here
+        make_sleep_mode(True, torch.device("cuda"))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.sleep_mode.memory import WEIGHTS, HostMemory
 from tests.weights.models import ENGINE, GREEDY, PROMPTS, state_of, tokens, tokens_of, two_models
 
 MIB = 1 << 20
@@ -122,3 +123,25 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match="allowed: weights, kv_cache, scheduling"):
             llm.wake_up(["all"])
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=False)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_that_fails_half_way_is_woken_from(level, monkeypatch):
+    old, _ = two_models("llama")
+    with LLM(old, dtype="float32", enable_sleep_mode=True, **ENGINE) as llm:
+        release = HostMemory.release
+
+        def fails_for_weights(memory, tag, tensors, keep):
+            release(memory, tag, list(tensors)[:3], keep)
+            if tag == WEIGHTS:
+                raise OSError("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HostMemory, "release", fails_for_weights)
+            with pytest.raises(OSError, match="no more"):
+                llm.sleep(level=level)
+        assert llm.is_sleeping()
+        with pytest.raises(ValueError, match="wake it up"):
+            llm.resume_generation()
+        assert llm.wake_up() and not llm.is_sleeping()
+        assert tokens(llm) == tokens_of(old, dtype="float32")

@@ -245,3 +245,85 @@ def test_weights_that_are_mapped_stay(tmp_path):
                     with pytest.raises(ValueError, match="leave out --packed-weights-cache"):
                         call()
                 assert not llm.is_paused()
+
+
+def scale_norm(worker):
+    worker.model.norm.weight.data.mul_(-3)
+
+
+@pytest.mark.parametrize("change", ["reload_weights", scale_norm])
+def test_calls_of_workers_that_may_change_weights_forget_what_was_computed(change, tmp_path):
+    """In the device's cache, in the CPU tier, and in a folder."""
+    old, new = two_models("llama")
+    tiers = {"kv_offloading_size": 0.01, "kv_offloading_path": str(tmp_path / "store")}
+    with LLM(old, dtype="float32", **ENGINE, **tiers) as llm:
+        if change == "reload_weights":
+            llm.update_weights(new, weight_version="1")
+        before = tokens(llm)
+        ids = llm.enqueue(PROMPTS, GREEDY)  # some run while it is called
+        for _ in range(3):
+            llm.llm_engine.step()
+        llm.collective_rpc(change)
+        list(llm.wait_for_completion())
+        after = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert ids and [list(output.outputs[0].token_ids) for output in after] != before
+        if change == "reload_weights":
+            assert tokens(llm) == tokens_of(old, dtype="float32") and llm.get_weight_version() == "default"
+        else:
+            (tier, folder) = llm.llm_engine.client.core.scheduler.transfers.connectors
+            hits = tier.stats().hits + folder.stats().hits
+            llm.collective_rpc("describe")  # which only reads
+            assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 48
+            llm.collective_rpc(scale_norm)
+            assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+            assert tier.stats().hits + folder.stats().hits == hits
+
+
+def test_reloading_another_checkpoint_and_what_is_the_engines_own():
+    old, new = two_models("llama")
+    with LLM(old, dtype="float32", **ENGINE) as llm:
+        assert llm.collective_rpc("reload_weights", kwargs={"weights_path": new}) == [None]
+        assert tokens(llm) == tokens_of(new, dtype="float32")
+        for method, own in (("sleep", "sleep"), ("update_weights", "update_weights"), ("execute_model", "generate")):
+            with pytest.raises(ValueError, match=rf"{method} is the engine's to call.*\({own}\)"):
+                llm.collective_rpc(method, args=(2,))
+        with pytest.raises(ValueError, match="takes no weights_iterator"):
+            llm.collective_rpc("reload_weights", args=([],))
+        assert tokens(llm) == tokens_of(new, dtype="float32")
+
+
+def test_a_store_never_serves_what_other_weights_computed(tmp_path):
+    old, new = two_models("llama")
+    store = {"dtype": "float32", "kv_offloading_path": str(tmp_path / "store")}
+    with LLM(old, **ENGINE, **store) as llm:
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+    with LLM(old, **ENGINE, **store) as llm:
+        found = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+        assert found[0].num_cached_tokens == 48  # from the folder
+        llm.update_weights(new)
+        assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        assert tokens(llm) == tokens_of(new, dtype="float32")
+        llm.update_weights(old)  # not known by its files any more: what it computes has a name of its own
+        assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+    with LLM(old, **ENGINE, **store) as llm:  # another engine still finds the first one's
+        assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].num_cached_tokens == 48
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+
+
+def test_an_update_is_finished_after_the_engine_woke_up():
+    old, new = two_models("llama")
+    with LLM(old, dtype="float32", enable_sleep_mode=True, **ENGINE) as llm:
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": new}})
+        llm.sleep(level=1)
+        with pytest.raises(ValueError, match="wake it up first"):
+            llm.finish_weight_update()
+        with pytest.raises(ValueError, match="wake it up first"):
+            llm.collective_rpc("reload_weights")
+        llm.wake_up()
+        assert tokens(llm) == tokens_of(old, dtype="float32")
+        llm.finish_weight_update("2")
+        assert tokens(llm) == tokens_of(new, dtype="float32") and llm.get_weight_version() == "2"
+        with pytest.raises(ValueError, match="new weights since its start"):
+            llm.save_sharded_state("/nowhere")

@@ -49,7 +49,7 @@ class BlockFiles:
         def read(fd: int) -> int:
             return os.readv(fd, [buffer, trailer]) if os.fstat(fd).st_size == len(buffer) + SECTOR else 0
 
-        if self._transfer(path, os.O_RDONLY | os.O_NOFOLLOW, read) != len(buffer) + SECTOR:
+        if self._transfer(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, read) != len(buffer) + SECTOR:
             raise CorruptBlockError(f"{path} has another size")
         if trailer[: TRAILER.size] != _trailer(key, buffer):
             raise CorruptBlockError(f"{path} has another checksum or key")

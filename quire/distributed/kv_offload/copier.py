@@ -1,7 +1,8 @@
 """Copies between the device's blocks and slots of host memory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from ctypes import memmove
 from typing import Protocol
 
 import torch
@@ -40,26 +41,40 @@ class Copier(Protocol):
 
 
 class OrderedCopier:
-    """For a device that computes when it is told to: a copy is done when the call returns."""
+    """For a device that computes when it is told to: a copy is done when the call returns.
+
+    By addresses: a plan saves a few blocks, with a page of some kilobytes in each layer. Operations of torch take
+    longer to start than that takes to copy, and wait for threads that are computing.
+    """
 
     def __init__(self, pages: Sequence[torch.Tensor], memory: HostMemory) -> None:
-        self._pages = pages
-        (self._slots,) = memory.parts
+        (slots,) = memory.parts
+        assert all(page[0].is_contiguous() for page in pages)
+        self._held = (pages, slots)  # while their addresses are used
+        self._slots, self._slot_bytes = slots.data_ptr(), memory.slot_bytes
+        self._pages = [(page.data_ptr(), page.stride(0) * page.itemsize) for page in pages]
+        self._page_bytes = memory.slot_bytes // len(pages)
         self._ended: list[tuple[CopyJob, float]] = []
 
     def save(self, job: CopyJob) -> None:
         began = time.perf_counter()
-        blocks, slots = torch.from_numpy(job.blocks), torch.from_numpy(job.slots)
-        for layer, pages in enumerate(self._pages):
-            self._slots[:, layer].index_copy_(0, slots, pages.index_select(0, blocks))
+        for page, slot in self._addresses(job):
+            memmove(slot, page, self._page_bytes)
         self._ended.append((job, time.perf_counter() - began))
 
     def load(self, job: CopyJob) -> None:
         began = time.perf_counter()
-        blocks, slots = torch.from_numpy(job.blocks), torch.from_numpy(job.slots)
-        for layer, pages in enumerate(self._pages):
-            pages.index_copy_(0, blocks, self._slots[:, layer].index_select(0, slots))
+        for page, slot in self._addresses(job):
+            memmove(page, slot, self._page_bytes)
         self._ended.append((job, time.perf_counter() - began))
+
+    def _addresses(self, job: CopyJob) -> Iterator[tuple[int, int]]:
+        """Of a page in each layer, for each block, and of its place in the slot."""
+        for block, slot in zip(job.blocks.tolist(), job.slots.tolist(), strict=True):
+            at = self._slots + slot * self._slot_bytes
+            for pages, stride in self._pages:
+                yield pages + block * stride, at
+                at += self._page_bytes
 
     def let_overwrite(self, number: int) -> None:
         pass

@@ -13,6 +13,7 @@ from pathlib import Path
 from quire.distributed.kv_offload.block_file import BlockFiles, CorruptBlockError
 from quire.distributed.kv_offload.block_store import Buffer, StoreStats
 from quire.distributed.kv_offload.folder_upkeep import FOLDER_MODE, FolderUpkeep, WriterFolder
+from quire.distributed.kv_offload.io_pool import CLOSE_SECONDS
 from quire.platforms.private_files import WRITABLE_BY_OTHERS
 
 logger = logging.getLogger("quire")
@@ -60,6 +61,12 @@ class FolderStore:
         return kept
 
     def close(self) -> None:
+        """A file system that hangs is left to this thread, which ends with the process."""
+        closing = threading.Thread(target=self._close, name="quire-kv-folder-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+    def _close(self) -> None:
         if self._upkeep is not None:
             self._upkeep.stop()
         with self._lock:
@@ -131,9 +138,17 @@ class FolderStore:
         return True
 
     def _writing(self) -> Path:
-        """Where this process writes files; made at the first write, since a folder may be for reading only."""
+        """Where this process writes files; made at the first write, since a folder may be for reading only, and again
+        if somebody has removed it, or all."""
         with self._lock:
-            if self._writer is None or not self._writer.path.exists():
+            if self._writer is not None and not self._writer.path.exists():
+                self._writer.remove()
+                self._writer = None
+            if self._writer is None:
+                try:
+                    _make(self._folder)
+                except ValueError as error:
+                    raise OSError(str(error)) from None
                 self._writer = WriterFolder(self._folder)
             return self._writer.path
 

@@ -3,10 +3,12 @@
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+
+from quire.platforms.host_claims import HeldClaim
 
 logger = logging.getLogger("quire")
 
@@ -17,29 +19,42 @@ class HostMemory:
     """`parts` are tensors [slots, layers, page]. Pinned memory takes seconds to allocate, so a thread does it part by
     part, and slots can be used as their part is there."""
 
-    def __init__(self, pages: Sequence[torch.Tensor], num_slots: int, pinned: bool) -> None:
+    def __init__(
+        self,
+        pages: Sequence[torch.Tensor],
+        num_slots: int,
+        pinned: bool,
+        claim: Callable[[int], HeldClaim] | None = None,
+    ) -> None:
+        """`claim` gets the bytes that are to be pinned; there are no more slots than it grants."""
         self.shape = (len(pages), *pages[0].shape[1:])
         self.dtype = pages[0].dtype
         self.slot_bytes = int(np.prod(self.shape)) * self.dtype.itemsize
-        self.num_slots = num_slots
         self.parts: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None  # while it allocates
         if not pinned:
             # numpy maps zero pages, which cost nothing until used.
             size = self.slot_bytes // self.dtype.itemsize * num_slots
-            self.slots_per_part = num_slots
+            self.num_slots = self.slots_per_part = num_slots
             zeros = torch.from_numpy(np.zeros(size * self.dtype.itemsize, np.uint8)).view(self.dtype)
             self.parts.append(zeros.view(num_slots, *self.shape))
             return
+        held = None
+        if claim is not None:
+            held = claim(num_slots * self.slot_bytes)
+            if num_slots > (granted := held.size // self.slot_bytes):
+                logger.warning("other engines claim host memory: a CPU tier of %.2f GiB", held.size / 2**30)
+                num_slots = granted
+        self.num_slots = num_slots
         self.slots_per_part = max(1, PART_BYTES // self.slot_bytes)
         sizes = [self.slots_per_part] * (num_slots // self.slots_per_part)
         sizes += [left] if (left := num_slots % self.slots_per_part) else []
         shapes, stop = [(size, *self.shape) for size in sizes], threading.Event()
-        arguments = (self.parts, shapes, self.dtype, stop)
+        arguments = (self.parts, shapes, self.dtype, stop, held)
         self._thread = thread = threading.Thread(target=_pin, args=arguments, name="quire-pin-memory", daemon=True)
         thread.start()
         # A thread inside torch while the interpreter exits aborts the process.
-        self.close = weakref.finalize(self, _stop, stop, thread)
+        self.close = weakref.finalize(self, _stop, stop, thread, held)
 
     @property
     def num_ready(self) -> int:
@@ -63,16 +78,28 @@ class HostMemory:
         return self.parts[number]
 
 
-def _pin(parts: list[torch.Tensor], shapes: list[tuple[int, ...]], dtype: torch.dtype, stop: threading.Event) -> None:
+def _pin(
+    parts: list[torch.Tensor],
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    stop: threading.Event,
+    held: HeldClaim | None,
+) -> None:
     try:
         for shape in shapes:
             if stop.is_set():
                 return
             parts.append(torch.empty(shape, dtype=dtype, pin_memory=True))
+            if held is not None:
+                held.use(sum(part.nbytes for part in parts))
     except RuntimeError as error:
         logger.warning("host memory for the KV cache: %d of %d parts pinned: %s", len(parts), len(shapes), error)
+        if held is not None:
+            held.settle(sum(part.nbytes for part in parts))
 
 
-def _stop(stop: threading.Event, thread: threading.Thread) -> None:
+def _stop(stop: threading.Event, thread: threading.Thread, held: HeldClaim | None) -> None:
     stop.set()
     thread.join()
+    if held is not None:
+        held.release()

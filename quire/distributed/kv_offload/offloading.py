@@ -9,7 +9,7 @@ from quire.distributed.kv_offload.eviction import POLICIES
 from quire.distributed.kv_offload.tier_scheduler import TierScheduler
 from quire.distributed.kv_offload.tier_worker import TierWorker
 from quire.messages.kv_cache import KVCacheConfig
-from quire.platforms import cpu_facts
+from quire.platforms.host_claims import HostClaims
 
 logger = logging.getLogger("quire")
 
@@ -31,9 +31,9 @@ def offloading_connector(config: ConnectorConfig, layout: KVCacheConfig, role: s
         )
     asynchronous = config.device != "cpu"
     if role == "scheduler":
-        if num_bytes > (available := cpu_facts.available_memory()):
+        if not config.shrinks and num_bytes > (free := HostClaims().free()):
             raise ValueError(
-                f"the KV cache's CPU tier would have {num_bytes / 2**30:.2f} GiB, but {available / 2**30:.2f} GiB of "
+                f"the KV cache's CPU tier would have {num_bytes / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB of "
                 "host memory are free; give it less (--kv-offloading-size, cpu_bytes_to_use)"
             )
         logger.info("CPU tier of the KV cache: %d blocks (%.2f GiB), %s", num_slots, num_bytes / 2**30, policy)

@@ -216,6 +216,9 @@ class StoreScheduler(KVConnector):
 
     def reset_cache(self) -> None:
         self._queue.clear()
+        # Blocks are nobody's now, and evicted by no one: whatever the next plan overwrites waits for their copies.
+        self._meta.overwritten += dict.fromkeys(self._saving.values())
+        self._saving.clear()
 
     def forget(self) -> None:
         # What is stored stays right for engines with the weights it was computed with.

@@ -1,6 +1,6 @@
 """Connectors over stores, by name: a folder that engines share, Redis."""
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ DISK_BYTES = 32 << 30  # unless a limit is given
 FOLDER_OPTIONS = ("shared_storage_path", "disk_bytes_to_use", "num_threads")
 REDIS_OPTIONS = ("url", "timeout", "ttl", "max_connections", "num_threads")
 NUM_THREADS = 4
+MAX_THREADS = 256  # and connections
 DEADLINE = 5.0  # seconds for a lookup; more counts as a miss
 LOADS_LONGER = 12  # times as long is what a load may take: it may be of gigabytes
 
@@ -49,7 +50,7 @@ def redis_connector(config: ConnectorConfig, layout: KVCacheConfig, role: str) -
             url,
             timeout=_number(options, "timeout", 1.0, minimum=0.001),
             ttl=None if ttl is None else _number(options, "ttl", 0.0, minimum=0.001),
-            max_connections=int(_number(options, "max_connections", 2 * NUM_THREADS, minimum=1)),
+            max_connections=int(_number(options, "max_connections", 2 * NUM_THREADS, minimum=1, maximum=MAX_THREADS)),
         )
 
     return store_connector(config, layout, role, make, "redis", options)
@@ -73,7 +74,7 @@ def store_connector(
     deadline = max(DEADLINE, 4 * _number(options, "timeout", 0.0, minimum=0))  # of a call, for stores that have one
     if role == "scheduler":
         return StoreScheduler(config, layout, make_store(), tier, asynchronous, deadline)
-    threads = int(_number(options, "num_threads", NUM_THREADS, minimum=1))
+    threads = int(_number(options, "num_threads", NUM_THREADS, minimum=1, maximum=MAX_THREADS))
     return StoreWorker(config, layout, make_store(), threads, asynchronous, LOADS_LONGER * deadline)
 
 
@@ -84,8 +85,12 @@ def _options(name: str, extra: dict[str, Any], allowed: tuple[str, ...]) -> dict
     return extra
 
 
-def _number(options: Mapping[str, Any], name: str, default: float, minimum: float) -> float:
+def _number(
+    options: Mapping[str, Any], name: str, default: float, minimum: float, maximum: float | None = None
+) -> float:
     value = options.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < math.inf:
-        raise ValueError(f"the KV connector's {name} is {value!r}; it must be a number of at least {minimum:g}")
+    high = sys.float_info.max if maximum is None else maximum
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= high:
+        bounds = f"of at least {minimum:g}" if maximum is None else f"between {minimum:g} and {maximum:g}"
+        raise ValueError(f"the KV connector's {name} is {value!r}; it must be a number {bounds}")
     return value

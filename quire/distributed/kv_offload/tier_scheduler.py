@@ -58,7 +58,7 @@ class TierScheduler(KVConnector):
         self.asynchronous = asynchronous
         self.index = SlotIndex(POLICIES[policy]())
         self.queue = SaveQueue()
-        self._stats = TierStats(self.tier, capacity=num_slots)
+        self._stats = TierStats(self.tier)
         self._keys = BlockKeys(layout)
         self._slot_bytes = slot_bytes
         self._meta = OffloadMetadata()
@@ -219,7 +219,7 @@ class TierScheduler(KVConnector):
         stats.load_seconds += report.load_seconds
 
     def stats(self) -> TierStats:
-        self._stats.blocks = len(self.index)
+        self._stats.blocks, self._stats.capacity = len(self.index), self.index.num_slots
         self._stats.evicted_blocks = self.index.num_evicted
         return self._stats
 

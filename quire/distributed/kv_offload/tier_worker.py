@@ -1,5 +1,6 @@
 """The worker's side of the CPU tier: host memory, and copies between it and the device's blocks."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from quire.distributed.kv_offload.host_memory import HostMemory
 from quire.distributed.kv_offload.metadata import CopyJob, OffloadMetadata, OffloadReport
 from quire.messages.kv_cache import KVCacheConfig
 from quire.messages.kv_transfer import ConnectorMetadata, FinishedTransfers
+from quire.platforms.host_claims import HostClaims
 
 
 class TierWorker(KVConnector):
@@ -26,7 +28,8 @@ class TierWorker(KVConnector):
         self._pages: Sequence[torch.Tensor] = pages
 
     def bind(self, kv_caches: Mapping[int, Any], notify: Callable[[], None]) -> None:
-        self.memory = HostMemory(self._pages, self._num_slots, pinned=self._pages[0].is_cuda)
+        claim = functools.partial(HostClaims().take, shrinks=self.config.shrinks)
+        self.memory = HostMemory(self._pages, self._num_slots, pinned=self._pages[0].is_cuda, claim=claim)
         self.copier = self.make_copier(notify)
 
     def make_copier(self, notify: Callable[[], None]) -> Copier:

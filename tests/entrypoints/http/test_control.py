@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from quire.config.server import ServerConfig
+from quire.entrypoints.http import control
 from tests.entrypoints.server_process import ServerProcess, server_process
+from tests.entrypoints.stub_server import stub_engine, stub_server
 from tests.weights.models import two_models
 
 KEY = {"Authorization": "Bearer secret"}
@@ -118,3 +121,13 @@ def test_wrong_requests_say_what_is_allowed(server: ServerProcess, path: str, bo
 def test_methods_of_workers(server: ServerProcess) -> None:
     (described,) = post(server, "/collective_rpc", {"method": "describe"})["results"]
     assert "float32" in described
+
+
+def test_without_keys_a_server_that_others_can_reach_is_not_changed() -> None:
+    engine = stub_engine()
+    with stub_server(engine, ServerConfig(host="0.0.0.0", enable_admin=True)) as open_server:
+        for path in control.POST:
+            response = open_server.post(path)
+            assert response.status_code == 403 and "--api-key" in response.text, path
+    with stub_server(engine, ServerConfig(host="127.0.0.1", enable_admin=True)) as own:
+        assert own.post("/pause?mode=never").status_code == 400  # it is read
