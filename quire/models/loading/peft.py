@@ -171,11 +171,8 @@ def _by_layer(
     shapes = [full_shape(layer, shard) for shard in target.shards] if target is not None else []
     if target is None or not all(shapes):
         raise ValueError(
-            f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules leaves it "
-            f"out; to be named are embeddings and heads (--lora-target-modules all-linear {name.rpartition('.')[2]})"
-            if name.rpartition(".")[2] in VOCABULARY
-            else f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules "
-            "leaves it out"
+            f"{module} takes no adapter in this model: it has no such layer, or --lora-target-modules leaves it out "
+            f"(it takes one if {name.rpartition('.')[2]} is among them)"
         )
     b = _scaled(name, len(a), b, config)
     if isinstance(target.transform, RowOrder):  # of the outputs, as the weights' rows were reordered
