@@ -171,10 +171,19 @@ def test_layers_that_share_an_index(keys):
     assert configured("GlmMoeDsaForCausalLM", **given).latent.index.interleaved
 
 
-def test_the_newest_generation_is_refused_with_what_is_missing():
-    choice = choose_implementation({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"})
+@pytest.mark.parametrize(
+    ("architecture", "kind", "missing"),
+    [
+        ("DeepseekV4ForCausalLM", "deepseek_v4", "attention over compressed tokens"),
+        ("KimiK25ForConditionalGeneration", "kimi_k25", "the encoder of images and videos"),
+        ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "attention to blocks of keys"),
+        ("Glm5NextForConditionalGeneration", "glm5_next", "layers with a recurrent state"),
+    ],
+)
+def test_the_newest_generation_is_refused_with_what_is_missing(architecture, kind, missing):
+    choice = choose_implementation({"architectures": [architecture], "model_type": kind})
     assert choice.impl is None
-    assert "not supported yet; missing: attention over compressed tokens" in choice.reason
+    assert f"{architecture} is not supported yet; missing: {missing}" in choice.reason
 
 
 def test_heads_that_ranks_cannot_divide(tmp_path):
