@@ -138,6 +138,10 @@ FAMILIES = {
         "DeepseekV32Config",
         DEEPSEEK | {"q_lora_rank": 28, "index_topk": 24, "index_n_heads": 6, "index_head_dim": 16},
     ),
+    "glm5": (
+        "GlmMoeDsaConfig",
+        KIMI | {"q_lora_rank": 28, "index_topk": 24, "index_n_heads": 6, "index_head_dim": 16},
+    ),
     "kimi-k2": ("DeepseekV3Config", KIMI | {"q_lora_rank": 28}),
     "moonlight": ("DeepseekV3Config", KIMI | {"q_lora_rank": None, "rope_interleave": False}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", KIMI | {"q_lora_rank": 28, "rope_parameters": {"rope_theta": 5000.0}}),

@@ -48,11 +48,12 @@ def pairs(folder: Path, rounds: int) -> dict[str, Any]:
 
         rate(4, 8, True)
         runs = []
-        for _ in range(rounds):
-            run = {
-                f"decode of {requests}": [rate(requests, length, adapted) for adapted in (False, True)]
-                for requests, length in ((1, 64), (64, 32))
-            }
+        for number in range(rounds):
+            run = {}
+            for requests, length in ((1, 64), (64, 48)):
+                order = (False, True) if number % 2 == 0 else (True, False)
+                rates = {adapted: rate(requests, length, adapted) for adapted in order}
+                run[f"decode of {requests}"] = [rates[False], rates[True]]
             print(json.dumps(run), flush=True)
             runs.append(run)
     ratios = {name: statistics.median(run[name][1] / run[name][0] for run in runs) for name in runs[0]}

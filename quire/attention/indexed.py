@@ -1,4 +1,4 @@
-"""Sparse latent attention (DeepSeek-V3.2): each query attends to the tokens that an index scores highest. In torch.
+"""Sparse latent attention (DeepSeek-V3.2, GLM-5), in torch: a query attends to the tokens that an index scores highest.
 
 A token has a key for the index, in the page beside its latent. The score of a token is the sum over the index's
 heads of relu(query . key), each times the query's weight for the head.
@@ -16,8 +16,8 @@ from quire.attention.latent import (
     TorchLatentMetadata,
     attend_absorbed,
     read_latents,
+    rotate,
 )
-from quire.kernels.rope import apply_rope
 from quire.messages.kv_cache import KVCacheSpec, LatentSpec
 from quire.platforms.base import Platform
 
@@ -50,12 +50,17 @@ class TorchIndexedBackend(TorchLatentBackend):
         return None
 
     def write_index(
-        self, index: IndexInputs, angles: Angles, index_cache: torch.Tensor, slot_mapping: torch.Tensor, rope: int
+        self,
+        index: IndexInputs,
+        angles: Angles,
+        index_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        rope: int,
+        interleaved: bool = False,
     ) -> None:
-        """The first `rope` elements are rotated, in halves whatever the layer's own pairs are."""
-        cos, sin = (each.float() for each in angles.cos_sin)
+        """The first `rope` elements are rotated."""
         for x in (index.q, index.k[:, None]):
-            x[..., :rope] = apply_rope(x[..., :rope].float(), cos, sin).to(x.dtype)
+            x[..., :rope] = rotate(x[..., :rope], angles, interleaved)
         size = index_cache.shape[1]
         index_cache[slot_mapping // size, slot_mapping % size] = index.k
 

@@ -236,6 +236,9 @@ VLLM_SERVER_DEV_MODE = Variable[bool](
 VLLM_ALLOW_RUNTIME_LORA_UPDATING = Variable[bool](
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING", _switch, False, "`1`: the same as `--allow-runtime-lora-updating`", "`0`"
 )
+VLLM_LORA_RESOLVER_CACHE_DIR = Variable[str | None](
+    "VLLM_LORA_RESOLVER_CACHE_DIR", str, None, "default of `--lora-folder`", "none"
+)
 VLLM_SKIP_MODEL_NAME_VALIDATION = Variable[bool](
     "VLLM_SKIP_MODEL_NAME_VALIDATION", _switch, False, "`1`: the same as `--skip-model-name-validation`", "`0`"
 )
@@ -272,6 +275,7 @@ VLLM_CPU_KVCACHE_SPACE = Variable[int](
 OPTION_DEFAULTS: dict[str, Variable[Any]] = {
     "enable_admin": VLLM_SERVER_DEV_MODE,
     "allow_runtime_lora_updating": VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+    "lora_folder": VLLM_LORA_RESOLVER_CACHE_DIR,
     "skip_model_name_validation": VLLM_SKIP_MODEL_NAME_VALIDATION,
     "batch_invariant": VLLM_BATCH_INVARIANT,
     "engine_stall_timeout": VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,

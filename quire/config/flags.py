@@ -135,7 +135,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _may_be_name(word: str) -> bool:
-    return "*" not in word and not re.fullmatch(r"\d+", word)
+    """A model's: not a number, a pattern, a `name=path` or an object, which are values of flags alone."""
+    return "*" not in word and not re.match(r"\d+$|[\w.:@+-]+=|\{", word)
 
 
 def _looks_like_model(word: str) -> bool:

@@ -28,9 +28,8 @@ class LoRAConfig:
     )
     lora_target_modules: tuple[str, ...] | None = option(
         None,
-        f"last parts of the names of modules that take an adapter, as q_proj; default: {ALL_LINEAR}, the linear layers "
-        f"of all kinds but experts ({EXPERTS!r}, which take as many times the memory), embedding and head (as "
-        "embed_tokens, lm_head)",
+        f"last parts of the names of modules that take an adapter, as q_proj; default: all but {EXPERTS!r}, which take "
+        f"as many times the memory; {ALL_LINEAR}: linear layers, not embedding and head (as embed_tokens, lm_head)",
         several="many",
     )
     fully_sharded_loras: bool = option(False, "accepted as vLLM's: each rank holds its part of an adapter either way")
@@ -55,10 +54,7 @@ class LoRAConfig:
     def adapt_experts(self) -> bool:
         return EXPERTS in (self.lora_target_modules or ())
 
-    def takes(self, module: str) -> bool:
-        """Whether a linear layer of this name in checkpoints takes an adapter."""
-        return self.lora_target_modules is None or ALL_LINEAR in self.lora_target_modules or self.names(module)
-
-    def names(self, module: str) -> bool:
-        """Whether a module takes one that does so only if it is named: embedding, head."""
-        return module.rpartition(".")[2] in (self.lora_target_modules or ())
+    def takes(self, module: str, vocabulary: bool = False) -> bool:
+        """Whether a layer of this name in checkpoints takes an adapter. `vocabulary`: it is an embedding or a head."""
+        named = self.lora_target_modules
+        return named is None or module.rpartition(".")[2] in named or (not vocabulary and ALL_LINEAR in named)

@@ -17,7 +17,7 @@ class LowRank:
     a: torch.Tensor  # [slots, parts * rank, in]
     b: torch.Tensor  # [slots, out, rank], scale included; on a CPU a view of [slots, rank, out]
     ends: tuple[int, ...]  # of each part in the outputs
-    ranks: torch.Tensor  # [slots] int32: beyond a slot's, both are zero
+    ranks: torch.Tensor  # [slots] int32: beyond a slot's, both are zero; 0: its adapter leaves this layer as it is
 
     @property
     def rank(self) -> int:
@@ -33,6 +33,8 @@ class LowRank:
 def add_low_rank_torch(out: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, w: LowRank) -> None:
     slots = slots[: len(x)]
     for slot in slots[slots >= 0].unique().tolist():
+        if not w.ranks[slot]:
+            continue
         rows = (slots == slot).nonzero()[:, 0]
         inner = (x[rows].float() @ w.a[slot].float().T).split(w.rank, dim=1)
         factors = w.b[slot].float().tensor_split(w.ends[:-1])
@@ -50,7 +52,7 @@ def add_low_rank(
     if use_triton(x):
         from quire.kernels.triton import lora as kernel
 
-        kernel.add_low_rank(out, x, slots, w.a, w.b, w.boundaries)
+        kernel.add_low_rank(out, x, slots, w.ranks, w.a, w.b, w.boundaries)
     elif native.serves(x):
         from quire.kernels.native import lora as native_lora
 

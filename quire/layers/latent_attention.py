@@ -22,6 +22,7 @@ class IndexSizes:
     num_heads: int
     size: int  # of a head, and of the key that all have
     top_k: int
+    interleaved: bool = False  # its rotated pairs are neighbours, not halves, whatever the layer's own are
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class IndexedLatentAttention(LatentAttention):
         assert self.weights is not None and self.sizes.index is not None
         slots, metadata, q = ctx.slot_mapping[self.group], ctx.metadata[self.group], self._heads(q)
         self.backend.write(q, kv, norm, angles, self.kv_cache, slots, metadata, self.features)
-        self.backend.write_index(index, angles, self.index_cache, slots, self.sizes.rope)
+        self.backend.write_index(index, angles, self.index_cache, slots, self.sizes.rope, self.sizes.index.interleaved)
         caches = (self.kv_cache, self.index_cache)
         out = self.backend.attend_selected(
             q, self.weights, caches, metadata, self.features, index, self.sizes.index.top_k

@@ -76,14 +76,13 @@ class Adapters:
 
     def _adapt(self, path: str, module: nn.Module) -> None:
         options = (self.state, self._max_rank, self._dtype)
-        if isinstance(module, LMHead) and self._takes_vocabulary(path):
-            found = adapt_head(module, *options)
-        elif isinstance(module, VocabEmbedding) and self._takes_vocabulary(path):
-            found = adapt_embedding(module, *options)
+        if isinstance(module, LMHead):
+            found = adapt_head(module, *options) if self._takes(path, None, True) else iter(())
+        elif isinstance(module, VocabEmbedding):
+            found = adapt_embedding(module, *options) if self._takes(path, None, True) else iter(())
         elif isinstance(module, AdaptableLinear):
             head = getattr(module, "makes_logits", False)
-            takes = self._takes_vocabulary(path) if head else None
-            taken = [p.shard for p in module.partitions() if (self._takes(path, p.shard) if takes is None else takes)]
+            taken = [p.shard for p in module.partitions() if self._takes(path, p.shard, head)]
             found = adapt_linear(module, *options, head) if taken else iter(())
             found = ((shard, target) for shard, target in found if shard in taken)
         else:
@@ -157,22 +156,23 @@ class Adapters:
             target = self._targets[key]
             _fill(target.a[slot])
             _fill(target.b[slot])
+            _fill(target.ranks[slot])
         self._in_slot[slot] = set(factors)
-        self.state.ranks[slot] = max((len(a) for a, _ in factors.values()), default=0)  # a stage may have none
+        ranks: dict[torch.Tensor, int] = {}  # the highest of layers that are one here
         for key, (a, b) in factors.items():
             target = self._targets[key]
             _write(target.a[slot, : len(a)], a)
             _write(target.b[slot, :, : len(a)], b)
+            ranks[target.ranks] = max(ranks.get(target.ranks, 0), len(a))
+        for of_layer, rank in ranks.items():
+            of_layer[slot] = rank
 
     def _full_shape(self, layer: str, shard: ShardId) -> tuple[int, int] | None:
         target = self._targets.get((layer, shard))
         return None if target is None else target.partition.full_shape
 
-    def _takes(self, layer: str, shard: ShardId) -> bool:
-        return self._config.takes(self._name_of(f"{layer}.weight", shard).removesuffix(".weight"))
-
-    def _takes_vocabulary(self, layer: str) -> bool:
-        return self._config.names(self._name_of(f"{layer}.weight", None).removesuffix(".weight"))
+    def _takes(self, layer: str, shard: ShardId, vocabulary: bool) -> bool:
+        return self._config.takes(self._name_of(f"{layer}.weight", shard).removesuffix(".weight"), vocabulary)
 
     def _kept(self, values: np.ndarray) -> torch.Tensor:
         """In the type of the slots; rounded here, so that a copy is one of bytes."""

@@ -35,6 +35,7 @@ class Target:
 
     a: torch.Tensor  # [slots, max rank, in]
     b: torch.Tensor  # [slots, out, max rank]
+    ranks: torch.Tensor  # [slots] int32, as LowRank has it
     partition: Partition
 
     def part_of(self, factors: Factors) -> Factors:
@@ -66,12 +67,14 @@ def new_weights(
         b = torch.zeros(*shape, rank, sum(sizes), dtype=dtype).transpose(-1, -2)
     else:
         b = torch.zeros(*shape, sum(sizes), rank, dtype=dtype, device=state.device)
-    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))), state.ranks)
+    ranks = torch.zeros(state.max_loras, dtype=torch.int32, device=state.device)
+    return LowRank(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))), ranks)
 
 
 def targets_of(w: LowRank, partitions: Sequence[Partition]) -> Targets:
     for i, p in enumerate(partitions):
-        yield p.shard, Target(w.a[:, i * w.rank : (i + 1) * w.rank], w.b[:, p.offset : p.offset + p.size], p)
+        a, b = w.a[:, i * w.rank : (i + 1) * w.rank], w.b[:, p.offset : p.offset + p.size]
+        yield p.shard, Target(a, b, w.ranks, p)
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,10 @@ class LoRAEmbeddingMethod(LoRALinearMethod):
 
     def lookup(self, layer: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         found = self.base.lookup(layer, ids)
-        if not self.state.active:
-            return found
         by_id, w = layer.low_rank_rows, layer.low_rank  # [slots, ids, rank]
         assert isinstance(by_id, torch.Tensor) and isinstance(w, LowRank)
+        if not self.state.active or (w.ranks.is_cpu and not w.ranks.any()):  # on a GPU the host cannot know
+            return found
         slots = self.state.slots[: len(ids)]
         inner = by_id.flatten(0, 1)[slots.clamp(min=0).long() * by_id.shape[1] + ids]
         found = found.contiguous()
@@ -182,7 +185,8 @@ def adapt_embedding(embedding: VocabEmbedding, state: LoRAState, rank: int, dtyp
     keep(embedding, "low_rank", w)
     keep(embedding, "low_rank_rows", by_id)
     embedding.method = LoRAEmbeddingMethod(embedding.method, state)
-    yield None, Target(by_id.transpose(1, 2), w.b, Partition(None, 0, hidden, (hidden, vocab_size), 1, rows.start))
+    partition = Partition(None, 0, hidden, (hidden, vocab_size), 1, rows.start)
+    yield None, Target(by_id.transpose(1, 2), w.b, w.ranks, partition)
 
 
 class ExpertTerms:

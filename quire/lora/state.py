@@ -20,7 +20,6 @@ class LoRAState:
         self.device = device
         self.active = False  # whether layers add terms; graphs and recordings are made of both
         self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)  # by token of the step
-        self.ranks = torch.zeros(max_loras, dtype=torch.int32, device=device)  # of the adapter in each slot
         self.head_takes_adapters = False
         self.logit_slots: torch.Tensor | None = None  # by row of the logits that are being computed
         self._row_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)

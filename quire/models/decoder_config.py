@@ -146,6 +146,14 @@ def require(hf: dict[str, Any], *names: str) -> None:
         raise ValueError(f"the model's config lacks {', '.join(missing)}")
 
 
+def choice(hf: dict[str, Any], name: str, *supported: str) -> str:
+    """Of a config key; by default the first."""
+    given = hf.get(name) or supported[0]
+    if given not in supported:
+        raise ValueError(f"{name} is {given!r}; supported for this architecture: {', '.join(supported)}")
+    return given
+
+
 def windows_by_layer_type(hf: dict[str, Any]) -> tuple[int | None, ...]:
     """Qwen's rule: a window only with use_sliding_window; layer_types, or all layers from max_window_layers on."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None

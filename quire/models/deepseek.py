@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS
-from quire.models.decoder_config import DecoderConfig, require
+from quire.models.decoder_config import DecoderConfig, choice, require
 from quire.models.draft_head import DraftHead
 from quire.models.latent_attention import INDEX, LATENT_ATTENTION, latent_config, latent_weights
 from quire.models.loading.weight_map import WeightMap
@@ -25,8 +25,8 @@ class DeepseekV2ForCausalLM(MoEModel):
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
         routing: dict[str, Any] = {"renormalize": bool(hf.get("norm_topk_prob", False))}
-        method = _choice(hf, "topk_method", "greedy", "group_limited_greedy")
-        _choice(hf, "scoring_func", "softmax")
+        method = choice(hf, "topk_method", "greedy", "group_limited_greedy")
+        choice(hf, "scoring_func", "softmax")
         if method == "greedy":
             routing |= {"groups": 1, "top_groups": 1}
         return Experts.from_deepseek(hf, routing)
@@ -46,8 +46,8 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
-        _choice(hf, "topk_method", "noaux_tc")
-        _choice(hf, "scoring_func", "sigmoid")
+        choice(hf, "topk_method", "noaux_tc")
+        choice(hf, "scoring_func", "sigmoid")
         routing = dict(BIASED_SIGMOID) | {"renormalize": bool(hf.get("norm_topk_prob", True))}
         return Experts.from_deepseek(hf, routing, correction_bias=True)
 
@@ -92,9 +92,19 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
         return types[layer] == "sparse"
 
 
-def _choice(hf: dict[str, Any], name: str, *supported: str) -> str:
-    """Of a config key; by default the first."""
-    given = hf.get(name) or supported[0]
-    if given not in supported:
-        raise ValueError(f"{name} is {given!r}; supported for this architecture: {', '.join(supported)}")
-    return given
+class GlmMoeDsaForCausalLM(Glm4MoeLiteForCausalLM):
+    """GLM-5: DeepSeek-V3.2's index, which rotates neighbours."""
+
+    weights: ClassVar[WeightMap] = Glm4MoeLiteForCausalLM.weights.with_rules(*INDEX)
+
+    @classmethod
+    def configure(cls, hf: dict[str, Any]) -> DecoderConfig:
+        require(hf, "index_topk")
+        pattern = hf.get("index_topk_pattern") or ""
+        shared = "shared" in (hf.get("indexer_types") or ()) or "S" in pattern or "shared" in pattern
+        if shared or (hf.get("index_topk_freq") or 1) > 1:
+            raise ValueError(
+                "layers that attend to the tokens which the index of a layer before has selected are not supported yet "
+                "(indexer_types, index_topk_pattern, index_topk_freq)"
+            )
+        return super().configure({"indexer_rope_interleave": True} | hf)

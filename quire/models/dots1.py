@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from quire.models.decoder import DECODER_WEIGHTS, QK_NORMS
-from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, windows_of_types
+from quire.models.decoder_config import FULL, SLIDING, DecoderConfig, choice, windows_of_types
 from quire.models.loading.weight_map import WeightMap
 from quire.models.moe import BIASED_SIGMOID, CORRECTION_BIAS, EXPERTS, SHARED_EXPERTS, Experts, MoEModel
 
@@ -25,5 +25,6 @@ class Dots1ForCausalLM(MoEModel):
 
     @classmethod
     def configure_experts(cls, hf: dict[str, Any]) -> Experts:
+        choice(hf, "scoring_func", "noaux_tc", "sigmoid")  # the first is what is published, for the second
         routing = {**BIASED_SIGMOID, "renormalize": bool(hf.get("norm_topk_prob", False))}
         return Experts.from_deepseek(hf, routing, correction_bias=True)

@@ -172,7 +172,8 @@ def latent_sizes(hf: dict[str, Any], interleaved: bool) -> LatentSizes:
 def _index_sizes(hf: dict[str, Any]) -> IndexSizes:
     require(hf, "q_lora_rank", "index_n_heads", "index_head_dim")
     most = {"index_n_heads": MAX_HEADS, "index_head_dim": MAX_HEAD_DIM, "index_topk": MAX_POSITIONS}
-    sizes = IndexSizes(*(whole_number(name, hf[name], maximum=limit) for name, limit in most.items()))
+    heads, size, top_k = (whole_number(name, hf[name], maximum=limit) for name, limit in most.items())
+    sizes = IndexSizes(heads, size, top_k, bool(hf.get("indexer_rope_interleave", False)))
     if sizes.size < hf["qk_rope_head_dim"]:
         raise ValueError(
             f"index_head_dim is {sizes.size}; it must be at least qk_rope_head_dim, {hf['qk_rope_head_dim']}"

@@ -84,6 +84,14 @@ BUILT_IN = (
         "",
         "sparse latent attention, by torch alone",
     ),
+    BuiltIn(
+        "GlmMoeDsaForCausalLM",
+        "deepseek:GlmMoeDsaForCausalLM",
+        "GLM-5",
+        "MoE",
+        "",
+        "sparse latent attention, by torch alone",
+    ),
     BuiltIn("Glm4MoeLiteForCausalLM", "deepseek:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "MoE", "", LATENT),
     BuiltIn("Glm4MoeForCausalLM", "glm4_moe:Glm4MoeForCausalLM", "GLM-4.5, 4.6", "MoE", "", "shared expert"),
     BuiltIn("Dots1ForCausalLM", "dots1:Dots1ForCausalLM", "dots.llm1", "MoE", "", "shared experts"),
@@ -108,6 +116,12 @@ MISSING = MappingProxyType(
     {
         "DeepseekV4ForCausalLM": "attention over compressed tokens beside a window of single ones, chosen by an index; "
         "hyper-connections between layers; output projections in groups; layers whose experts are chosen by token id",
+        "KimiK25ForConditionalGeneration": "the encoder of images and videos; its other layers are those of Kimi-K2, "
+        "which is served as DeepseekV3ForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration": "attention to blocks of keys that an index selects; the encoder of "
+        "images and videos",
+        "Glm5NextForConditionalGeneration": "layers with a recurrent state; layers that attend to the tokens which the "
+        "index of a layer before has selected; the encoder of images and videos",
     }
 )
 ARCHITECTURES = MappingProxyType({one.architecture: one for one in BUILT_IN})

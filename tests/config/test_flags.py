@@ -192,4 +192,5 @@ def test_a_model_behind_a_flag_of_several_values_is_not_a_key(
     assert serve(flag, "secret", flag, "other").port == 8000
     assert serve("m", flag, "secret", "base64/key=").port == 8000
     assert parse("--cudagraph-capture-sizes", "1", "2") == {"cudagraph_capture_sizes": [1, 2]}
+    assert serve("--lora-modules", "a=/a", '{"name": "b", "path": "/b"}', "c=/c").port == 8000
     assert parse("--ignore-patterns", "a", "b/*") == {"ignore_patterns": ["a", "b/*"]}

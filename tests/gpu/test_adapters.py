@@ -37,6 +37,7 @@ def test_low_rank_terms(layer, slots, dtype):
 
 def test_kernels_of_slots_and_infinite_weights():
     lora_cases.check_slots_of_tokens("cuda")
+    lora_cases.check_rank_0_leaves_outputs_as_they_are("cuda", torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         lora_cases.check_an_infinite_weight_stays_with_its_rows("cuda", dtype)
 

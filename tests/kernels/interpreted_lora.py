@@ -18,5 +18,9 @@ def test_an_infinite_weight_stays_with_its_rows():
     lora_cases.check_an_infinite_weight_stays_with_its_rows("cpu", torch.float32)
 
 
+def test_rank_0_leaves_outputs_as_they_are():
+    lora_cases.check_rank_0_leaves_outputs_as_they_are("cpu", torch.float32)
+
+
 def test_slots_of_tokens():
     lora_cases.check_slots_of_tokens("cpu")

@@ -65,6 +65,20 @@ def check_an_infinite_weight_stays_with_its_rows(device: str, dtype: torch.dtype
     assert out[5, 1:].isfinite().all() and out[2, 96:].isfinite().all()
 
 
+def check_rank_0_leaves_outputs_as_they_are(device: str, dtype: torch.dtype) -> None:
+    """Whatever its slot holds."""
+    a, b, x, out, of_rows = make("merged", "mixed", device, dtype)
+    wanted, ranks = out.clone(), ranks_of(b)
+    add_low_rank_torch(wanted, x, of_rows, LowRank(a, b, (96, 192), ranks))
+    skipped = of_rows[: len(x)] == 2
+    wanted[skipped] = out[skipped]
+    a[2] = b[2] = float("nan")
+    ranks[2] = 0
+    add_low_rank(out, x, of_rows, LowRank(a, b, (96, 192), ranks))
+    assert torch.equal(out[skipped], wanted[skipped])
+    torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+
+
 def check_slots_of_tokens(device: str) -> None:
     row_slots = torch.tensor([1, -1, 0, 2, 1], dtype=torch.int32, device=device)
     rows = torch.tensor([3, 0, -1, 1], dtype=torch.int32, device=device)

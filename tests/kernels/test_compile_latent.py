@@ -4,6 +4,7 @@ or with QUIRE_ALL_KERNELS=1 (make test-kernels) also in float32."""
 import os
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -15,6 +16,7 @@ from quire.kernels.triton import (  # noqa: E402
     latent_product,
     latent_write,
 )
+from tests.kernels.launched import launched  # noqa: E402
 from tests.kernels.test_compile import FLOAT, FP8, HALF, INT, compiled  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
@@ -99,6 +101,29 @@ def test_expanded_prompts(kind):
     constants = sizes | {"QUERIES": 32 if full else 128, "TILE": 16 if full else 64}
     made = compiles(latent_prefill._expanded_kernel, types, constants, 4 if full else 8, 1 if full else 3)
     assert full or "wgmma" in made.asm["ptx"]
+
+
+@pytest.mark.skipif(len(KINDS) == 1, reason="compiles for eight seconds")
+def test_expanded_prompts_of_wide_heads(monkeypatch, tmp_path):
+    """GLM-4.7-Flash's, of which fewer fit shared memory at a time."""
+    heads, nope, v, tokens = 20, 192, 256, 256
+
+    def half(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    def ints(*shape):
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def attend():
+        plan = latent_expand.ExpansionPlan(ints(8), ints(512), ints(1), ints(8), ints(tokens))
+        weights = half(heads, nope, RANK), half(heads, v, RANK)
+        expanded = latent_expand.latent_expand(half(4, PAGE_TOKENS, RANK + ROPE), plan, *weights, ROPE)
+        q, out = half(tokens, heads, nope + ROPE), half(tokens, heads, v)
+        latent_prefill.expanded_prefill(q, out, expanded, plan, ints(4, 2), ints(9), ints(8), 0.1)
+
+    kernels = launched(monkeypatch, attend)
+    assert [one.name for one in kernels] == ["_expand_kernel", "_expanded_kernel"]
+    assert all(one.fits and one.spilled_bytes(tmp_path) < 64 for one in kernels)
 
 
 @pytest.mark.parametrize("kind", KINDS)

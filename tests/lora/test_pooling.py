@@ -37,7 +37,9 @@ def adapted(model, folder, family, **options):
 def test_vectors(family, tmp_path):
     # The pooler's layer, which no vector passes, is no part of the model here.
     model = save_tiny_encoder(family, tmp_path / "base")
-    given = {"target_modules": r".*layer.*(query|key|value|dense)"} if family == "bert" else {}
+    given = {"target_modules": [*LINEARS[family], "tok_embeddings"]}
+    if family == "bert":
+        given = {"target_modules": r".*(word_embeddings|layer.*(query|key|value|dense))"}
     model = adapted(model, tmp_path / "adapter", family, **given)
     with torch.no_grad():
         wanted = [model(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy() for ids in prompts()]
@@ -60,7 +62,7 @@ def test_a_head_for_classes_takes_no_adapter(dtype, tmp_path):
     with LLM(str(tmp_path / "base"), dtype=dtype, enable_lora=True, max_lora_rank=64) as llm:
         with_it, without = (llm.classify(prompts(), use_tqdm=False, lora_request=lora) for lora in loras)
         adapters = llm.llm_engine.client.core.executor.worker.adapters
-        assert {layer.partition(".")[0] for layer, _ in adapters._targets} == {"layers"}
+        assert {layer.partition(".")[0] for layer, _ in adapters._targets} == {"layers", "embed_tokens"}
     assert [one.outputs.probs for one in with_it] == [one.outputs.probs for one in without]
 
 

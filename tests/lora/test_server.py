@@ -167,7 +167,6 @@ def test_loading_and_unloading(server, adapters, expected):
     [
         ({"lora_name": "x", "lora_path": "/etc"}, "outside of --lora-allowed-paths"),
         ({"lora_name": "base", "lora_path": "{}"}, "is the name of the base model"),
-        ({"lora_name": "x", "lora_path": "{}/nowhere"}, "there is no folder"),
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": "a\nb", "lora_path": "{}"}, "lora_name is"),
         ({"lora_name": 3, "lora_path": "{}"}, "lora_name"),
@@ -178,6 +177,11 @@ def test_what_cannot_be_loaded(server, adapters, body, message):
         body = body | {"lora_path": body["lora_path"].format(adapters[0].parent)}
     refused = server.post("/v1/load_lora_adapter", body)
     assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+
+
+def test_a_folder_that_does_not_exist(server, adapters):
+    missing = server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": f"{adapters[0].parent}/nowhere"})
+    assert missing.status_code == 404 and "there is no folder" in missing.json()["error"]["message"]
 
 
 def test_the_routes_need_a_flag(tmp_path):

@@ -150,6 +150,7 @@ def test_configs_that_make_no_sense(keys, complaint):
             {"topk_method": "noaux_tc"},
             "topk_method is 'noaux_tc'; supported .*: greedy, group",
         ),
+        ("Dots1ForCausalLM", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported .*: noaux_tc, sigmoid"),
         ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8"),
         ("DeepseekV3ForCausalLM", {"n_group": 3}, "8 experts cannot be split into 3 equal groups"),
     ],
@@ -160,10 +161,29 @@ def test_experts_that_make_no_sense(architecture, keys, complaint):
         model_class({"architectures": [architecture]}).configure_experts(hf)
 
 
-def test_the_newest_generation_is_refused_with_what_is_missing():
-    choice = choose_implementation({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"})
+@pytest.mark.parametrize(
+    "keys", [{"indexer_types": ["full", "shared"]}, {"index_topk_freq": 2}, {"index_topk_pattern": "FS"}]
+)
+def test_layers_that_share_an_index(keys):
+    given = {"q_lora_rank": 28, "index_topk": 24, "index_n_heads": 6, "index_head_dim": 16}
+    with pytest.raises(ValueError, match=r"the index of a layer before .* not supported yet .indexer_types"):
+        configured("GlmMoeDsaForCausalLM", **given, **keys)
+    assert configured("GlmMoeDsaForCausalLM", **given).latent.index.interleaved
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "missing"),
+    [
+        ("DeepseekV4ForCausalLM", "deepseek_v4", "attention over compressed tokens"),
+        ("KimiK25ForConditionalGeneration", "kimi_k25", "the encoder of images and videos"),
+        ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "attention to blocks of keys"),
+        ("Glm5NextForConditionalGeneration", "glm5_next", "layers with a recurrent state"),
+    ],
+)
+def test_the_newest_generation_is_refused_with_what_is_missing(architecture, kind, missing):
+    choice = choose_implementation({"architectures": [architecture], "model_type": kind})
     assert choice.impl is None
-    assert "not supported yet; missing: attention over compressed tokens" in choice.reason
+    assert f"{architecture} is not supported yet; missing: {missing}" in choice.reason
 
 
 def test_heads_that_ranks_cannot_divide(tmp_path):

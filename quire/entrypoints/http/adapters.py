@@ -84,6 +84,8 @@ class ServedAdapters:
     def check_path(self, path: str) -> None:
         if self._allowed and not any(Path(path).resolve().is_relative_to(folder) for folder in self._allowed):
             raise bad_request(f"lora_path {shown(path)} is outside of --lora-allowed-paths", "lora_path")
+        if not Path(path).is_dir():
+            raise ApiError(404, f"there is no folder {shown(path)}", param="lora_path", code="not_found")
 
     def _parsed(self, text: str) -> LoRARequest:
         """name=path, or vLLM's JSON object."""

@@ -90,7 +90,7 @@ int quire_add_low_rank(const void *x, const int32_t *slots, const int32_t *ranks
 #pragma omp for collapse(2)
         for (int64_t i = 0; i < n; i++)
             for (int64_t c = 0; c < chunks; c++) {
-                if (slots[i] < 0) continue;
+                if (slots[i] < 0 || !ranks[slots[i]]) continue;
                 int64_t part = 0, first = c;
                 for (;; part++) {
                     int64_t own = (starts[part + 1] - starts[part] + CHUNK - 1) / CHUNK;

@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 QUERIES, KEYS = 64, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "longest"])
 def _encoder_attention_kernel(
     q,
     k,

@@ -17,7 +17,7 @@ from quire.kernels.kv_scales import KVScales
 from quire.kernels.triton.latent_attend import page_arguments
 
 CONTEXT_BYTES = 128 << 20  # for keys and values of cached context
-BLOCK = 128  # keys
+BLOCK, WIDE_BLOCK = 128, 64  # keys; of heads of which registers hold no more
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,12 +213,13 @@ def latent_expand(
     keys, values, ropes = (
         torch.empty(capacity, size, dtype=w_uk.dtype, device=w_uk.device) for size in (heads * nope, heads * v, rope)
     )
-    block = 32 if full else BLOCK
+    padded_nope, padded_v = (max(16, triton.next_power_of_2(size)) for size in (nope, v))
+    block = 32 if full else BLOCK if padded_nope + padded_v <= 256 else WIDE_BLOCK
     _expand_kernel[(heads, triton.cdiv(capacity, block))](
         kv_cache, plan.sources, plan.used, w_uk, w_uv, keys, values, ropes,
         H=heads, RANK=rank, ROPE=rope, NOPE=nope, V=v, PP=max(16, triton.next_power_of_2(rope)),
-        NP=max(16, triton.next_power_of_2(nope)), VP=max(16, triton.next_power_of_2(v)), BLOCK=block,
-        BLOCK_K=16 if full else 64, num_warps=8, num_stages=1 if full else 3,
+        NP=padded_nope, VP=padded_v, BLOCK=block, BLOCK_K=16 if full else 64, num_warps=8,
+        num_stages=1 if full else 3 if block == BLOCK else 2,
         **page_arguments(kv_cache, scales), **early_launch(w_uk),
     )  # fmt: skip
     return Expanded(keys.view(-1, heads, nope), values.view(-1, heads, v), ropes)

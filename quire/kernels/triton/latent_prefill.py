@@ -224,11 +224,13 @@ def expanded_prefill(
     (_, heads, nope), v, rope = expanded.keys.shape, expanded.values.shape[2], expanded.ropes.shape[1]
     full = q.dtype is torch.float32
     sizes = {name: max(16, triton.next_power_of_2(size)) for name, size in (("NP", nope), ("PP", rope), ("VP", v))}
+    # Of keys and values, as many tiles at once as shared memory holds beside the queries.
+    stages = stages or (1 if full else 3 if sizes["NP"] + sizes["VP"] <= 256 else 2)
     _expanded_kernel[(heads * len(query_blocks),)](
         q, out, expanded.keys, expanded.values, expanded.ropes, plan.starts, query_blocks, query_start, seq_lens,
         scale * LOG2E, q.stride(0), q.stride(1), H=heads, NOPE=nope, ROPE=rope, V=v,
         QUERIES=queries_per_block(q.dtype), TILE=tile or (16 if full else 64),
-        num_warps=warps or (4 if full else 8), num_stages=stages or (1 if full else 3), **sizes, **early_launch(q),
+        num_warps=warps or (4 if full else 8), num_stages=stages, **sizes, **early_launch(q),
     )  # fmt: skip
 
 

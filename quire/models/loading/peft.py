@@ -44,7 +44,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Those that change the base's weights too: without the changed ones an adapter is not what was trained.
 INITS_OF_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-MAX_NAME = 512
+MAX_NAME, MAX_ALPHA = 512, 1e300
 VOCABULARY = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
 # The last part may be preceded by the adapter's name in PEFT's own memory.
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?:(?P<linear>[AB])(\.\w+)?\.weight|embedding_(?P<embedding>[AB])(\.\w+)?)")
@@ -87,11 +87,11 @@ class PeftConfig:
         return cls(
             rank,
             _number("lora_alpha", found.get("lora_alpha", rank)),
-            bool(found.get("use_rslora", False)),
+            _switch("use_rslora", found.get("use_rslora")),
             {k: whole_number("rank_pattern", v, 1, MAX_LORA_RANK) for k, v in _patterns(found, "rank_pattern").items()},
             {k: _number("alpha_pattern", v) for k, v in _patterns(found, "alpha_pattern").items()},
-            tuple(map(str, found.get("target_parameters") or ())),
-            bool(found.get("ensure_weight_tying", False)),
+            _names("target_parameters", found.get("target_parameters")),
+            _switch("ensure_weight_tying", found.get("ensure_weight_tying")),
         )
 
     def of(self, module: str) -> tuple[int, float]:
@@ -171,11 +171,8 @@ def _by_layer(
     shapes = [full_shape(layer, shard) for shard in target.shards] if target is not None else []
     if target is None or not all(shapes):
         raise ValueError(
-            f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules leaves it "
-            f"out; to be named are embeddings and heads (--lora-target-modules all-linear {name.rpartition('.')[2]})"
-            if name.rpartition(".")[2] in VOCABULARY
-            else f"{module} takes no adapter in this model: it has no such linear layer, or --lora-target-modules "
-            "leaves it out"
+            f"{module} takes no adapter in this model: it has no such layer, or --lora-target-modules leaves it out "
+            f"(it takes one if {name.rpartition('.')[2]} is among them)"
         )
     b = _scaled(name, len(a), b, config)
     if isinstance(target.transform, RowOrder):  # of the outputs, as the weights' rows were reordered
@@ -310,6 +307,18 @@ def _is_plain(pattern: str) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{CONFIG}: {name} is {shown(value)}; it must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
+        raise ValueError(f"{CONFIG}: {name} is {shown(value)}; it must be a number of at most {MAX_ALPHA:g}")
     return float(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{CONFIG}: {name} is {shown(value)}; it must be true or false")
+    return bool(value)
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | None) or not all(isinstance(one, str) for one in value or ()):
+        raise ValueError(f"{CONFIG}: {name} is {shown(value)}; it must be a list of names")
+    return tuple(value or ())
